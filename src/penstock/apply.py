@@ -18,6 +18,7 @@ from penstock.config.decoding import Weights
 from penstock.config.formats import PRODUCTS, Products
 from penstock.config.fused import FusedName
 from penstock.config.model import ModelConfig
+from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import SWITCHES, Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.run import Recipe
@@ -45,7 +46,7 @@ from penstock.planner.describe import totals
 from penstock.planner.pipeline import stage_counts
 from penstock.precision.forward import apply_precision
 from penstock.precision.master import cast_in_place
-from penstock.precision.settings import Precision, precision_of
+from penstock.precision.settings import half_type
 from penstock.products.blocks import join_blocks
 from penstock.products.convert import convert_linears, store_linears, suited
 from penstock.products.rounded import store_rounded
@@ -70,7 +71,7 @@ class Setup:
     purpose: Purpose
     device: torch.device
     plan: Plan = field(default_factory=Plan)
-    precision: Precision = field(default_factory=lambda: precision_of(Plan()))
+    numerics: Numerics = field(default_factory=lambda: numerics_of(Plan()))
     dims: ParallelDims = ALONE
     # In training
     recipe: Recipe = field(default_factory=Recipe)
@@ -195,25 +196,25 @@ def _count(model: nn.Module, setup: Setup) -> None:
 
 
 def _convert(model: nn.Module, setup: Setup) -> None:
-    convert_linears(model, setup.precision.products, device=setup.place)
+    convert_linears(model, setup.numerics.products, device=setup.place)
 
 
 def _casts(setup: Setup) -> bool:
     """Whether weights become half here: those with masters do once the optimizer holds the fp32 ones."""
-    precision = setup.precision
+    numerics = setup.numerics
     if setup.purpose in _UNTRAINED:
-        return precision.dtype is not None
-    return precision.weights == "half" and (setup.purpose == REFERENCE or precision.master == "none")
+        return numerics.half
+    return numerics.weights != "fp32" and (setup.purpose == REFERENCE or numerics.masters == "none")
 
 
 def _cast(model: nn.Module, setup: Setup) -> nn.Module | None:
-    precision = setup.precision
-    assert precision.dtype is not None
+    numerics, half = setup.numerics, half_type(setup.numerics)
+    assert half is not None
     if setup.purpose not in (REFERENCE, SCRIPT):
-        return model.to(dtype=precision.dtype)
+        return model.to(dtype=half)
     # As master weights do: a reference rounds as the model does, and a script's state dicts stay fp32.
     models = setup.together or [model]
-    cast_in_place(models, precision.dtype, norms=precision.norms, lists=precision.lists)
+    cast_in_place(models, half, norms=numerics.norms, lists=numerics.lists)
     return None
 
 
@@ -259,7 +260,7 @@ def _switch(model: nn.Module, setup: Setup) -> None:
 
 def _fuse(model: nn.Module, setup: Setup) -> None:
     names, compiled = setup.plan.fuse, setup.compiled or setup.plan.compile != "none"
-    setup.fused = fuse(model, names, device=setup.place, dtype=setup.precision.dtype, compiled=compiled)
+    setup.fused = fuse(model, names, device=setup.place, dtype=half_type(setup.numerics), compiled=compiled)
 
 
 def _compile(model: nn.Module, setup: Setup) -> None:
@@ -285,7 +286,7 @@ STEPS = (
         why="By names of the whole model, before the device gets any weight. What is loaded later is rounded as well.",
     ),
     ApplyStep(
-        "products", _convert, _TRAINED, settings=("products",), when=lambda s: s.precision.products != "plain",
+        "products", _convert, _TRAINED, settings=("products",), when=lambda s: s.numerics.products != "plain",
         why="Before weights are loaded, which may have clips of inputs, and before layers are split and compiled.",
     ),
     ApplyStep(
@@ -315,7 +316,7 @@ STEPS = (
         why="A stage's rank lets go of what others hold before anything else is made of the model.",
     ),
     ApplyStep(
-        "precision", lambda model, s: apply_precision(model, s.precision, s.device), _TRAINED,
+        "precision", lambda model, s: apply_precision(model, s.numerics, s.device), _TRAINED,
         why="Around the class's own forward, before anything is put around that.",
     ),
     ApplyStep(

@@ -32,8 +32,9 @@ from penstock.parallel.data import running_statistics
 from penstock.parallel.dims import DATA, LOSS
 from penstock.parallel.sharded_init import made_in_rows
 from penstock.parallel.tensor import partial_gradients
-from penstock.precision import LossScaler, MasterWeights, precision_of
+from penstock.precision import LossScaler, MasterWeights
 from penstock.precision.scaler import agree_over
+from penstock.precision.settings import half_type, listed_numerics
 from penstock.step import Pipeline, Runner, TrainStep
 from penstock.tasks import Embedding, Loss, Preferences, Task, classification_loss, task_of
 from penstock.tasks.peers import Peers
@@ -131,9 +132,9 @@ def build(
                 module = factory()
 
     # All that changes the model itself is in the table of `penstock.apply`.
-    precision = precision_of(plan, recipe.lists, device)
+    numerics = listed_numerics(plan, recipe.lists, device)
     setup = Setup(
-        purpose=TRAINING, plan=plan, precision=precision, device=device, recipe=recipe, config=config, dims=dims,
+        purpose=TRAINING, plan=plan, numerics=numerics, device=device, recipe=recipe, config=config, dims=dims,
         seed=seed, rows=rows,
     )  # fmt: skip
     module = apply(module, setup)
@@ -151,11 +152,9 @@ def build(
     optimizer = _optimizer(module, plan, recipe)
 
     # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
-    masters: MasterWeights | None = None
-    if precision.master == "copy" and precision.dtype is not None and not sharded:
-        masters = MasterWeights(
-            [module], [optimizer], precision.dtype, norms=precision.norms, lists=precision.lists
-        )
+    masters, half = None, half_type(numerics)
+    if numerics.masters == "copy" and half is not None and not sharded:
+        masters = MasterWeights([module], [optimizer], half, norms=numerics.norms, lists=numerics.lists)
 
     # Replicas watch the parameters that gradients come to, so these must be the last ones.
     if split is not None and not sharded:
@@ -166,7 +165,7 @@ def build(
     elif dims.degree(*LOSS) > 1 and not sharded:
         # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
         # Passes of a pipeline's micro-batches take turns, so it is so there too.
-        later = stages is not None or (precision.master != "none" and plan.accumulate > 1)
+        later = stages is not None or (numerics.masters == "copy" and plan.accumulate > 1)
         replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if later else None)
 
     # Averages and loss scale look at the finished parameters; the step ties all together.
@@ -175,7 +174,7 @@ def build(
         weights = None if masters is None else masters.named(module)
         publish = None if masters is None else masters.publish
         ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish, every_step=True)
-    scaler = _scaler(recipe, device, dims) if precision.scales else None
+    scaler = _scaler(recipe, device, dims) if numerics.scales else None
     runner: Runner | None = None
     if stages is not None:
         runner = Pipeline(stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)

@@ -66,5 +66,5 @@ def test_sharding_over_one_device_changes_nothing() -> None:
 
 def test_only_fp16_scales_its_loss() -> None:
     for precision, dtype in itertools.product(("O1", "O2", "O3"), ("bf16", "fp16")):
-        assert numerics_of(Plan(precision=precision, dtype=dtype)).loss_scale == (dtype == "fp16")
-    assert not numerics_of(Plan()).loss_scale
+        assert numerics_of(Plan(precision=precision, dtype=dtype)).scales == (dtype == "fp16")
+    assert not numerics_of(Plan()).scales

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.build import build
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.precision import precision_of, properties_of
+from penstock.precision import properties_of
 
 
 class Net(nn.Module):
@@ -31,10 +32,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_plan_has_the_properties_of_its_level(level: str, dtype: str) -> None:
-    found = precision_of(Plan.parse(f"precision={level} dtype={dtype}"))
+    found = numerics_of(Plan.parse(f"precision={level} dtype={dtype}"))
     scale = {"loss_scale": "dynamic"} if dtype == "fp16" else {}
     assert found == properties_of(level, dtype=dtype, **scale)
-    assert precision_of(Plan()) == properties_of("O0")
+    assert numerics_of(Plan()) == properties_of("O0")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1"])

@@ -14,10 +14,10 @@ import penstock
 from penstock.build import build
 from penstock.config.formats import Products
 from penstock.config.load import dump_toml, from_dict
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.run import Lists, Recipe, RunConfig
 from penstock.errors import ConfigError
-from penstock.precision import precision_of
 from penstock.precision.lists import default_lists
 from penstock.precision.settings import properties_of
 
@@ -78,7 +78,7 @@ def test_norms_of_o2_may_be_half() -> None:
     built = build(model, Plan.parse("precision=O2 norms=half optimizer=fused"), loss=loss)
     built.step([(torch.randn(4, 8), torch.randint(0, 4, (4,)))])
     assert model.seen[3] == torch.bfloat16
-    assert precision_of(built.plan).norms == "half"
+    assert numerics_of(built.plan).norms == "bf16"
     with pytest.raises(ConfigError, match=r"norms=half has no effect with plan\.precision=O1"):
         build(net(), Plan.parse("precision=O1 norms=half"))
 
@@ -98,7 +98,7 @@ def test_fp8_of_an_earlier_version_is_a_form_of_products(
     assert from_dict(Plan, {"precision": "O1", "fp8": value}, origin="a file") == plan
     assert from_dict(RunConfig, {"plan": {"precision": "O1", "fp8": value}}, origin="a run").plan == plan
     assert Plan.from_toml(f'precision = "O1"\nfp8 = {json.dumps(value)}') == plan
-    assert precision_of(plan).products == products
+    assert numerics_of(plan).products == products
     assert properties_of("O1", fp8=value) == properties_of("O1", products=products)
 
 

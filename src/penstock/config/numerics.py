@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config.formats import HALVES, Dtype, Products
 from penstock.config.optimizers import OPTIMIZERS, Algorithm
-from penstock.config.plan import Plan
+from penstock.config.plan import Plan, Precision
 
 Masters = Literal["none", "copy", "shards"]
 
@@ -23,8 +23,10 @@ a shard of the fp32 weights, and half weights are gathered from them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """The types of one training step. Made by `numerics_of`."""
+    """The types of one training step. Made by `numerics_of`, or with other properties by
+    `penstock.precision.properties_of`."""
 
+    level: Precision
     weights: Dtype
     """Type of the weights on a device between steps."""
     gathered: Dtype
@@ -52,8 +54,12 @@ class Numerics:
     """Type of the numbers that the optimizer keeps per weight."""
     moments_per_weight: int
     """Elements that the optimizer keeps per weight, of a matrix where it treats matrices by themselves."""
-    loss_scale: bool
-    """Whether the loss is scaled, so that small gradients do not vanish in fp16."""
+    loss_scale: float | Literal["dynamic"]
+    """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
+    outputs: Literal["fp32", "keep"]
+    """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
+    lists: Any = None
+    """An `OpLists` of `penstock.precision.lists`; None for the default of the type."""
 
     @property
     def master_bytes(self) -> float:
@@ -64,6 +70,25 @@ class Numerics:
     def half(self) -> bool:
         """Whether anything is computed in half precision."""
         return self.compute in HALVES
+
+    @property
+    def scales(self) -> bool:
+        """Whether the loss is scaled at all."""
+        return self.loss_scale != 1.0
+
+    def describe(self) -> str:
+        """One line that says all that differs from plain fp32."""
+        if not self.half:
+            return f"{self.level}: fp32 throughout"
+        parts = [f"weights {self.weights}"]
+        parts.append("each operation by the op lists" if self.by_lists else f"compute {self.compute}")
+        parts.append(f"norms {self.norms}")
+        if self.masters == "copy":
+            parts.append("fp32 master weights")
+        parts.append(f"loss scale {self.loss_scale}" if self.scales else "no loss scale")
+        if self.products != "plain":
+            parts.append(f"matrix products in {self.products}")
+        return f"{self.level} in {self.compute}: " + ", ".join(parts)
 
 
 def numerics_of(plan: Plan) -> Numerics:
@@ -83,7 +108,7 @@ def numerics_of(plan: Plan) -> Numerics:
 
 @lru_cache(maxsize=512)
 def _numerics(
-    precision: str, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: Algorithm,
+    precision: Precision, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: Algorithm,
     products: Products, norms: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
@@ -105,6 +130,7 @@ def _numerics(
     reduction: Dtype = {"weights": added, "fp32": "fp32", "half": compute}[gradients]
     moments: Dtype = compute if precision == "O3" else "fp32"
     return Numerics(
+        level=precision,
         weights=weights,
         gathered=gathered,
         by_lists=precision in ("O1", "O2"),
@@ -118,5 +144,6 @@ def _numerics(
         masters=masters,
         moments=moments,
         moments_per_weight=OPTIMIZERS[algorithm].moments,
-        loss_scale=compute == "fp16",
+        loss_scale="dynamic" if compute == "fp16" else 1.0,
+        outputs="keep" if compute == "fp32" else "fp32",
     )

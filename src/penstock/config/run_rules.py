@@ -21,7 +21,7 @@ RUN_RULES = Rules()
 def _fp16_skips_overflowed_steps(plan: Plan) -> Iterator[str]:
     """fp16 needs a loss scale, which needs an optimizer that can skip a step on the device."""
     skips = OPTIMIZERS[plan.algorithm].skips
-    if numerics_of(plan).loss_scale and plan.optimizer not in skips:
+    if numerics_of(plan).scales and plan.optimizer not in skips:
         name = f"plan.optimizer={plan.optimizer}" if skips else f"recipe.optimizer={plan.algorithm}"
         remedy = f"optimizer={' or '.join(skips)}, or dtype=bf16" if skips else "dtype=bf16"
         yield (

@@ -15,6 +15,7 @@ from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.config.decoding import Weights
 from penstock.config.formats import Products
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
@@ -35,7 +36,6 @@ from penstock.models.rounded import RoundedWeight, plain_state
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.hosts import Slots, rounds_of
 from penstock.parallel.tensor import line_of
-from penstock.precision.settings import precision_of
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def loaded(
     settings = settings or {}
     start, ends = _marks(settings, tokenizer)
     setup = Setup(
-        purpose=INFERENCE, plan=plan, precision=precision_of(plan), device=torch.device(device), weights=form,
+        purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
         rounded=rounded, own=own, careful=careful, shortlist=(*shortlist, *ends) if shortlist else (), slots=slots,
         companion=beside, dims=ALONE if _is_shared_out(module, dims) else dims,
     )  # fmt: skip

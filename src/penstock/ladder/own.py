@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock.apply import TRAINING, Setup, apply
 from penstock.build import Built, build
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import Padding, Plan
 from penstock.config.run import Recipe
 from penstock.containers import replaced
@@ -35,7 +36,6 @@ from penstock.ladder.trace import trace
 from penstock.models.anatomy import anatomy_of
 from penstock.models.fuse import places_for
 from penstock.planner.operators import Workload
-from penstock.precision import precision_of
 from penstock.tasks import Loss, mean_loss
 
 
@@ -145,7 +145,7 @@ def _let_compute(model: nn.Module, plan: Plan, device: torch.device) -> None:
     fits = places_for(model, device.type)
     names = tuple(name for name in plan.fuse if (any(fits.values()) if name == "auto" else fits[name]))
     changes = Plan(loss=plan.loss, padding=plan.padding, fuse=names, compile=plan.compile)
-    setup = Setup(purpose=TRAINING, plan=changes, precision=precision_of(plan), device=device)
+    setup = Setup(purpose=TRAINING, plan=changes, numerics=numerics_of(plan), device=device)
     apply(model, setup, "switches", "fuse")
 
 

@@ -24,7 +24,7 @@ from penstock.models.roles import Linear
 from penstock.parallel.parts import split_from
 from penstock.precision.forward import precision_on
 from penstock.precision.lists import fp32_modules_of
-from penstock.precision.settings import precision_of
+from penstock.precision.settings import half_type, relisted
 from penstock.products.eight_bits import RoundedLinear
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -52,7 +52,8 @@ def mixed_policy(plan: Plan) -> Any:
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    half = precision_of(plan).dtype if numerics_of(plan).by_lists else None
+    numerics = numerics_of(plan)
+    half = half_type(numerics) if numerics.by_lists else None
     # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
@@ -78,16 +79,16 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     for module in modules.values():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((module, name))
-    precision = precision_on(model) or precision_of(plan)
-    wide = fp32_modules_of(model, precision.lists)
+    own = precision_on(model) or numerics
+    wide = fp32_modules_of(model, own.lists)
 
     def in_half(module: nn.Module, name: str) -> bool:
         if module in wide:
             return False
         if numerics.residual == "fp32":
             # Where operations have other lists, products may be computed in fp32 too.
-            return not precision.relisted and _multiplied(module, name, module in linears)
-        return precision.norms == "half" or not is_norm(module)
+            return not relisted(own) and _multiplied(module, name, module in linears)
+        return own.norms != "fp32" or not is_norm(module)
 
     for group in groups_of(units):
         kinds = set()

@@ -174,7 +174,7 @@ def update_bytes(plan: Plan, orthogonal: float = 0.0) -> float:
     moved += orthogonal * ((matrices.accesses + 3) * number - moved)
     if numerics.masters == "copy":
         # The gradient becomes one in fp32, and the new weight one in half.
-        moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.loss_scale + 4.0 + 2.0
+        moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.scales + 4.0 + 2.0
     return moved
 
 

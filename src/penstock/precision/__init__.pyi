@@ -11,8 +11,7 @@ from penstock.precision.overflow import OverflowTrace as OverflowTrace
 from penstock.precision.scaler import Agree as Agree
 from penstock.precision.scaler import LossScaler as LossScaler
 from penstock.precision.scaler import agree_over as agree_over
-from penstock.precision.settings import Precision as Precision
-from penstock.precision.settings import precision_of as precision_of
+from penstock.precision.settings import listed_numerics as listed_numerics
 from penstock.precision.settings import properties_of as properties_of
 from penstock.script.accelerate import accelerate as accelerate
 from penstock.script.accelerate import clip_grad_norm_ as clip_grad_norm_

@@ -300,8 +300,8 @@ class ModuleStandIns(StandIns):
     def _deep(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         adopt_weights(module)
         copied = self._copied(module, lambda: copy.deepcopy(module, memo))
-        precision = copied.__dict__.get("_penstock_precision")
-        if precision is not None and precision.autocast:
+        numerics = copied.__dict__.get("_penstock_precision")
+        if numerics is not None and numerics.by_lists:
             take_masters(copied)  # no optimizer publishes them into a copy
         return copied
 

@@ -1,4 +1,4 @@
-"""A model's forward pass under a `Precision`, and the other methods that it is entered by.
+"""A model's forward pass in the types of its `Numerics`, and the other methods that it is entered by.
 
 The class is swapped for a subclass of the same name, so that state dicts, `isinstance`, compilation and signatures stay
 as they are.
@@ -19,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from penstock.config.numerics import Numerics
 from penstock.containers import replaced
 from penstock.errors import ConfigError
 from penstock.models.anatomy import uncompiled
 from penstock.precision.copies import ModuleStandIns, plain
 from penstock.precision.lists import apply_modules, default_lists, region
 from penstock.precision.lists.mode import device_type_of
-from penstock.precision.settings import Precision
+from penstock.precision.settings import half_type
 
 M = TypeVar("M", bound=nn.Module)
 _KEY = "_penstock_precision"
@@ -38,22 +39,23 @@ _OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same",
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def apply_precision(model: nn.Module, precision: Precision, device: torch.device) -> None:
-    """From now on `model(…)` computes as `precision` says, in place: its modules follow the op lists, its inputs and
+def apply_precision(model: nn.Module, numerics: Numerics, device: torch.device) -> None:
+    """From now on `model(…)` computes as `numerics` say, in place: its modules follow the op lists, its inputs and
     outputs are cast. Weights stay what they are; names in the state dict too.
     """
-    if precision.dtype is None:
+    half = half_type(numerics)
+    if half is None:
         return
-    if model.__dict__.get(_KEY) is not None and precision.weights == "fp32":
+    if model.__dict__.get(_KEY) is not None and numerics.weights == "fp32":
         unwrap_forward(model)  # fp32 weights take any number of optimizers
-    if precision.autocast:
-        precision = replace(precision, lists=precision.lists or default_lists(precision.dtype, device.type))
-        apply_modules(model, precision.lists)
-    wrap_forward(model, precision)
+    if numerics.by_lists:
+        numerics = replace(numerics, lists=numerics.lists or default_lists(half, device.type))
+        apply_modules(model, numerics.lists)
+    wrap_forward(model, numerics)
 
 
-def precision_on(model: nn.Module) -> Precision | None:
-    """The precision that `apply_precision` gave a model; None where it was not applied."""
+def precision_on(model: nn.Module) -> Numerics | None:
+    """The types that `apply_precision` gave a model; None where it was not applied."""
     return model.__dict__.get(_KEY)
 
 
@@ -93,10 +95,10 @@ def redirected(model: nn.Module) -> bool:
     return module.partition(".")[0] in _LIGHTNING
 
 
-def wrap_forward(model: nn.Module, precision: Precision) -> None:
-    """From now on `model(…)` computes as `precision` says, in place, and so do the methods of its class."""
-    before: Precision | None = model.__dict__.get(_KEY)
-    if before is not None and "half" in (before.weights, precision.weights):
+def wrap_forward(model: nn.Module, numerics: Numerics) -> None:
+    """From now on `model(…)` computes as `numerics` say, in place, and so do the methods of its class."""
+    before: Numerics | None = model.__dict__.get(_KEY)
+    if before is not None and not before.weights == numerics.weights == "fp32":
         raise ConfigError(already(model))
     if replaced_forward(model) is not None:
         raise ConfigError(
@@ -111,7 +113,7 @@ def wrap_forward(model: nn.Module, precision: Precision) -> None:
         setattr(entered, _ORIGINAL, original)
         model.__dict__["forward"] = MethodType(entered, model)
     _STAND_INS.take_off(model)  # of an earlier optimizer, or made by `type(accelerated)(…)`
-    model.__dict__[_KEY] = precision
+    model.__dict__[_KEY] = numerics
     model.__dict__[_INSIDE] = _Inside()
     _STAND_INS.put_on(model)
 
@@ -175,44 +177,45 @@ def _entered(original: Callable[..., Any], *, always: bool, counts: bool = True)
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        precision: Precision | None = self.__dict__.get(_KEY)
+        numerics: Numerics | None = self.__dict__.get(_KEY)
         # An instance that `type(accelerated)(…)` made is one of the original class.
-        if precision is None or (not always and self.__dict__[_INSIDE].depth):
+        if numerics is None or (not always and self.__dict__[_INSIDE].depth):
             return original(self, *args, **kwargs)
         if not counts:
-            return _to(precision.outputs, _computed(self, precision, original, args, kwargs))
+            return _to(numerics.outputs, _computed(self, numerics, original, args, kwargs))
         inside: _Inside = self.__dict__[_INSIDE]
         inside.depth += 1
         try:
-            output = _computed(self, precision, original, args, kwargs)
+            output = _computed(self, numerics, original, args, kwargs)
         finally:
             inside.depth -= 1
         # Methods may return weights, and those must stay themselves.
-        return _to(precision.outputs, output, but=() if always else Parameter)
+        return _to(numerics.outputs, output, but=() if always else Parameter)
 
     return method
 
 
 def _computed(
-    model: nn.Module, precision: Precision, original: Callable[..., Any], args: Any, kwargs: Any
+    model: nn.Module, numerics: Numerics, original: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    if precision.dtype is None:
+    half = half_type(numerics)
+    if half is None:
         return original(model, *args, **kwargs)
-    if not precision.autocast:
-        args = tuple(_to(precision.dtype, value) for value in args)
-        kwargs = {key: _to(precision.dtype, value) for key, value in kwargs.items()}
+    if not numerics.by_lists:
+        args = tuple(_to(half, value) for value in args)
+        kwargs = {key: _to(half, value) for key, value in kwargs.items()}
         try:
             return original(model, *args, **kwargs)
         except RuntimeError as error:
             if not _OF_TYPES.search(str(error)):
                 raise
             raise ConfigError(
-                f"{error} In {precision.level} operations run in the type of their arguments, and weights are "
-                f"{precision.dtype_name}: make tensors inside the model in the type of its inputs, as "
+                f"{error} In {numerics.level} operations run in the type of their arguments, and weights are "
+                f"{numerics.weights}: make tensors inside the model in the type of its inputs, as "
                 "torch.zeros(…, dtype=x.dtype) does, or use O2, whose op lists cast them."
             ) from error
     place = device_type_of((args, kwargs)) or device_type_of(next(model.parameters(), None)) or "cpu"
-    with torch.autocast(place, dtype=precision.dtype), region(precision.lists, place, precision.dtype):
+    with torch.autocast(place, dtype=half), region(numerics.lists, place, half):
         return original(model, *args, **kwargs)
 
 

@@ -140,7 +140,7 @@ class Gradients:
     def _step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         masters = self.session.masters
         loss: Any = None
-        if self.session.precision.scales:
+        if self.session.numerics.scales:
             if closure is not None:
                 loss = self._loss_of(closure)
             result = self._scaled_step(update)
@@ -204,7 +204,7 @@ class Gradients:
             if any(p.grad is not None for p in parameters_of(self.optimizer)):
                 raise ConfigError(
                     "optimizer.step() was called on gradients whose loss was not scaled, though "
-                    f"{self.session.precision.describe()} needs it; write "
+                    f"{self.session.numerics.describe()} needs it; write "
                     "`with penstock.scale_loss(loss, optimizer) as scaled: scaled.backward()`, or use dtype='bf16'."
                 )
             return update()

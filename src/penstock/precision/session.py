@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.numerics import Numerics
 from penstock.errors import NumericError
 from penstock.precision.master import MasterWeights
 from penstock.precision.overflow import OverflowTrace
 from penstock.precision.scaler import PATIENCE, Agree, LossScaler
-from penstock.precision.settings import Precision
+from penstock.precision.settings import half_type
 
 _LATE = 4
 """Steps."""
@@ -37,7 +38,7 @@ class Session:
 
     def __init__(
         self,
-        precision: Precision,
+        numerics: Numerics,
         models: list[nn.Module],
         optimizers: list[Optimizer],
         *,
@@ -45,17 +46,16 @@ class Session:
         scaler: Mapping[str, Any],
         agree: Agree | None,
     ) -> None:
-        self.precision = precision
+        self.numerics = numerics
         self.models = models
         self.agree = agree
         self.masters: MasterWeights | None = None
-        if precision.master == "copy":
-            assert precision.dtype is not None
-            self.masters = MasterWeights(
-                models, optimizers, precision.dtype, norms=precision.norms, lists=precision.lists
-            )
+        if numerics.masters == "copy":
+            half = half_type(numerics)
+            assert half is not None
+            self.masters = MasterWeights(models, optimizers, half, norms=numerics.norms, lists=numerics.lists)
         device = device_of(models)
-        self.scalers = [_scaler(precision, device, scaler) for _ in range(losses)] if precision.scales else []
+        self.scalers = [_scaler(numerics, device, scaler) for _ in range(losses)] if numerics.scales else []
         self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
         self._search: _TorchLookup | None = None
@@ -111,7 +111,7 @@ class Session:
         where = f"it begins in {first}" if first else "it begins on another rank"
         raise NumericError(
             f"The loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
-            f"{self.precision.dtype_name}; {where}. Use dtype='bf16', which has the range of fp32, keep that layer in "
+            f"{self.numerics.compute}; {where}. Use dtype='bf16', which has the range of fp32, keep that layer in "
             "fp32 (fp32_modules of the op lists), or lower the learning rate."
         )
 
@@ -170,8 +170,8 @@ def device_of(models: Sequence[nn.Module]) -> torch.device:
     return torch.device("cpu")
 
 
-def _scaler(precision: Precision, device: torch.device, options: Mapping[str, Any]) -> LossScaler:
-    if precision.loss_scale == "dynamic":
+def _scaler(numerics: Numerics, device: torch.device, options: Mapping[str, Any]) -> LossScaler:
+    if numerics.loss_scale == "dynamic":
         return LossScaler(device, **options)
-    constant = float(precision.loss_scale)
+    constant = float(numerics.loss_scale)
     return LossScaler(device, initial=constant, floor=constant, ceiling=constant, dynamic=False)

@@ -9,17 +9,17 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from reprlib import repr as brief
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from penstock.config.convert import nearest, present
-from penstock.config.formats import PRODUCTS, HalfDtype, Products, level_of
-from penstock.config.numerics import numerics_of
-from penstock.config.plan import Plan
+from penstock.config.formats import PRODUCTS, Dtype, HalfDtype, level_of
+from penstock.config.numerics import Numerics, numerics_of
+from penstock.config.plan import Plan, Precision
 from penstock.config.removed import removal
 from penstock.config.run import Lists
 from penstock.cpu import this_cpu
@@ -27,20 +27,12 @@ from penstock.dtypes import DTYPES, HALVES
 from penstock.errors import ConfigError
 from penstock.precision.lists import OpLists, default_lists
 
-Level = Literal["O0", "O1", "O2", "O3"]
-Width = Literal["fp32", "half"]
-Master = Literal["none", "copy"]
-Outputs = Literal["fp32", "keep"]
-
-LEVELS: tuple[Level, ...] = get_args(Level)
+LEVELS: tuple[Precision, ...] = get_args(Precision)
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "weights": get_args(Width),
-    "autocast": (False, True),
-    "norms": get_args(Width),
-    "master": get_args(Master),
-    "outputs": get_args(Outputs),
+    "weights": ("fp32", "half"), "autocast": (False, True), "norms": ("fp32", "half"), "master": ("none", "copy"),
+    "outputs": ("fp32", "keep"),
     "products": tuple(name for name, row in PRODUCTS.items() if row.trains and not row.clips),
-}
+}  # fmt: skip
 
 _APEX = {
     "opt_level": 'precision="O1"',
@@ -60,74 +52,53 @@ _FP32 = torch.finfo(torch.float32)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Every property of how a model is trained in mixed precision. Made by `properties_of`."""
-
-    level: Level
-    dtype: torch.dtype | None
-    """The half-width type, or None where nothing is half."""
-    weights: Width
-    """Type of the weights that the forward pass reads, and so of the gradients."""
-    autocast: bool
-    """Whether each operation runs in the type that the op lists give it, or in that of its arguments."""
-    norms: Width
-    """Type of the weights and arithmetic of normalisation layers."""
-    master: Master
-    """Where the fp32 value of a half weight lives: nowhere, or in a copy."""
-    loss_scale: float | Literal["dynamic"]
-    """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
-    outputs: Outputs
-    """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
-    products: Products
-    """How linear layers multiply: see `penstock.config.formats.PRODUCTS`."""
-    lists: OpLists | None = None
-    """An `OpLists`; None for the default of the dtype."""
-
-    @property
-    def scales(self) -> bool:
-        """Whether the loss is scaled at all."""
-        return self.loss_scale != 1.0
-
-    @property
-    def relisted(self) -> bool:
-        """Whether an operation is in another list than by default; modules apart."""
-        if self.lists is None or self.dtype is None:
-            return False
-        defaults = [default_lists(self.dtype, place).policies() for place in ("cpu", "cuda")]
-        return self.lists.policies() not in defaults
-
-    @property
-    def dtype_name(self) -> str:
-        """`bf16`, `fp16`, or `fp32` where nothing is half."""
-        return "fp32" if self.dtype is None else HALVES[self.dtype]
-
-    def describe(self) -> str:
-        """One line that says all that differs from plain fp32."""
-        if self.level == "O0":
-            return "O0: fp32 throughout"
-        half = self.dtype_name
-        parts = [f"weights {half if self.weights == 'half' else 'fp32'}"]
-        parts.append("each operation by the op lists" if self.autocast else f"compute {half}")
-        parts.append(f"norms {half if self.norms == 'half' else 'fp32'}")
-        if self.master != "none":
-            parts.append("fp32 master weights")
-        parts.append("no loss scale" if not self.scales else f"loss scale {self.loss_scale}")
-        if self.products != "plain":
-            parts.append(f"matrix products in {self.products}")
-        return f"{self.level} in {half}: " + ", ".join(parts)
-
-
 def properties_of(
     level: str, *, dtype: str | torch.dtype = "auto", device: torch.device | str = "cpu", **overrides: Any
-) -> Precision:
-    """The properties of a level, with overrides; `dtype` is bf16, fp16 or auto, which chooses by the hardware.
+) -> Numerics:
+    """The types of a level, with other properties; `dtype` is bf16, fp16 or auto, which chooses by the hardware.
 
-    Overrides are the fields of `Precision`; None leaves the level's own. Raises ConfigError with every contradiction.
+    Overrides, of which None leaves the level's own:
+
+    - `weights`: `fp32` or `half`, the type that the forward pass reads, and so that of the gradients
+    - `autocast`: whether each operation runs in the type that the op lists give it, or in that of its arguments
+    - `norms`: `fp32` or `half`, for weights and arithmetic of normalisation layers
+    - `master`: `none` or `copy`, whether an fp32 value of each half weight is kept
+    - `loss_scale`: "dynamic" or a number
+    - `outputs`: `fp32` or `keep`
+    - `products`: how linear layers multiply, see `penstock.config.formats.PRODUCTS`
+    - `lists`: an `OpLists`
+
+    Raises ConfigError with every contradiction.
     """
     checked = _level(level)
     device = torch.device(device)
-    overrides = dict(present(Plan, name, value) for name, value in overrides.items())
+    overrides = _known(overrides)
+    half = _dtype(checked, dtype, device)
+    numerics = numerics_of(Plan(precision=checked, dtype=HALVES[half]) if half else Plan())
+    if overrides.get("weights") == "fp32" and numerics.weights != "fp32":
+        # fp32 weights need no master and no half norms.
+        overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
+    properties: dict[str, Any] = {
+        "weights": "fp32" if numerics.weights == "fp32" else "half", "autocast": numerics.by_lists,
+        "norms": "fp32" if numerics.norms == "fp32" else "half", "master": numerics.masters,
+        # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
+        "loss_scale": 1.0 if checked == "O3" else numerics.loss_scale, "outputs": numerics.outputs,
+        "products": numerics.products, "lists": None, **overrides,
+    }  # fmt: skip
+    if problems := list(_contradictions(properties, half)):
+        raise ConfigError(problems)
+    kinds: dict[str, Dtype] = {"fp32": "fp32", "half": numerics.compute}
+    weights = kinds[properties["weights"]]
+    return replace(
+        numerics, weights=weights, gathered=weights, gradients=weights, by_lists=properties["autocast"],
+        norms=kinds[properties["norms"]], masters=properties["master"], loss_scale=properties["loss_scale"],
+        outputs=properties["outputs"], products=properties["products"], lists=properties["lists"],
+    )  # fmt: skip
+
+
+def _known(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The overrides that are set. Raises ConfigError for unknown ones, and for values that they do not have."""
+    overrides = dict(present(Plan, name, value) for name, value in given.items())
     unknown = [name for name in overrides if name not in _OVERRIDES]
     if unknown:
         raise ConfigError(
@@ -156,52 +127,43 @@ def properties_of(
         problems += _scale_problems(overrides["loss_scale"])
     if problems:
         raise ConfigError(problems)
-    half = _dtype(checked, dtype, device)
-    base = precision_of(Plan(precision=checked, dtype=HALVES[half]) if half else Plan())
-    if checked == "O3":
-        # As in Apex, a script that asks for O3 need not scale its loss; Penstock's own step does in fp16.
-        base = replace(base, loss_scale=1.0)
-    if overrides.get("weights") == "fp32" and base.weights == "half":
-        # fp32 weights need no master and no half norms.
-        overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
-    properties = replace(base, **overrides)
-    if problems := list(_contradictions(properties)):
-        raise ConfigError(problems)
-    return properties
+    return overrides
 
 
-def precision_of(plan: Plan, lists: Lists | None = None, device: torch.device | str = "cpu") -> Precision:
-    """The properties of a Plan's level in training, as its `Numerics` have them. `lists` are added to the op lists of
-    its type on a device. Raises ConfigError where the level has no op lists, or an operation is not known.
+def half_type(numerics: Numerics) -> torch.dtype | None:
+    """The half type; None where nothing is half."""
+    return DTYPES[numerics.compute] if numerics.half else None
+
+
+def listed_numerics(plan: Plan, lists: Lists, device: torch.device | str = "cpu") -> Numerics:
+    """The types of a Plan, with `lists` added to the op lists of its half type on a device. Raises ConfigError where
+    the level has no op lists, or an operation is not known.
     """
     numerics = numerics_of(plan)
-    half = DTYPES[numerics.compute] if numerics.half else None
-    chosen: OpLists | None = None
-    if lists is not None and lists != Lists():
-        if half is None or not numerics.by_lists:
-            raise ConfigError(
-                f"recipe.lists has no effect with plan.precision={plan.precision}, which has no op lists; use "
-                "precision=O1 or O2, or leave it out."
-            )
-        chosen = default_lists(half, torch.device(device).type).with_(**asdict(lists))
-    return Precision(
-        level=plan.precision,
-        dtype=half,
-        weights="fp32" if numerics.weights == "fp32" else "half",
-        autocast=numerics.by_lists,
-        norms="fp32" if numerics.norms == "fp32" else "half",
-        master="none" if numerics.masters == "shards" else numerics.masters,
-        loss_scale="dynamic" if numerics.loss_scale else 1.0,
-        outputs="keep" if half is None else "fp32",
-        products=numerics.products,
-        lists=chosen,
-    )
+    if lists == Lists():
+        return numerics
+    half = half_type(numerics)
+    if half is None or not numerics.by_lists:
+        raise ConfigError(
+            f"recipe.lists has no effect with plan.precision={plan.precision}, which has no op lists; use "
+            "precision=O1 or O2, or leave it out."
+        )
+    return replace(numerics, lists=default_lists(half, torch.device(device).type).with_(**asdict(lists)))
 
 
-_OVERRIDES = tuple(f.name for f in fields(Precision) if f.name not in ("level", "dtype"))
+def relisted(numerics: Numerics) -> bool:
+    """Whether an operation is in another list than by default; modules apart."""
+    half = half_type(numerics)
+    if numerics.lists is None or half is None:
+        return False
+    defaults = [default_lists(half, place).policies() for place in ("cpu", "cuda")]
+    return numerics.lists.policies() not in defaults
 
 
-def _level(level: str) -> Level:
+_OVERRIDES = (*_CHOICES, "loss_scale", "lists")
+
+
+def _level(level: str) -> Precision:
     for known in LEVELS:
         if level == known:
             return known
@@ -217,7 +179,7 @@ def _level(level: str) -> Level:
     )
 
 
-def _dtype(level: Level, dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
+def _dtype(level: Precision, dtype: str | torch.dtype, device: torch.device) -> torch.dtype | None:
     """The half type; None at O0."""
     name = next((n for d, n in HALVES.items() if dtype in (n, d)), dtype)
     if level == "O0":
@@ -279,33 +241,31 @@ def _scale_problems(value: Any) -> Iterator[str]:
         )
 
 
-def _contradictions(p: Precision) -> Iterator[str]:
-    if p.dtype is None:
-        for name, plain in (
-            ("weights", "fp32"), ("autocast", False), ("norms", "fp32"), ("master", "none"),
-            ("products", "plain"),
-        ):  # fmt: skip
-            if getattr(p, name) != plain:
-                yield f"{name}={getattr(p, name)!r} contradicts O0, in which nothing is half; choose O1, O2 or O3."
-        if p.lists is not None:
+def _contradictions(p: Mapping[str, Any], half: torch.dtype | None) -> Iterator[str]:
+    if half is None:
+        plain = {"weights": "fp32", "autocast": False, "norms": "fp32", "master": "none", "products": "plain"}
+        for name, value in plain.items():
+            if p[name] != value:
+                yield f"{name}={p[name]!r} contradicts O0, in which nothing is half; choose O1, O2 or O3."
+        if p["lists"] is not None:
             yield (
                 "lists have no effect with O0, in which every operation runs in fp32; leave them out, or choose O1 "
                 "or O2."
             )
-        if p.scales:
+        if p["loss_scale"] != 1.0:
             yield "loss_scale contradicts O0: fp32 gradients do not vanish; leave it out."
         return
-    if p.weights == "fp32" and p.master != "none":
-        yield f"master={p.master!r} contradicts weights='fp32': they are the master weights; leave master out."
-    if p.weights == "fp32" and p.norms == "half":
+    if p["weights"] == "fp32" and p["master"] != "none":
+        yield f"master={p['master']!r} contradicts weights='fp32': they are the master weights; leave master out."
+    if p["weights"] == "fp32" and p["norms"] == "half":
         yield "norms='half' contradicts weights='fp32'; leave it out, or name the norms in the half list."
-    if p.weights == "fp32" and not p.autocast:
+    if p["weights"] == "fp32" and not p["autocast"]:
         yield "autocast=False with weights='fp32' leaves nothing in half precision; choose O0, or weights='half'."
-    if p.products != "plain" and not p.autocast:
-        yield f"products={p.products!r} replaces O1's and O2's matrix products; it needs autocast=True."
-    elif p.products != "plain" and p.dtype != torch.bfloat16:
-        yield f"products={p.products!r} has bf16 around its products; it needs dtype='bf16'."
-    if p.lists is not None and not p.autocast:
+    if p["products"] != "plain" and not p["autocast"]:
+        yield f"products={p['products']!r} replaces O1's and O2's matrix products; it needs autocast=True."
+    elif p["products"] != "plain" and half != torch.bfloat16:
+        yield f"products={p['products']!r} has bf16 around its products; it needs dtype='bf16'."
+    if p["lists"] is not None and not p["autocast"]:
         yield "lists have no effect with autocast=False, where each operation runs in the type of its arguments."
 
 

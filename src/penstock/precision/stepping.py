@@ -97,8 +97,8 @@ def _methods(cls: type[Optimizer]) -> dict[str, Any]:
         session.move_scales()
         packed = cls.state_dict(self)
         packed[_KEY] = {
-            "precision": session.precision.level,
-            "dtype": session.precision.dtype_name,
+            "precision": session.numerics.level,
+            "dtype": session.numerics.compute,
             "scalers": [scaler.state_dict() for scaler in session.scalers],
         }
         return packed

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from penstock.apply import SCRIPT, Setup, apply
 from penstock.config.convert import nearest
+from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
 from penstock.models.anatomy import uncompiled
 from penstock.models.balance_loss import weighed
@@ -33,7 +34,7 @@ from penstock.precision.forward import already, precision_on, unwrapped
 from penstock.precision.scaler import Agree, LossScaler, agree_over
 from penstock.precision.scaling import Gradients
 from penstock.precision.session import Session, device_of
-from penstock.precision.settings import Precision, properties_of
+from penstock.precision.settings import properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
@@ -65,7 +66,8 @@ def accelerate(
     inference, where the model alone is returned. `precision` is a level: O0 fp32; O1 each operation in the type that
     the op lists give it, over fp32 weights; O2 half weights with fp32 master weights and norms; O3 half throughout.
     `dtype` is bf16, fp16 or auto. `losses` is how many losses have a scale of their own (see `scale_loss`).
-    `overrides` are single properties of the level (see `Precision`); `scaler` options of the loss scale (see
+    `overrides` are single properties of the level (see
+    `penstock.precision.properties_of`); `scaler` options of the loss scale (see
     `LossScaler`).
 
     With a loss scale, ranks take one decision about each step: `agree` makes it, by default over the default process
@@ -83,27 +85,27 @@ def accelerate(
     check_kinds(models, optimizers)
     check_options(scaler, agree)
     device = device_of(models)
-    properties = properties_of(precision, dtype=dtype, device=device, **overrides)
+    numerics = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
-    check(properties, models, bare, optimizers, losses)
-    setup = Setup(purpose=SCRIPT, device=device, precision=properties, together=bare)
+    check(numerics, models, bare, optimizers, losses)
+    setup = Setup(purpose=SCRIPT, device=device, numerics=numerics, together=bare)
     for module in bare:
         apply(module, setup, "products")
     agree = agree_over() if agree == "auto" else agree
-    session = Session(properties, bare, optimizers, losses=losses, scaler=scaler or {}, agree=agree)
+    session = Session(numerics, bare, optimizers, losses=losses, scaler=scaler or {}, agree=agree)
     apply(bare[0], setup, "cast")
-    if properties.weights == "half" and properties.master == "none":
+    if numerics.weights != "fp32" and numerics.masters == "none":
         for each in optimizers:
-            _follow_weights(each, properties)
+            _follow_weights(each, numerics)
     for module in bare:
         apply(module, setup, "precision")
     for each in optimizers:
         own = Gradients(each, session)
         session.gradients.append(own)
         own.optimizer.__dict__["_penstock"] = own
-        if session.masters is not None or properties.scales:
+        if session.masters is not None or numerics.scales:
             attend(own)
-    _log.info("%s", properties.describe())
+    _log.info("%s", numerics.describe())
     return model if optimizer is None else (model, optimizer)
 
 
@@ -146,7 +148,7 @@ def scale_loss(
         raise ConfigError(
             "scale_loss was given optimizers of different accelerate calls; accelerate them in one call, as lists."
         )
-    if not session.precision.scales:
+    if not session.numerics.scales:
         if session.masters is not None:
             for own in all_of:
                 own.prepare(None)
@@ -224,14 +226,14 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def _follow_weights(optimizer: Optimizer, properties: Precision) -> None:
+def _follow_weights(optimizer: Optimizer, numerics: Numerics) -> None:
     """O3: parameters keep their identity, so that the optimizer goes on with them; its state follows their type."""
     _state_follows(optimizer)
     if loses_updates(optimizer):
         _log.warning(
             "torch's fused SGD does not update %s weights on a CPU (pytorch issue 191763), so this optimizer goes on "
             "unfused.",
-            properties.dtype_name,
+            numerics.weights,
         )
         for group in optimizer.param_groups:
             group["fused"], group["foreach"] = False, False
@@ -297,7 +299,7 @@ def check_options(scaler: Any, agree: Any) -> None:
 
 
 def check(
-    properties: Precision,
+    numerics: Numerics,
     models: list[nn.Module],
     bare: list[nn.Module],
     optimizers: list[Optimizer],
@@ -308,14 +310,14 @@ def check(
     if not isinstance(losses, int) or losses < 1:
         problems.append(f"losses is {losses!r}, but must be a whole number of at least 1.")
     problems += [
-        f"{properties.level} replaces weights, and DistributedDataParallel holds on to those it was given; "
+        f"{numerics.level} replaces weights, and DistributedDataParallel holds on to those it was given; "
         "accelerate the model first and wrap it afterwards."
         for model in models
-        if properties.weights == "half" and isinstance(uncompiled(model), nn.parallel.DistributedDataParallel)
+        if numerics.weights != "fp32" and isinstance(uncompiled(model), nn.parallel.DistributedDataParallel)
     ]
     for model in bare:
         before = precision_on(model)
-        if before is not None and "half" in (before.weights, properties.weights):
+        if before is not None and not before.weights == numerics.weights == "fp32":
             problems.append(already(model))
             continue
         halves = [name for name, p in model.named_parameters() if is_half(p)]
@@ -324,8 +326,8 @@ def check(
                 f"{halves[0]} and {len(halves) - 1} more weights are half, but accelerate starts from fp32 weights "
                 "and makes the half ones itself; call model.float() before making the optimizer."
             )
-    if properties.weights == "half" and properties.master != "none":
-        problems += _shared_weights(properties.level, bare, optimizers)
+    if numerics.masters != "none":
+        problems += _shared_weights(numerics.level, bare, optimizers)
     owned = {id(p) for model in bare for p in model.parameters()}
     for optimizer in optimizers:
         trained = set(map(id, parameters_of(optimizer)))

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.numerics import Numerics
 from penstock.dtypes import HALVES
 from penstock.optim.groups import parameters_of
-from penstock.precision.settings import Precision, auto_dtype
+from penstock.precision.settings import auto_dtype
 from penstock.script.backward import nodes_behind
 
 _PRODUCTS = re.compile(
@@ -107,26 +108,26 @@ class Account:
         self._applied = False
 
     def accelerated(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], numerics: Numerics
     ) -> None:
         """Some models and the optimizers that train them run in mixed precision now."""
         if self._header is None and not self._claims:
-            self._header = precision.describe()
+            self._header = numerics.describe()
             device = next((p.device for model in models for p in model.parameters()), None)
-            if self._dtype == "auto" and device is not None and precision.dtype is not None:
-                self._header += f"; {precision.dtype_name} because {auto_dtype(device)[1]}"
-        self._claim(models, optimizers, precision, f"trained by {_names(optimizers)}")
+            if self._dtype == "auto" and device is not None and numerics.half:
+                self._header += f"; {numerics.compute} because {auto_dtype(device)[1]}"
+        self._claim(models, optimizers, numerics, f"trained by {_names(optimizers)}")
 
-    def joined(self, model: nn.Module, optimizer: Optimizer, precision: Precision) -> None:
+    def joined(self, model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
         """One more model of an accelerated optimizer was called for the first time."""
-        self._claim([model], [optimizer], precision, "trained by the same")
+        self._claim([model], [optimizer], numerics, "trained by the same")
 
     def _claim(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], precision: Precision, by: str
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], numerics: Numerics, by: str
     ) -> None:
         names = ", ".join(f"{type(model).__name__} ({_weights([model])} weights)" for model in models)
-        plain = precision.products == "plain"
-        self._claims.append(_Claim(f"{names}, {by}", models, optimizers, precision.level, plain))
+        plain = numerics.products == "plain"
+        self._claims.append(_Claim(f"{names}, {by}", models, optimizers, numerics.level, plain))
 
     def backward(self, roots: Iterable[Any]) -> None:
         """A backward pass begins, nested ones included: see in which types accelerated models have computed."""

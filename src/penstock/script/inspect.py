@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
 from penstock.precision.copies import is_half
 from penstock.precision.forward import apply_precision, precision_on, unwrap_forward, unwrapped
@@ -25,7 +26,7 @@ from penstock.precision.histogram import LARGEST, GradientHistogram, Histogram, 
 from penstock.precision.lists import restore_modules
 from penstock.precision.overflow import Overflow, OverflowTrace, tensors_of
 from penstock.precision.session import device_of
-from penstock.precision.settings import Precision, properties_of
+from penstock.precision.settings import half_type, properties_of
 from penstock.precision.stepping import gradients_beside
 from penstock.precision.undisturbed import Loss, checked, default_loss, gradients, in_fp32, moved, undisturbed
 from penstock.report.precision_figures import percent
@@ -192,8 +193,8 @@ def report(
     )  # fmt: skip
 
 
-def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) -> Precision:
-    own: Precision | None = precision_on(model)
+def _settled(model: nn.Module, precision: str | None, dtype: str | torch.dtype) -> Numerics:
+    own = precision_on(model)
     half = _half_of(model)
     if own is None and half is not None:
         if precision not in ("O2", "O3"):
@@ -219,7 +220,7 @@ def _half_of(model: nn.Module) -> torch.dtype | None:
     return next((p.dtype for p in model.parameters() if is_half(p)), None)
 
 
-def _scale(precision: Precision, optimizer: Optimizer | None, scale: float | None) -> float:
+def _scale(numerics: Numerics, optimizer: Optimizer | None, scale: float | None) -> float:
     if scale is not None:
         if not 0.0 < scale < float("inf"):
             raise ConfigError(f"scale is {scale}, but must be a finite number above 0.")
@@ -227,21 +228,21 @@ def _scale(precision: Precision, optimizer: Optimizer | None, scale: float | Non
     if optimizer is not None:
         scalers = gradients_beside(optimizer).session.scalers
         return float(scalers[0].scale.item()) if scalers else 1.0
-    return STARTING_SCALE if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+    return STARTING_SCALE if numerics.loss_scale == "dynamic" else float(numerics.loss_scale)
 
 
 @contextmanager
-def _in_precision(model: nn.Module, precision: Precision) -> Iterator[nn.Module]:
+def _in_precision(model: nn.Module, numerics: Numerics) -> Iterator[nn.Module]:
     """The model as it trains in a precision: itself, or, where its weights would have to change, a copy."""
     with ExitStack() as stack:
-        if precision_on(model) is None and precision.dtype is not None:
-            if precision.weights == "half" and _half_of(model) is None:
+        if precision_on(model) is None and (half := half_type(numerics)) is not None:
+            if numerics.weights != "fp32" and _half_of(model) is None:
                 model = copy.deepcopy(model)
-                accelerate(model, precision=precision.level, dtype=precision.dtype)
+                accelerate(model, precision=numerics.level, dtype=half)
             else:
                 stack.callback(restore_modules, model)
                 stack.callback(unwrap_forward, model)
-                apply_precision(model, precision, device_of([model]))
+                apply_precision(model, numerics, device_of([model]))
         yield model
 
 

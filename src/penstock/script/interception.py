@@ -55,13 +55,13 @@ class Interception:
         **overrides: Any,
     ) -> None:
         level = properties_of(precision, dtype=dtype, device="meta", **overrides)
-        if level.weights == "half" and level.master == "none" and level.scales:
+        if level.weights != "fp32" and level.masters == "none" and level.scales:
             raise ConfigError(
                 f"loss_scale={level.loss_scale!r} needs gradients in fp32 between the backward pass and the step, and "
                 f"{level.level} has none; use O2."
             )
-        self._plain = level.dtype is None and switches is None
-        self._asks = level.dtype is not None or (switches is not None and switches.asks)
+        self._plain = not level.half and switches is None
+        self._asks = level.half or (switches is not None and switches.asks)
         self._account = Account(dtype, say, applied)
         self._switches = switches
         self._pairing = Pairing(precision, dtype, overrides, self._account, switches)

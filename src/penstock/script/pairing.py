@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
 from penstock.optim.groups import parameters_of
 from penstock.precision.copies import is_half
@@ -25,7 +26,7 @@ from penstock.precision.forward import (
     unwrap_forward,
     unwrapped,
 )
-from penstock.precision.settings import Precision, properties_of
+from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 from penstock.script.accelerate import accelerate
 from penstock.script.account import Account
@@ -110,7 +111,7 @@ class Pairing:
         if own is not None and own.session.masters is not None:
             raise ConfigError(
                 f"The script adds parameters to its {type(optimizer).__name__} after training began, and "
-                f"{own.session.precision.level} has given the model half weights by then; use --precision O1."
+                f"{own.session.numerics.level} has given the model half weights by then; use --precision O1."
             )
 
     def scaler_made(self, scaler: Any) -> None:
@@ -221,17 +222,17 @@ class Pairing:
     ) -> None:
         device = next(root.parameters()).device
         given = dict(self._given)
-        precision = properties_of(given.pop("precision"), dtype=given.pop("dtype"), device=device, **given)
-        self._refuse(module, root, precision)
+        numerics = properties_of(given.pop("precision"), dtype=given.pop("dtype"), device=device, **given)
+        self._refuse(module, root, numerics)
         if root in self._own_models:
             unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
-        if precision.weights == "half":
-            self._require_one(root, takers, precision.level)
+        if numerics.weights != "fp32":
+            self._require_one(root, takers, numerics.level)
         accelerate(models, takers, **self._given)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._own_models.update(models)
-        self._account.accelerated(models, takers, precision)
+        self._account.accelerated(models, takers, numerics)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
             masters.share_gradients()
@@ -254,7 +255,7 @@ class Pairing:
                 accelerate(root, **self._given)
                 gradients_beside(optimizer).session.models.append(root)
                 self._own_models.add(root)
-                self._account.joined(root, optimizer, gradients_beside(optimizer).session.precision)
+                self._account.joined(root, optimizer, gradients_beside(optimizer).session.numerics)
             self._seen.update(root.modules())
             self._switch(root, [optimizer])
             for other in list(self._partly):
@@ -318,7 +319,7 @@ class Pairing:
                 "both, and with penstock.scale_loss(loss, optimizer) as scaled: scaled.backward()."
             )
 
-    def _refuse(self, module: nn.Module, root: nn.Module, precision: Precision) -> None:
+    def _refuse(self, module: nn.Module, root: nn.Module, numerics: Numerics) -> None:
         name = type(root).__name__
         engine = _ENGINES.get(type(module).__module__.partition(".")[0])
         if engine is not None:
@@ -333,14 +334,14 @@ class Pairing:
                 "TRL's trainers have bf16 by default. Add `--bf16 False` to the script's arguments where it parses "
                 "them as these libraries do, write bf16=False into its configuration, or run it with plain python."
             )
-        if precision.weights == "fp32":
+        if numerics.weights == "fp32":
             return
         parts = set(root.modules())
         for wrapper in living(nn.Module):
             holds = isinstance(wrapper, nn.parallel.DistributedDataParallel) or _sharded(wrapper)
             if holds and not parts.isdisjoint(wrapper.modules()):
                 raise ConfigError(
-                    f"{precision.level} replaces the weights of {name}, and {type(wrapper).__name__} holds on to those "
+                    f"{numerics.level} replaces the weights of {name}, and {type(wrapper).__name__} holds on to those "
                     "that the script gave it; use --precision O1, or call penstock.accelerate before wrapping."
                 )
 

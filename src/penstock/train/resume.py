@@ -220,7 +220,7 @@ def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
 def _stored_types(plan: Plan) -> tuple[object, ...]:
     """The types of the tensors in a checkpoint."""
     types = numerics_of(plan)
-    return types.weights, types.masters, types.moments, types.loss_scale
+    return types.weights, types.masters, types.moments, types.scales
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _get_fused_kernels_supported_devices  # type: ignore[attr-defined]
 
 from penstock.apply import SCRIPT, Setup, apply, settings_for
+from penstock.config.numerics import numerics_of
 from penstock.config.plan import OptimizerForm, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
@@ -23,7 +24,6 @@ from penstock.host_memory import set_host_memory
 from penstock.matmul import matmul_precision
 from penstock.models.anatomy import inner_model
 from penstock.optim.forms import form_flags, keep_form
-from penstock.precision.settings import precision_of
 
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""
@@ -119,7 +119,7 @@ class ScriptSwitches:
         if "matmul" in named:  # now, because a script may set it while it begins
             self._held.enter_context(matmul_precision(plan.matmul))
         setup = Setup(
-            purpose=SCRIPT, plan=plan, precision=precision_of(plan), device=next(model.parameters()).device,
+            purpose=SCRIPT, plan=plan, numerics=numerics_of(plan), device=next(model.parameters()).device,
             named=named, compiled=compiled,
         )  # fmt: skip
         apply(inner, setup, "switches", "fuse", "recompute", "offload")

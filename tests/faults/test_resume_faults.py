@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from helpers.agents import free_port, no_orphans
-from helpers.doomed_runs import TWO, config_in, finished, launched, losses, same_end, samples, tally
+from helpers.doomed import TWO, config_in, finished, launched, losses, same_end, samples, tally
 from helpers.images import write_folder
 from helpers.jobs import VIT
 from helpers.rows import record

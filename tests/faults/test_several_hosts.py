@@ -1,22 +1,132 @@
 """What the loss of hosts and links does to runs of several nodes, on hosts with names, addresses and links of their own
-(`helpers.hosts`). Figures of the whole suite go to benchmarks/results/faults_hosts.json.
+of this machine. Figures of the whole suite go to benchmarks/results/faults_hosts.json.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from helpers.agents import Agent, no_orphans
-from helpers.doomed_runs import PLANS, config_in, written
-from helpers.hosts import PORT, Host, Network, why_not
+from helpers.doomed import PLANS, TOY, config_in, program, steps_in
 from helpers.rows import record
 from penstock import checkpoint
+
+# -- Hosts with names, addresses and links of their own, on this machine: namespaces of Linux, which share its disk
+
+PORT = 29433
+_KINDS = ("--net", "--uts", "--mount")
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; empty where there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
+        return f"{' and '.join(missing)} (packages iproute2 and util-linux) are missing"
+    tried = subprocess.run(
+        ["unshare", *_KINDS, "ip", "link", "add", "name", "bridge0", "type", "bridge"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return f"this machine lets nobody make namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+class Host:
+    """One host, until closed. `address` is that of its only link, by which the others reach it."""
+
+    def __init__(self, number: int, names: dict[str, str]) -> None:
+        """`names` are what its /etc/hosts says of addresses; without any it is this machine's."""
+        self.name, self.address = f"node-{number}", f"10.231.77.{number}"
+        self._holder = subprocess.Popen(
+            ["unshare", *_KINDS, "sh", "-c", 'hostname "$1"; echo; read end', "-", self.name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert self._holder.stdout is not None
+        self._holder.stdout.readline()  # the namespaces are there
+        pid = self._holder.pid
+        self._net = os.readlink(f"/proc/{pid}/ns/net")
+        assert self._net != os.readlink("/proc/self/ns/net")
+        self.prefix = ("nsenter", "--target", str(pid), *_KINDS, "--")
+        """What a command on this host begins with."""
+        self.run("ip", "link", "set", "lo", "up")
+        if names:
+            lines = "".join(f"{address} {name}\n" for name, address in names.items())
+            self.run("sh", "-c", 'mount -t tmpfs none /mnt; printf "$1" > /mnt/hosts', "-", lines)
+            self.run("mount", "--bind", "/mnt/hosts", "/etc/hosts")
+
+    def run(self, *command: str) -> None:
+        """Run a command there to its end."""
+        subprocess.run([*self.prefix, *command], check=True)
+
+    def close(self) -> None:
+        """End it, with all that runs there."""
+        if self._holder.returncode is not None:
+            return
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.readlink(entry / "ns" / "net") == self._net and int(entry.name) != self._holder.pid:
+                    os.kill(int(entry.name), 9)
+            except OSError:
+                continue  # it has ended
+        self._holder.kill()  # the last: until then no other namespace has its number
+        self._holder.communicate()
+
+
+class Network:
+    """Hosts on one network while entered, numbered from 1. `names` are entries of each one's /etc/hosts."""
+
+    def __init__(self, count: int, names: tuple[dict[str, str], ...] = ()) -> None:
+        self._names = names or ({},) * count
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._switch = self._add(stack, Host(0, {}))
+            self._switch.run("ip", "link", "add", "name", "bridge0", "type", "bridge")
+            self._switch.run("ip", "link", "set", "bridge0", "up")
+            self._stack, self._made = stack, 0
+            self.hosts = [self.add(names) for names in self._names]
+            self._stack = stack.pop_all()
+        return self
+
+    def add(self, names: dict[str, str] | None = None) -> Host:
+        """One more host."""
+        self._made += 1
+        host = self._add(self._stack, Host(self._made, names or {}))
+        words = ("type", "veth", "peer", "name", "eth0", "netns", host.prefix[2])
+        self._switch.run("ip", "link", "add", "name", f"port{self._made}", *words)
+        self._switch.run("ip", "link", "set", f"port{self._made}", "master", "bridge0", "up")
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+        host.run("ip", "link", "set", "eth0", "up")
+        return host
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def silence(self, host: Host) -> None:
+        """Let packets from and to a host vanish, without a sign of it at either end."""
+        self._switch.run("ip", "link", "set", f"port{host.name[5:]}", "nomaster")
+
+    def lose(self, host: Host) -> None:
+        """End a host as a power cut does: nothing that it has sent tells the others."""
+        self.silence(host)
+        host.close()
+
+    @staticmethod
+    def _add(stack: ExitStack, host: Host) -> Host:
+        stack.callback(host.close)
+        return host
+
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_hosts.json"
 LOST = 12.0
@@ -38,7 +148,7 @@ def note(row: str, **figures: Any) -> None:
 
 
 class Run:
-    """A run of the toy of `helpers.toy_run`, or of `penstock train`, by agents on several hosts that share `folder`."""
+    """A run of the toy of `helpers.doomed`, or of `penstock train`, by agents on several hosts that share `folder`."""
 
     def __init__(self, folder: Path, nodes: str, host: str, *program: str, **options: float) -> None:
         """`host` is that of the rendezvous."""
@@ -52,7 +162,7 @@ class Run:
         }
         words |= {"join_seconds": 90, "max_restarts": 99, **options}
         self._options = [f"--{name.replace('_', '-')}={value}" for name, value in words.items()]
-        self._program = program or ("-m", "helpers.toy_run", str(folder), "100000", "slow:50")
+        self._program = program or (*TOY, str(folder), "100000", "slow:50")
 
     def on(self, host: Host) -> Agent:
         log = self.folder / f"{host.name}.{time.monotonic_ns()}.log"
@@ -61,9 +171,7 @@ class Run:
     @property
     def steps(self) -> list[list[int]]:
         """Step, world and life of every step of the toy."""
-        file = self.folder / "steps"
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return [[int(word) for word in line.split()] for line in lines]
+        return steps_in(self.folder)
 
     def goes_on(self, agent: Agent, world: int) -> float:
         """Wait until a step is taken that was not yet, by `world` ranks; returns the seconds that it took."""
@@ -80,9 +188,7 @@ def stopped(agent: Agent) -> None:
 def _rank_0_lost(folder: Path, lost_seconds: float) -> float:
     """Seconds until the other has saved twice more."""
     config = config_in(folder, PLANS["ddp"], steps=100_000)
-    run = Run(
-        folder, "1:2", "node-2", "-m", "helpers.doomed", str(written(config)), lost_seconds=lost_seconds
-    )
+    run = Run(folder, "1:2", "node-2", *program(config), lost_seconds=lost_seconds)
     lock, checkpoints = Path(config.output) / "lock", Path(config.output) / "checkpoints"
     with Network(2, DEBIAN) as network:
         lost, kept = network.hosts
@@ -114,15 +220,15 @@ def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times:
 @whole
 def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(tmp_path: Path) -> None:
     config = config_in(tmp_path, replace(PLANS["ddp"], dp=1), steps=100_000)
-    program = ("--procs", "1", "--", "-m", "helpers.doomed", str(written(config)))
+    command = ("--procs", "1", "--", *program(config))
     checkpoints = Path(config.output) / "checkpoints"
     with Network(2) as network:
         first, second = network.hosts
-        with Agent(*program, log=tmp_path / "first", prefix=first.prefix) as a:
+        with Agent(*command, log=tmp_path / "first", prefix=first.prefix) as a:
             a.until(lambda: len(checkpoint.steps(checkpoints)) > 1, LONG)
             network.lose(first)
         before, begun = checkpoint.steps(checkpoints)[-1], time.monotonic()
-        with Agent(*program, log=tmp_path / "second", prefix=second.prefix) as b:
+        with Agent(*command, log=tmp_path / "second", prefix=second.prefix) as b:
             b.until(lambda: "on node-1" in b.said and "for its lock to lapse" in b.said, LONG)
             b.until(lambda: checkpoint.steps(checkpoints)[-1] > before, LONG)
             seconds = time.monotonic() - begun

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from helpers.agents import Agent, no_orphans
-from helpers.doomed_runs import PLANS, TWO, Tally, config_in, launched, tally
+from helpers.doomed import PLANS, TWO, Tally, config_in, launched, tally
 from helpers.rows import record
 from penstock import checkpoint
 from penstock.config.run import RunConfig

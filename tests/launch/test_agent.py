@@ -10,14 +10,8 @@ import psutil
 import pytest
 
 from helpers.agents import Agent, alive, no_orphans
+from helpers.doomed import TOY, steps_in
 from penstock.launch.settings import own_cores, usable_cores
-
-TOY = ("-m", "helpers.toy_run")
-
-
-def steps(folder: Path) -> list[list[int]]:
-    """Step, world and life of every step that was taken, in order."""
-    return [[int(word) for word in line.split()] for line in (folder / "steps").read_text().splitlines()]
 
 
 def toy(
@@ -30,7 +24,7 @@ def toy(
 def test_all_ranks_go_on_from_the_checkpoint_after_one_is_killed(tmp_path: Path) -> None:
     with toy(tmp_path, "kill:1:7", forked=False) as agent:
         assert agent.wait() == 0, agent.said
-    assert steps(tmp_path) == [[n, 2, 0] for n in range(1, 8)] + [[n, 2, 1] for n in range(6, 13)]
+    assert steps_in(tmp_path) == [[n, 2, 0] for n in range(1, 8)] + [[n, 2, 1] for n in range(6, 13)]
     assert "rank 1 was killed by SIGKILL." in agent.said
     assert "restart 1 of at most 3" in agent.said
     no_orphans(tmp_path)
@@ -56,7 +50,7 @@ def test_the_first_failing_rank_is_told_first_and_the_budget_is_kept(tmp_path: P
     assert agent.said.count("ValueError: only on rank 1") == 2
     assert "worker.py" not in agent.said
     assert "runpy" not in agent.said
-    assert steps(tmp_path)[-1] == [3, 2, 1]
+    assert steps_in(tmp_path)[-1] == [3, 2, 1]
     no_orphans(tmp_path)
 
 
@@ -84,7 +78,7 @@ def test_all_ranks_save_the_same_step_when_the_agent_is_asked_to_stop(
         asked = time.monotonic()
         assert agent.wait() == 75
     assert time.monotonic() - asked < 10
-    assert (tmp_path / "checkpoint").read_text() == str(steps(tmp_path)[-1][0])
+    assert (tmp_path / "checkpoint").read_text() == str(steps_in(tmp_path)[-1][0])
     assert f"{number.name} received" in agent.said
     no_orphans(tmp_path)
 
@@ -114,7 +108,7 @@ def test_a_hang_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
     # Ranks of a busy machine may take seconds to begin anew, which is no hang.
     with toy(tmp_path, "stop:0:7", options=("--hang-seconds", "8")) as agent:
         assert agent.wait() == 0
-    assert steps(tmp_path)[-1] == [12, 2, 1]
+    assert steps_in(tmp_path)[-1] == [12, 2, 1]
     no_orphans(tmp_path)
 
 

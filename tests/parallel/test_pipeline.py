@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.doomed_runs import config_in, finished, launched, same_end
+from helpers.doomed import config_in, finished, launched, same_end
 from helpers.families import ENROLLED, Given, batches, flat
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed

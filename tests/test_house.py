@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import penstock
+from helpers.modules import loaded
 from helpers.pace import pace
 
 ROOT = Path(__file__).parent.parent
@@ -467,12 +467,7 @@ def test_nothing_gathers_by_a_call_that_races_on_gloo() -> None:
 
 def _lines() -> Any:
     """tools/lines.py, which counts and compares."""
-    spec = importlib.util.spec_from_file_location("lines", ROOT / "tools" / "lines.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "lines.py")
 
 
 def test_nothing_grows_that_nothing_pays_for() -> None:

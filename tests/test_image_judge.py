@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,16 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.modules import loaded
+
 
 def _load(name: str) -> ModuleType:
-    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look up their annotations, and other benchmarks find it
-    spec.loader.exec_module(module)
-    return module
+    return loaded(
+        Path(__file__).parent.parent / "benchmarks" / f"{name}.py", name
+    )  # other benchmarks find it
 
 
 judge = _load("image_judge")

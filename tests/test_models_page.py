@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from helpers.modules import loaded
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
@@ -18,16 +17,7 @@ from penstock.planner.memory import pass_bytes
 ROOT = Path(__file__).parent.parent
 
 
-def _load(folder: str, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-models = _load("tools", "models")
+models = loaded(ROOT / "tools" / "models.py")
 
 
 def test_the_page_of_models_is_up_to_date() -> None:
@@ -83,7 +73,7 @@ def test_a_class_without_a_figure_stops_the_page(tmp_path: Path, monkeypatch: py
 @pytest.mark.slow
 def test_stored_figures_are_those_of_a_run() -> None:
     pytest.importorskip("transformers")
-    parity = _load("benchmarks", "transformers_parity")
+    parity = loaded(ROOT / "benchmarks" / "transformers_parity.py")
     stored = json.loads(models.RESULTS.read_text(encoding="utf-8"))
     classes = list(parity.classes())
     assert {name: row["model_type"] for name, row in stored["differences"].items()} == {

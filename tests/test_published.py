@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-_SPEC = importlib.util.spec_from_file_location(
-    "tools_published", Path(__file__).parent.parent / "tools" / "published.py"
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-published = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(published)
+from helpers.modules import loaded
+
+published = loaded(Path(__file__).parent.parent / "tools" / "published.py")
 
 
 def test_the_page_of_published_figures_is_up_to_date() -> None:

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.modules import loaded
 from penstock.kernels.has_triton import have_triton
 
 needs_triton = pytest.mark.skipif(not have_triton(), reason="Triton is not installed (pip install triton)")
@@ -43,16 +44,6 @@ def interpret(file: Path, third: int) -> None:
     assert done.stdout.splitlines()[-1] == "all equal"
 
 
-def loaded(name: str, path: Path) -> ModuleType:
-    """A module from a file."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path) -> bool:
     import penstock.kernels.triton as room
 
@@ -64,7 +55,7 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
     path = folder / f"{name}.py"
     path.write_text(source.replace(text, change), encoding="utf-8")
     try:
-        setattr(room, name, loaded(whole, path))
+        setattr(room, name, loaded(path, whole))
         case.check("cpu")
     except AssertionError:
         return True
@@ -76,7 +67,7 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
 
 def _main(file: str, third: str) -> None:
     torch.set_num_threads(1)
-    case = loaded("case", Path(file))
+    case = loaded(Path(file), "case")
     case.check("cpu")
     for mutant in case.MUTANTS[int(third) :: 3]:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from helpers.triton_kernels import compile_for, interpret, loaded, needs_triton
+from helpers.modules import loaded
+from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.kernels.residual_norm import MOST
 
 pytestmark = needs_triton
@@ -139,7 +140,7 @@ def test_a_kernel_equals_its_reference_in_the_interpreter_and_mutants_do_not(nam
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_equals_its_reference_on_a_gpu(name: str) -> None:
-    loaded(f"case_{name}", _file(name)).check("cuda")
+    loaded(_file(name)).check("cuda")
 
 
 @pytest.mark.slow

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.modules import loaded
+
 ROOT = Path(__file__).parents[2]
 
 
 @cache
 def _benchmark() -> Any:
-    path = ROOT / "benchmarks" / "fsdp_64_gpus.py"
-    spec = importlib.util.spec_from_file_location("fsdp_64_gpus", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fsdp_64_gpus"] = module
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "benchmarks" / "fsdp_64_gpus.py")
 
 
 @cache

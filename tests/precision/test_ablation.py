@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import statistics
 from pathlib import Path
@@ -12,18 +11,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from helpers.modules import loaded
+
 ROOT = Path(__file__).parents[2]
 WHOLE = ("O1 bf16", "O1 fp16", "O2 bf16", "O2 fp16")
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("ablation", ROOT / "tools" / "ablation.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(ROOT / "tools" / "ablation.py")
 
 
 @pytest.fixture(scope="module")

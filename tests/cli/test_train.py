@@ -10,10 +10,10 @@ from typing import get_args
 import pytest
 
 from helpers.images import write_folder
+from helpers.toy import desk
 from penstock.cli import app, main
 from penstock.cli.train import next_commands
 from penstock.config.load import load
-from penstock.config.machine import Machine, save_machine
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.config.tasks import TaskName
@@ -25,10 +25,7 @@ SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 -
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    machine = Machine(
-        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11, "bf16": 1e11}, launch_seconds=1e-6,
-    )  # fmt: skip
-    path = save_machine(machine, tmp_path / "machine.json")
+    path = desk(tmp_path)
     rest = f"--recipe.steps 4 --log_every 2 --machine {path} --output {tmp_path / 'run'}"
     return [*SMALL.split(), *rest.split(), "--recipe.warmup_steps", "1"]
 

@@ -19,8 +19,8 @@ import pytest
 from helpers.agents import QUIET
 from helpers.jobs import words
 from helpers.rows import record
+from helpers.toy import desk
 from penstock import checkpoint
-from penstock.config.machine import Machine, save_machine
 from penstock.launch.signals import STOPS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="caught signals are read from /proc")
@@ -35,17 +35,10 @@ class Run:
     """`penstock train`, or `penstock launch`, as a process of its own."""
 
     def __init__(self, form: str, output: Path, job: str = "vit") -> None:
-        machine = Machine(
-            name="desk",
-            device="cpu",
-            source="measured",
-            peak_flops={"fp32": 1e11, "bf16": 1e11},
-            launch_seconds=1e-6,
-        )
         output.mkdir(parents=True, exist_ok=True)
         self.output, self.log = output, output / "log"
         options = [*words(job, output / "texts"), *RECIPE.split(), "--output", str(output / "run")]
-        options += ["--machine", str(save_machine(machine, output / "machine.json"))]
+        options += ["--machine", desk(output)]
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "penstock", *FORMS[form], *options],

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from helpers.jobs import texts_in
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.train.metrics import read_metrics
 
 SMALL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "64"]
@@ -35,12 +35,7 @@ def test_torchrun_starts_ranks_that_train_as_one_process_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(texts_in(tmp_path))
-    peaks = {"fp32": 1e11}
-    machine = str(
-        save_machine(
-            Machine(name="desk", device="cpu", source="measured", peak_flops=peaks), tmp_path / "desk.json"
-        )
-    )
+    machine = desk(tmp_path)
     several, single = tmp_path / "several", tmp_path / "single"
     command = [
         sys.executable,

@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config.machine import Machine, save_machine
+from helpers.toy import desk
 from penstock.config.recipes import load_run
 from penstock.train import TrainResult, train
 
 
 def trained(folder: Path, **overrides: object) -> tuple[TrainResult, float]:
     """The result, and the processor's seconds that it took, whatever else runs here meanwhile."""
-    peaks = {"fp32": 1e11, "bf16": 1e11}
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     fixed = {"model": "vit-digits", "output": str(folder / "run"), "device": "cpu"}
-    fixed["machine"] = str(save_machine(machine, folder / "machine.json"))
+    fixed["machine"] = desk(folder)
     config = load_run(overrides=fixed | {name.replace("__", "."): value for name, value in overrides.items()})
     started = time.process_time()
     return train(config), time.process_time() - started

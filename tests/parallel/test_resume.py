@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers.spawn import spawn
-from penstock.config.machine import Machine, save_machine
+from helpers.toy import desk
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
@@ -30,15 +30,13 @@ class Cut(Exception):
 
 
 def _config(folder: Path, line: str) -> RunConfig:
-    peaks = dict.fromkeys(("fp32", "bf16", "fp16", "int8"), 1e11)
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     return RunConfig(
         model=MODEL,
         recipe=Recipe(
             steps=STEPS, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2), clip_norm=0.5
         ),
         plan=Plan.parse(line),
-        machine=str(save_machine(machine, folder / "machine.json")),
+        machine=desk(folder),
         output=str(folder / "run"),
         device="cpu",
         seed=5,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from helpers.images import photo
+from helpers.toy import desk
 from penstock.build import build
 from penstock.checkpoint import rewrite
 from penstock.config.graph import NoiseKind, Target
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import DiffusionConfig
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run, require_startable
@@ -188,12 +188,9 @@ def test_classes_and_their_names_are_conditions() -> None:
 def _run(output: Path, **settings: Any) -> Any:
     small = {f"model.{name}": value for name, value in
              {"width": 16, "depth": 2, "heads": 2, "mlp_width": 16, "patch_size": 4}.items()}  # fmt: skip
-    machine = Machine(
-        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
-    )
     given = {
         "recipe.steps": 6, "plan.micro_batch": 16, "log_every": 2,
-        "machine": str(save_machine(machine, output.parent / "desk.json")), **small, **settings,
+        "machine": desk(output.parent), **small, **settings,
     }  # fmt: skip
     return train(load_run(overrides={"output": str(output), **given}))
 

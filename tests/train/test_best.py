@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from helpers.toy import desk
 from penstock import checkpoint
 from penstock.checkpoint.reader import open_verified
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
@@ -40,14 +40,11 @@ MODEL = ViTConfig(
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Eight steps of 32 digits."""
-    machine = Machine(
-        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
-    )
     return RunConfig(
         model=MODEL,
         recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, ema_decay=0.9, augment=Augment(flip=0.0)),
         plan=Plan(micro_batch=32),
-        machine=str(save_machine(machine, tmp_path / "machine.json")),
+        machine=desk(tmp_path),
         output=str(tmp_path / "run"),
         device="cpu",
         checkpoint_every=100,

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.images import write_folder
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.data import Batch
 from penstock.tasks import ImageClassification
 from penstock.train.evaluate import evaluate
@@ -96,9 +96,7 @@ TEXT = "--model.width 32 --model.depth 1 --model.heads 2 --model.mlp_width 48 --
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    desk = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(desk, tmp_path / "machine.json")
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from helpers.cut import cut_in_step
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
 from penstock.infer.load import loaded
@@ -35,9 +35,7 @@ def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    desk = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(desk, tmp_path / "machine.json")
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     torch.manual_seed(0)

@@ -13,9 +13,9 @@ import torch
 
 from helpers.families import ENROLLED, OTHERS, batches, loss
 from helpers.rank_pool import pool
+from helpers.toy import desk
 from penstock.build import build
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
@@ -123,9 +123,7 @@ def test_a_run_keeps_its_record(
 ) -> None:
     rows = [f"{n}\t{n + 1}" for n in range(40)]
     (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(machine, tmp_path / "machine.json")
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     whole = _train("whole")
     record = read_loads(whole)
@@ -199,9 +197,7 @@ def test_a_label_chooses_the_expert_in_training_and_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A router that is given: the target language of each sample reaches the mixtures, and translations too."""
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(machine, tmp_path / "machine.json")
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     sides = "".join(
         f" --model.{side}.router given --model.{side}.experts_per_token 1 --model.{side}.labels 3"

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.toy import desk
 from penstock import checkpoint
 from penstock.config.load import load, to_dict
-from penstock.config.machine import Machine, load_machine, save_machine
+from penstock.config.machine import load_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
@@ -61,13 +62,11 @@ MODEL = ViTConfig(
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Eight steps of 2 × 16 samples."""
-    peaks = dict.fromkeys(("fp32", "fp32_medium", "bf16", "fp16", "int8"), 1e11)
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     return RunConfig(
         model=MODEL,
         recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2)),
         plan=Plan(micro_batch=16, accumulate=2),
-        machine=str(save_machine(machine, tmp_path / "machine.json")),
+        machine=desk(tmp_path),
         output=str(tmp_path / "run"),
         device="cpu",
         seed=5,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.toy import desk
 from penstock import checkpoint
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe, RunConfig
@@ -26,15 +26,12 @@ from penstock.train.loss_monitor import HISTORY, PATIENCE, PendingSteps, SpikeDe
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """80 quick steps; a spike can be told from step 51 on."""
-    machine = Machine(
-        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
-    )  # fmt: skip
     model = ViTConfig(
         image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=1, mlp_width=16, classes=10
     )  # fmt: skip
     return RunConfig(
         model=model, recipe=Recipe(steps=80, lr=1e-3, eval_every_epochs=1000.0), plan=Plan(micro_batch=8),
-        machine=str(save_machine(machine, tmp_path / "machine.json")), output=str(tmp_path / "run"),
+        machine=desk(tmp_path), output=str(tmp_path / "run"),
         device="cpu", checkpoint_every=20, log_every=4,
     )  # fmt: skip
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from helpers.marian import NUMBERS, write_files
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.data.text.marian import Marian
 from penstock.data.text.open import in_folder
 from penstock.models.convert import from_pretrained
@@ -34,9 +34,7 @@ OPUS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(machine, tmp_path / "machine.json")
+    desk(tmp_path)
     rows = [f"{n} in tens\t{n // 10} and {n % 10}" for n in range(120)]
     (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
     size = len(NUMBERS)

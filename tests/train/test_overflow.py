@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock.build
-from penstock.config.machine import Machine, save_machine
+from helpers.toy import desk
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, Recipe, RunConfig
@@ -93,13 +93,11 @@ def test_a_run_ends_with_its_code_and_keeps_what_it_saved(
         return made
 
     monkeypatch.setattr(loop, "build", planted)
-    peaks = {"fp32": 1e11, "fp32_medium": 1e11, "bf16": 1e11, "fp16": 1e11}
-    machine = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
     config = RunConfig(
         model=MODEL,
         recipe=Recipe(steps=60, lr=1e-3, augment=Augment(flip=0.0)),
         plan=PLAN,
-        machine=str(save_machine(machine, tmp_path / "machine.json")),
+        machine=desk(tmp_path),
         output=str(tmp_path / "run"),
         device="cpu",
         checkpoint_every=4,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from helpers.cut import cut_in_step
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.train.metrics import read_metrics
 
 SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
@@ -31,11 +31,7 @@ def _losses(records: list[dict[str, Any]]) -> list[float]:
 def test_a_run_by_preferences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
 ) -> None:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    save_machine(
-        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
-        tmp_path / "machine.json",
-    )
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(240)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))

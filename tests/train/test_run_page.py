@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from helpers.toy import desk
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
@@ -28,9 +28,7 @@ SMALL = f"{TINY} --recipe.steps 6 --recipe.warmup_steps 0 --log_every 1 --device
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    desk = Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6)
-    save_machine(desk, tmp_path / "machine.json")
+    desk(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.toy import desk
 from penstock.checkpoint.tree import pack, unpack
 from penstock.config.load import load
-from penstock.config.machine import Machine, save_machine
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.train import train
@@ -31,15 +31,12 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(f"penstock.kernels.{module}.dropout", torch.nn.functional.dropout)
     output = tmp_path / "run"
     shutil.copytree(OLD, output)
-    machine = Machine(
-        name="desk", device="cpu", source="measured", peak_flops={"fp32": 1e11}, launch_seconds=1e-6
-    )
     settings = output / "run.toml"  # which had both steps and epochs, when steps counted
     with pytest.raises(ConfigError, match=r"recipe\.steps is 8 and recipe\.epochs is 10\.0, .* keep one"):
         load(RunConfig, file=settings)
     settings.write_text(settings.read_text().replace("epochs = 10.0\n", "", 1))
     config = load(RunConfig, file=settings)
-    stored = save_machine(machine, tmp_path / "machine.json")
+    stored = desk(tmp_path)
     torch.set_num_threads(1)
     result = train(replace(config, output=str(output), machine=str(stored)))
     assert result.resumed_at == 4

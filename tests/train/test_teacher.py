@@ -16,9 +16,9 @@ from safetensors import safe_open
 
 from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
+from helpers.toy import desk
 from helpers.trained_tokenizers import LINES, trained_tokenizer
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import PRESETS
 from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.infer.encode import Classifier, read_images
@@ -34,14 +34,6 @@ MORE = (
 )
 
 
-def _machine(folder: Path) -> None:
-    peaks = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    save_machine(
-        Machine(name="desk", device="cpu", source="measured", peak_flops=peaks, launch_seconds=1e-6),
-        folder / "machine.json",
-    )
-
-
 def _train(output: str, *words: str, code: int = 0) -> list[float]:
     given = [*WORDS.split(), *MORE.split(), "--output", output, *words]
     assert main(["train", "gpt-tiny", *given]) == code
@@ -52,7 +44,7 @@ def _train(output: str, *words: str, code: int = 0) -> list[float]:
 def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hard targets for a token of its own: learned from, resumed exactly, and served as the mean of both heads."""
     monkeypatch.chdir(tmp_path)
-    _machine(tmp_path)
+    desk(tmp_path)
     sizes = (
         "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.classifier token "
         "--recipe.steps 4"
@@ -88,7 +80,7 @@ def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    _machine(tmp_path)
+    desk(tmp_path)
     texts_in(tmp_path)
     monkeypatch.chdir(tmp_path)
     _train("teacher", "--model.width", "48")
@@ -133,7 +125,7 @@ def test_a_teacher_of_other_words_is_refused(
 ) -> None:
     """Its vocabulary is as large, but two tokens have changed places."""
     monkeypatch.chdir(tmp_path)
-    _machine(tmp_path)
+    desk(tmp_path)
     text = trained_tokenizer("BPE")
     words = LibraryTokenizer(text, "words")
     words.save(Path("words"), words.size)

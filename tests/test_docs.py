@@ -9,14 +9,14 @@ What a fenced block's first word means:
   verbs and options that exist. Among the slow tests it is run in a small form (`helpers.small_forms`).
 - anything else is text.
 
-Trainings take `STEPS` steps at most where nothing else on the page depends on them, and ladders' rounds are short.
+Trainings take `STEPS` steps at most where nothing else on the page depends on them, ladders' rounds are short, and a
+forecast of serving is of `REQUESTS` requests.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -31,6 +31,7 @@ import pytest
 
 import penstock.ladder
 from helpers import forked
+from helpers.modules import loaded
 from helpers.served import served
 from helpers.small_forms import lay_out, small_form
 from helpers.spawn import spawn
@@ -51,7 +52,8 @@ SLOW = (
     "own-model", "place-experts", "train", "translation",
 )  # fmt: skip
 """Pages whose commands take ten seconds and more."""
-STEPS = 6
+STEPS = 2
+REQUESTS = "50"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
 _FENCE = re.compile(
     r"^(?P<fence>`{3,})(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=fence)$", re.DOTALL | re.MULTILINE
@@ -84,17 +86,18 @@ def commands(block: Block, prompt: str) -> Iterator[tuple[str, int, int]]:
 
 
 def shortened(words: list[str], page: str) -> list[str]:
-    """The words of a training of few steps, unless its page names steps elsewhere, too."""
+    """The words of a training of few steps, unless its page names steps elsewhere; of a forecast of few requests."""
+    if words[0] == "deploy" and "--count" not in words:
+        return [*words, "--count", REQUESTS]
     if "--recipe.steps" not in words or "checkpoint_every" in page or '"recipe.steps"' in page:
         return words
     words = list(words)
     at = words.index("--recipe.steps") + 1
     words[at] = str(min(int(words[at]), STEPS))
-    return (
-        words
-        if {"--recipe.warmup_steps", "--recipe.warmup_share"} & {*words}
-        else [*words, "--recipe.warmup_steps", "0"]
-    )
+    for named in {"--recipe.warmup_steps", "--recipe.warmup_share"} & {*words}:
+        words[words.index(named) + 1] = "0"
+        return words
+    return [*words, "--recipe.warmup_steps", "0"]
 
 
 def run_page(page: Path, text: str) -> None:
@@ -177,7 +180,7 @@ def _once() -> dict[Path, list[tuple[str, int]]]:
     """The commands to run of each page. Those that are the same in their small form are run for the first page."""
     known: set[tuple[str, ...]] = set()
     shown: dict[Path, list[tuple[str, int]]] = {}
-    for page in PAGES[1:]:  # the README's follow each other, in a test of their own
+    for page in PAGES:
         for command, line in _shown(page):
             words = small_form(shlex.split(command)[1:], Path("/"))
             if "--output" in words and words[0] != "probe":
@@ -186,6 +189,7 @@ def _once() -> dict[Path, list[tuple[str, int]]]:
             if tuple(words) not in known:
                 shown.setdefault(page, []).append((command, line))
             known.add(tuple(words))
+    del shown[PAGES[0]]  # the README's follow each other, in a test of their own
     return shown
 
 
@@ -366,12 +370,7 @@ def test_every_field_of_a_plan_has_its_section() -> None:
 
 def _tool(name: str) -> Any:
     """A program of tools/, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    return tool
+    return loaded(ROOT / "tools" / f"{name}.py")
 
 
 def test_the_reference_of_settings_is_up_to_date() -> None:

@@ -158,6 +158,8 @@ def test_compiled_models_learn_the_same(
     config: Any = enrolled.config
     if name == "pruned":  # two layers are as unequal as four
         enrolled = enrolled._replace(config=replace(config, depth=2, unequal=config.unequal[:2]))
+    elif backend == "inductor" and name == "mixtral":  # each block is compiled by itself
+        enrolled = enrolled._replace(config=replace(config, depth=1))
     _, losses = _stepped(enrolled, line, 3)
     _, got = _stepped(enrolled, f"{line} compile=blocks", 3)
     assert got == pytest.approx(losses, rel=tolerance)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import forked
 from helpers.images import write_folder
 from helpers.small_folders import folder
 from penstock import Plan
@@ -26,17 +27,9 @@ EXAMPLES = ROOT / "examples"
 
 def _run(words: list[str], cwd: Path, seconds: float = 280) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    code, out, error = forked.run_python(words, cwd, timeout=seconds, cwd=cwd, env=environment)
+    assert code == 0, out[-2000:] + error[-3000:]
+    return out
 
 
 def test_every_example_is_listed_and_parses() -> None:
@@ -167,6 +160,7 @@ def _first_hour(script: str, *words: object, cwd: Path, **settings: object) -> s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_machine")
 def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
     write_folder(tmp_path / "photos", per_class=8)
     small = "--model.image_size 32 --model.patch_size 8 --model.depth 2"
@@ -181,6 +175,7 @@ def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_machine")
 def test_the_first_hour_with_a_chat_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     weights = folder("llama-tiny", tmp_path)

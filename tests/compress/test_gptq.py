@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, batches
+from helpers.sweeps import sweep
 from penstock.compress.calibrate import record
 from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import DAMPING, gptq, round_by_blocks
@@ -90,7 +91,7 @@ def test_a_model_is_rounded_block_by_block(name: str, form: StoredFormat) -> Non
     assert float((found - expected).square().mean()) < float((plain - expected).square().mean())
 
 
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", sweep(["int8", "int4"], ["int4"], slow=()))
 def test_the_peak_of_memory_is_the_model_and_two_blocks(
     form: StoredFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

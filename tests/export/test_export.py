@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
     "name",
     sweep(
         ["llama-tiny", "bert-tiny", "marian-tiny", "t5-tiny", "vit-s16"],
-        ["llama-tiny", "t5-tiny", "vit-s16"],
+        ["llama-tiny", "t5-tiny"],  # images: where what a file says of them is tested
         slow=(),
     ),
 )
@@ -153,7 +153,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "files"),
     [
-        ("llama-tiny", {"kv_heads": 1}, 1),
+        pytest.param("llama-tiny", {"kv_heads": 1}, 1, marks=pytest.mark.sweep),
         ("llama-tiny", {"heads": 4, "kv_heads": 2}, 1),
         pytest.param("bloom-176b", {}, 1, marks=pytest.mark.sweep),
         pytest.param("universal-tiny", {}, 1, marks=pytest.mark.sweep),
@@ -227,7 +227,8 @@ def test_an_onnx_file_of_images_says_how_they_are_read(tmp_path: Path) -> None:
     (where / "config.json").write_text(json.dumps(config | {"id2label": names}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
-        path, _ = export(where, tmp_path / "out", "onnx")
+        path, difference = export(where, tmp_path / "out", "onnx")
+    assert difference < 1e-5
     facts = onnxruntime.InferenceSession(str(path)).get_modelmeta().custom_metadata_map
     assert json.loads(facts["labels"]) == list(names.values())
     assert [facts[name] for name in ("image_size", "image_mean", "image_std")] == [

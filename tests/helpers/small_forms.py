@@ -55,7 +55,7 @@ _INSTEAD: dict[str, dict[str, str]] = {
     "launch": {"--procs": "1"},
     "tune": {"--budget": "60", "--rungs": "optimizer-fused", "--procs": "1"},
     "probe": {"--output": "machine.toml"},
-    "deploy": {"--machine": "h100"},
+    "deploy": {"--machine": "h100", "--count": "50"},
     "compress": {"--prune.samples": "8", "--distil.steps": "2"},
 }  # fmt: skip
 """By verb, the options that replace or complete those of a page."""

@@ -269,10 +269,10 @@ def test_the_whole_model_is_one_graph(token_order: TokenOrder, attention: Attent
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
 def test_a_compiled_block_computes_the_same() -> None:
-    """In the order of tokens that other tests do not compile."""
+    """In the order of tokens that other tests only trace."""
     torch._dynamo.reset()
     model = _model(replace(TINY, depth=1))
     model.set_token_order("batch_second")

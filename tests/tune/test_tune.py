@@ -133,8 +133,8 @@ def test_bad_command_lines(
     assert message in capsys.readouterr().err
 
 
-STANDS_FOR = {"mingpt.py": "nanogpt.py", "imagenet.py": "mnist.py"}
-"""Scripts that `make test-sweeps` tunes, and those that stand for them in `make test-all`."""
+STANDS_FOR = {"mingpt.py": "nanogpt.py", "imagenet.py": "mnist.py", "plain.py": "test_a_plain_loop"}
+"""Scripts that `make test-sweeps` tunes, and what stands for them in `make test-all`."""
 KNOWN: dict[str, dict[str, Any]] = {
     f"plain.py {ENDLESS}": {"attention": [], "blocks": 0},
     f"nanogpt.py --max_iters={ENDLESS}": {"blocks": 2},
@@ -189,15 +189,14 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("few_rounds")
+@pytest.mark.usefixtures("forked_scripts")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)
     assert next(rung for rung in report.rungs if rung.name == "optimizer-fused").to_previous is not None
     assert re.match(r"torchrun --nproc-per-node 2 ", report.train_command)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("few_rounds")
+@pytest.mark.usefixtures("forked_scripts")
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "--budget", "400", "--rungs", "optimizer-fused", "--output", str(tmp_path), "--all"]
     assert main([*words, str(SCRIPTS / "plain.py"), ENDLESS]) == 0

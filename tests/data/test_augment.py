@@ -170,7 +170,7 @@ def test_cutmix_pastes_a_box_of_the_reverse() -> None:
     assert seen > 10
 
 
-@pytest.mark.parametrize("alpha", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("alpha", [0.2, pytest.param(1.0, marks=pytest.mark.sweep), 5.0])
 def test_the_share_is_beta_distributed(alpha: float) -> None:
     mixes = [
         draw(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from helpers.generation import BOTH, DECODERS, WORDS, served, tiny
+from helpers.sweeps import sweep
 from penstock.config.decoding import Decoding
 from penstock.config.model import PRESETS
 from penstock.decode.engine import Engine, Request
@@ -126,7 +127,14 @@ def test_full_slots_and_full_caches_wait() -> None:
     assert engine.admit(large) == 0
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"],
+        ["llama", "alibi", "window", "t5-tiny"],
+        slow=(),
+    ),
+)
 def test_compiled_steps_of_all_slots_change_no_token(name: str) -> None:
     model = tiny(name)
     draw = random.Random(2)

@@ -42,29 +42,40 @@ def test_each_rank_keeps_to_cores_of_its_own(tmp_path: Path) -> None:
     assert not set(own_cores(0, 2)) & set(own_cores(1, 2))
 
 
-def test_the_first_failing_rank_is_told_first_and_the_budget_is_kept(tmp_path: Path) -> None:
-    with toy(tmp_path, "raise:1:3", "raise:1:3", options=("--max-restarts", "1")) as agent:
-        assert agent.wait() == 1
-    first = agent.said.index("rank 1 ended with code 1:\nTraceback")
-    assert first < agent.said.index("ValueError: only on rank 1") < agent.said.index("rank 0 then lost it.")
-    assert agent.said.count("ValueError: only on rank 1") == 2
-    assert "worker.py" not in agent.said
-    assert "runpy" not in agent.said
-    assert steps_in(tmp_path)[-1] == [3, 2, 1]
-    no_orphans(tmp_path)
+FAULTS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, int, tuple[str, ...]]] = {
+    # faults, options, the code, the number of lives after the first, and what is said, in this order
+    "raises in both lives": (
+        ("raise:1:3", "raise:1:3"), ("--max-restarts", "1"), 1, 1,
+        ("rank 1 ended with code 1:\nTraceback", "ValueError: only on rank 1", "rank 0 then lost it.",
+         "ValueError: only on rank 1"),
+    ),
+    "would fail again": (("code:1:3:6",), (), 6, 0, ()),
+    "is told as a shell does": (
+        ("kill:0:2",), ("--max-restarts", "0"), 128 + signal.SIGKILL, 0, ("rank 0 was killed by SIGKILL.",),
+    ),
+    # Ranks of a busy machine may take seconds to begin anew, which is no hang.
+    "hangs": (("stop:0:7",), ("--hang-seconds", "8"), 0, 1, ("rank 0 hangs:",)),
+}  # fmt: skip
 
 
-def test_what_would_fail_again_is_not_tried_again_and_keeps_its_code(tmp_path: Path) -> None:
-    with toy(tmp_path, "code:1:3:6") as agent:
-        assert agent.wait() == 6
-    assert "restarted" not in agent.said
-    no_orphans(tmp_path)
-
-
-def test_a_signal_is_told_as_a_shell_does(tmp_path: Path) -> None:
-    with toy(tmp_path, "kill:0:2", options=("--max-restarts", "0")) as agent:
-        assert agent.wait() == 128 + signal.SIGKILL
-    assert "rank 0 was killed by SIGKILL." in agent.said
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=pytest.mark.slow if name == "hangs" else ()) for name in FAULTS]
+)
+def test_a_rank_that_fails_has_the_code_and_the_lives_that_it_is_to_have(fault: str, tmp_path: Path) -> None:
+    faults, options, code, lives, words = FAULTS[fault]
+    with toy(tmp_path, *faults, options=options) as agent:
+        assert agent.wait() == code, agent.said
+    rest = agent.said
+    for word in words:
+        assert word in rest
+        rest = rest[rest.index(word) + len(word) :]
+    assert ("restarted" in agent.said) == (lives > 0)
+    last = steps_in(tmp_path)[-1]
+    assert last[1:] == [2, lives]
+    assert code != 0 or last[0] == 12
+    if words and "Traceback" in words[0]:  # of the program alone
+        assert "worker.py" not in agent.said
+        assert "runpy" not in agent.said
     no_orphans(tmp_path)
 
 
@@ -100,15 +111,6 @@ def test_a_stopped_rank_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "rank 1 hangs:\nIt has been silent for" in agent.said
     assert "after step 7; the process was stopped" in agent.said
     assert agent.said.index("in _strike") < agent.said.index("Stack of rank 0, step 7:")
-    no_orphans(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_hang_is_started_again_from_the_checkpoint(tmp_path: Path) -> None:
-    # Ranks of a busy machine may take seconds to begin anew, which is no hang.
-    with toy(tmp_path, "stop:0:7", options=("--hang-seconds", "8")) as agent:
-        assert agent.wait() == 0
-    assert steps_in(tmp_path)[-1] == [12, 2, 1]
     no_orphans(tmp_path)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.fused import FUSED
 from penstock.config.gains import store
@@ -177,7 +178,14 @@ def test_auto_takes_what_was_measured_to_pay(monkeypatch: pytest.MonkeyPatch) ->
         fuse(create(model))
 
 
-@pytest.mark.parametrize("line", ["", "precision=O1", "precision=O2", "compile=blocks recompute=full"])
+@pytest.mark.parametrize(
+    "line",
+    sweep(
+        ["", "precision=O1", "precision=O2", "compile=blocks recompute=full"],
+        ["", "precision=O1", "compile=blocks recompute=full"],
+        slow=(),
+    ),
+)
 def test_weights_after_many_steps_are_those_of_plain_operators(line: str) -> None:
     """32 steps of SGD: AdamW divides by magnitudes, so that rounding alone turns signs of tiny gradients."""
     steps = 4 if "compile" in line else 32

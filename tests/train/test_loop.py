@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.sweeps import sweep
 from helpers.toy import desk
 from penstock import checkpoint
 from penstock.config.load import load, to_dict
@@ -125,7 +126,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("line", PLANS)
+@pytest.mark.parametrize(
+    "line", sweep(PLANS, {*PLANS} - {"optimizer=foreach", "precision=O3 optimizer=contiguous"}, slow=())
+)
 def test_a_cut_run_resumes_bit_for_bit_under_every_plan(config: RunConfig, line: str) -> None:
     plan = Plan.parse(f"{line} micro_batch=16 accumulate=2")
     whole = replace(config, plan=plan, recipe=replace(config.recipe, ema_decay=0.9))

@@ -168,14 +168,7 @@ def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: P
         ]
         parts.append(torch.stack([ratio.mean() for ratio in ratios]).mean())
     expected = task(built.model, batch) + 2.0 * torch.stack(parts).mean()
-    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
-    loss = built.loss(built.model, batch)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(loss, expected)
-    for parameter, gradient in zip(weights, gradients, strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient)
+    _require_loss(built, batch, weights, expected, rtol=None, atol=None)
     with pytest.raises(ConfigError, match="use a shallower student"):
         build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match="padding=keep"):
@@ -237,8 +230,11 @@ def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
 
 
-def _require_loss(built: Any, batch: Any, weights: list[Tensor], expected: Tensor) -> None:
-    """The loss of a batch and its gradients are those of `expected`."""
+def _require_loss(
+    built: Any, batch: Any, weights: list[Any], expected: Tensor,
+    *, rtol: float | None = 1e-4, atol: float | None = 1e-6,
+) -> None:  # fmt: skip
+    """The loss of a batch and its gradients are those of `expected`, within the type's own tolerance for `None`."""
     gradients = torch.autograd.grad(expected, weights, allow_unused=True)
     loss = built.loss(built.model, batch)
     assert isinstance(loss, Tensor)
@@ -246,7 +242,7 @@ def _require_loss(built: Any, batch: Any, weights: list[Tensor], expected: Tenso
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(weights, gradients, strict=True):
         if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(parameter.grad, gradient, rtol=rtol, atol=atol)
 
 
 def _scores(model: Any, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
@@ -320,16 +316,9 @@ def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path
     built, batch = build(model, Plan(), recipe=recipe, loss=task), _batch(kind)
     weights = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
     expected = _by_hand(kind, built, from_pretrained(tmp_path / "teacher").eval(), batch)
-    gradients = torch.autograd.grad(expected, weights, allow_unused=True)
     plain = float(task(built.model, batch).detach())
     assert abs(float(expected.detach()) - plain) > 0.05  # the teacher says something
-    loss = built.loss(built.model, batch)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(loss, expected)
-    for parameter, gradient in zip(weights, gradients, strict=True):
-        if gradient is not None:
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    _require_loss(built, batch, weights, expected)
     # An evaluation is of the task alone, and nothing of the teacher is in the student.
     assert float(task(built.model, batch).detach()) == pytest.approx(plain)
     assert built.model.state_dict().keys() == create(model).state_dict().keys()
@@ -358,13 +347,8 @@ def test_embeddings_are_taught_by_their_cosine(tmp_path: Path) -> None:
     assert float(apart.detach()) > 0.1
     expected = (1 - SHARE) * Embedding()(built.model, batch) + SHARE * apart
     weights = list(built.model.parameters())
-    gradients = torch.autograd.grad(expected, weights)
-    loss = built.loss(built.model, batch)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(loss, expected)
-    for parameter, gradient in zip(weights, gradients, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    _require_loss(built, batch, weights, expected)
+    assert all(weight.grad is not None for weight in weights)
     save_pretrained(create(replace(student, width=32)), tmp_path / "teacher")
     with pytest.raises(ConfigError, match="embeddings have 32 features, the student's 16"):
         build(student, Plan(), recipe=recipe, loss=Embedding())

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import forked
 from helpers.images import write_folder
 from helpers.small_folders import folder
 from penstock import Plan
@@ -27,9 +26,17 @@ EXAMPLES = ROOT / "examples"
 
 def _run(words: list[str], cwd: Path, seconds: float = 280) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    code, out, error = forked.run_python(words, cwd, timeout=seconds, cwd=cwd, env=environment)
-    assert code == 0, out[-2000:] + error[-3000:]
-    return out
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
 
 
 def test_every_example_is_listed_and_parses() -> None:

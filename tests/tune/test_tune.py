@@ -189,7 +189,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_scripts")
+@pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)
     assert next(rung for rung in report.rungs if rung.name == "optimizer-fused").to_previous is not None

@@ -192,9 +192,8 @@ def test_all_keys_gathered_at_once_hide_behind_nothing() -> None:
     ring, gather = (at(model, cp=8, recompute="full", cp_exchange=kind) for kind in ("ring", "gather"))
     rates = rates_of(H100, HALF)
     each = gather_seconds(
-        group_of(rates, 8, 1),
-        2.0 * model.sequence * model.layers[0].kv_heads * model.layers[0].head_width * 2,
-    )
+        group_of(rates, 8, 1), 2.0 * model.sequence * model.layers[0].kv_heads * model.layers[0].head_width * 2,
+    )  # fmt: skip
     # Forward and again for the backward pass, whose gradients are scattered; recomputation gathers a third time.
     assert gather.seconds["context"] == pytest.approx(3 * model.depth * each)
     assert ring.seconds["context"] == pytest.approx(3 * model.depth * rates.collective_share * each)

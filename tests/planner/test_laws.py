@@ -118,10 +118,9 @@ def test_a_faster_machine_never_steps_slower(
 ) -> None:
     if what == "flops":
         faster = replace(
-            machine,
-            peak_flops={name: 2 * rate for name, rate in machine.peak_flops.items()},
+            machine, peak_flops={name: 2 * rate for name, rate in machine.peak_flops.items()},
             achievable_flops={name: 2 * rate for name, rate in machine.achievable_flops.items()},
-        )
+        )  # fmt: skip
     else:
         faster = replace(machine, **{what: 2 * getattr(machine, what)})
     before, after = (told(model, each, plan) for each in (machine, faster))

@@ -228,9 +228,9 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama-tiny", "qwen-tiny", "mixtral-tiny", "qwen3-moe-tiny", "marian-tiny", "t5-tiny"]
-)
+@pytest.mark.parametrize("name", [
+    "gpt2", "llama-tiny", "qwen-tiny", "gemma3-tiny", "mixtral-tiny", "qwen3-moe-tiny", "marian-tiny", "t5-tiny",
+])  # fmt: skip
 def test_operators_of_a_step_are_those_of_our_engine(name: str) -> None:
     sizes: dict[str, Any] = {"width": 32, "heads": 2}
     counted: dict[int, Counting] = {}

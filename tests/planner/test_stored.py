@@ -129,10 +129,9 @@ def test_a_pass_of_inference_drops_nothing() -> None:
 def test_inference_computes_gelu_by_tanh_as_its_kernel_does() -> None:
     rates = {"gelu_tanh": 1e8, "fused_gelu_tanh": 1e9}
     machine = replace(
-        TOY,
-        name="activations",
+        TOY, name="activations",
         kernels=tuple(KernelSample(name=name, per_second=rate) for name, rate in rates.items()),
-    )
+    )  # fmt: skip
     slower = replace(
         machine, name="slower", kernels=(machine.kernels[0], replace(machine.kernels[1], per_second=5e8))
     )

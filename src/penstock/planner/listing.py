@@ -251,11 +251,10 @@ class Lister:
         sizes = tables or (ahead.weights,)
         with self.inside("table"):
             self.add(
-                ahead,
-                Op(ahead.name, ahead.kind, False, read=read, written=written),
+                ahead, Op(ahead.name, ahead.kind, False, read=read, written=written),
                 *[learn._replace(weights=size) for size in reversed(sizes[1:])],
                 learn._replace(written=cleared, weights=sizes[0]),
-            )
+            )  # fmt: skip
 
     def activate(
         self, name: str, size: float, mlp: Mlp, ahead: Bytes, behind: Bytes | None = None, *, kept: float = 0.0,
@@ -324,7 +323,7 @@ class Lister:
         tensors = 0 if modulated else kind.tensors
         e, c, size = t.stream, t.product, rows * width
         autocast = e == 4 and c == 2
-        out, launches = e if autocast else c, 1
+        out, launches = e if autocast else c, 1 + (kind.zero_centred and not t.fused)
         # An eager norm of half inputs that computes in fp32 keeps its copy of them.
         copies = t.host and not t.fused and not rms and t.norms > e
         read, statistic = (t.norms, t.norms) if copies else (e, t.statistic)

@@ -29,15 +29,14 @@ WORKSPACE_BYTES = 2**30
 """Activations of a step and what libraries keep."""
 PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
 """Python's work in a pass of our engine, in each of its blocks and for each text, counted in the smallest of a CPU's
-operators, besides launching what computes. Fitted to steps of our engine on CPUs with GPTs of width 16, of 2 and of 8
-blocks."""
+operators, besides launching what computes. Fitted to our engine on CPUs with GPTs of width 16, 2 and 8 blocks."""
 HOST_OPERATOR_SECONDS = 1.66e-6
 """The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
 PASS_OPERATORS = 37
-BLOCK_OPERATORS = {"block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10}
+BLOCK_OPERATORS = {"block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10, "both": 2, "zero": 4}
 """Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, has experts, or attends to a source. Each takes
-a launch (`Machine.launch_seconds`)."""
+block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, or has norms on
+both sides; and in each norm whose weight is around zero. Each takes a launch (`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
 """How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
 writes, and attends to them."""
@@ -175,8 +174,11 @@ def operators_of(graph: Graph) -> int:
     """Operators of a step of our engine that compute, and not only view."""
     operators = PASS_OPERATORS
     for stack, remembers in ((run.stack, bool(run.memories)) for run in continued(graph)):
+        layer = stack.layers[0]
+        both, rotary, centred = layer.placement == "both", layer.rotary is not None, layer.norm.zero_centred
         every = {
-            "block": 1, "rotary": stack.positions == "rotary", "qk_norm": stack.qk_norm, "memory": remembers,
+            "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "memory": remembers, "both": both,
+            "zero": 2 * (1 + both + layer.qk_norm) * centred,
         }  # fmt: skip
         operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
         operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture is not None for layer in stack.layers)

@@ -95,10 +95,9 @@ class PartTime(NamedTuple):
     def plus(self, other: PartTime, times: float) -> PartTime:
         """The sum with `times` times `other`."""
         return PartTime(
-            self.forward.plus(other.forward, times),
-            self.backward.plus(other.backward, times),
+            self.forward.plus(other.forward, times), self.backward.plus(other.backward, times),
             *[first + times * second for first, second in zip(self[2:], other[2:])],
-        )
+        )  # fmt: skip
 
 
 class PartLayout(NamedTuple):
@@ -281,10 +280,9 @@ def _slowest(work: Workload, plan: Plan, times: _Times) -> _Stage:
     one = times.block.forward.total + times.block.back
     first, middle, last, _ = stage_blocks(work, plan.pp, plan.virtual)
     slowest, blocks, ends = max(
-        (first * one + times.entrance, first, times.entrance),
-        (middle * one, middle, 0.0),
+        (first * one + times.entrance, first, times.entrance), (middle * one, middle, 0.0),
         (last * one + times.exit, last, times.exit),
-    )
+    )  # fmt: skip
     return _Stage(blocks, ends, n * one + times.entrance + times.exit - slowest)
 
 

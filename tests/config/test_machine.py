@@ -27,13 +27,9 @@ from penstock.config.machine import (
 from penstock.errors import ConfigError, EnvironmentProblem
 
 MEASURED = Machine(
-    name="AMD EPYC AVX2, 2 threads",
-    device="cpu",
-    source="measured",
-    peak_flops={"fp32": 1.5e11},
-    gemm=(GemmSample(dtype="fp32", m=1, n=2, k=3, flops_per_second=1e9),),
-    notes=("torch 2.13.0",),
-)
+    name="AMD EPYC AVX2, 2 threads", device="cpu", source="measured", peak_flops={"fp32": 1.5e11},
+    gemm=(GemmSample(dtype="fp32", m=1, n=2, k=3, flops_per_second=1e9),), notes=("torch 2.13.0",),
+)  # fmt: skip
 
 
 def test_the_shipped_machines() -> None:

@@ -162,10 +162,9 @@ def test_learned_clips_stand_on_fp32_weights() -> None:
 def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         require(
-            Plan.parse("products=fp8_tensorwise sp=true attention=cudnn"),
-            PRESETS["gpt2"],
+            Plan.parse("products=fp8_tensorwise sp=true attention=cudnn"), PRESETS["gpt2"],
             load_machine("v100"),
-        )
+        )  # fmt: skip
     assert len(caught.value.problems) == 5
 
 

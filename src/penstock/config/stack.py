@@ -280,7 +280,7 @@ class Stack:
                 f"{where}.kv_heads is {self.kv_heads}, but must divide {where}.heads {self.heads}, "
                 "because each serves as many query heads."
             )
-        features = self.layers[0].head_width
+        features = self.head_features or self.width // self.heads
         if self.positions == "rotary" and features % 2:
             yield (
                 f"{where}.positions rotary turns pairs of features, but a head has {features}; choose "

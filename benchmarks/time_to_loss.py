@@ -56,6 +56,8 @@ class Job(NamedTuple):
     """Steps between evaluations."""
     batches: int
     """Batches of an evaluation."""
+    size: int
+    """Samples of a batch."""
 
     def reached(self, value: float) -> bool:
         """Whether a run ends here."""
@@ -63,10 +65,10 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "vit-digits": Job("top1", 0.98, True, 600, 20, 100),
-    "gpt-tiny": Job("loss", 2.7, False, 300, 10, 8),
-    "marian-tiny": Job("loss", 0.1, False, 600, 20, 6),
-    "bert-tiny": Job("loss", 3.4, False, 400, 20, 16),
+    "vit-digits": Job("top1", 0.98, True, 3000, 50, 100, 64),
+    "gpt-tiny": Job("loss", 2.8, False, 400, 10, 16, 8),
+    "marian-tiny": Job("loss", 0.1, False, 1200, 20, 6, 32),
+    "bert-tiny": Job("loss", 3.4, False, 1200, 20, 32, 8),
 }
 
 
@@ -86,7 +88,7 @@ def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dic
         warmup_share=None,
         ema_decay=0.95,
     )
-    plan = replace(config.plan, optimizer="fused")
+    plan = replace(config.plan, optimizer="fused", micro_batch=job.size)
     built = build(model, plan, recipe=recipe, loss=task, seed=seed)
 
     def loader(source: Any, endless: bool) -> Loader:
@@ -173,8 +175,9 @@ def predicted() -> dict[str, dict[str, float]]:
         config = load_run(overrides={"model": name})
         task = task_of(config.model, config.task)
         source = task.open(config.data, config.model, "train")
-        full = task.fullness(source, task.fit(config.model, source), config.plan.micro_batch)
-        plans = {one: replace(config.plan, optimizer="fused", algorithm=one) for one in OPTIMIZERS}
+        full = task.fullness(source, task.fit(config.model, source), JOBS[name].size)
+        plan = replace(config.plan, optimizer="fused", micro_batch=JOBS[name].size)
+        plans = {one: replace(plan, algorithm=one) for one in OPTIMIZERS}
         found[name] = {
             one: predict(full.model, machine, plan, real=full.real, words=full.words).iteration_seconds
             for one, plan in plans.items()

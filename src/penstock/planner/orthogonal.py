@@ -31,10 +31,11 @@ class OwnerSeconds(NamedTuple):
     """Gathering updates to their owners, and scattering them."""
 
 
-def newton_schulz(op: Op) -> tuple[Op, ...]:
-    """The products of one iteration on the matrices of a linear layer, `op.batch` of (n, k)."""
+def newton_schulz(op: Op, size: float = _HALF) -> tuple[Op, ...]:
+    """The products of one iteration on the matrices of a linear layer, `op.batch` of (n, k), in elements of `size`
+    bytes."""
     short, long = min(op.n, op.k), int(max(op.n, op.k))
-    square, whole = op.batch * short * short * _HALF, op.batch * short * long * _HALF
+    square, whole = op.batch * short * short * size, op.batch * short * long * size
 
     def product(name: str, n: int, k: int, read: float, written: float) -> Op:
         return Op(f"{op.name}.{name}", "gemm", batch=op.batch, m=short, n=n, k=k, read=read, written=written)
@@ -46,7 +47,9 @@ def newton_schulz(op: Op) -> tuple[Op, ...]:
     )
 
 
-def update_operators(work: Workload, plan: Plan, share: DeviceShare) -> Iterator[tuple[float, Op]]:
+def update_operators(
+    work: Workload, plan: Plan, share: DeviceShare, size: float = _HALF
+) -> Iterator[tuple[float, Op]]:
     """The operators by which one device orthogonalises updates, each with how often it runs; a collective once for each
     matrix, with its bytes. None for another optimizer."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
@@ -64,7 +67,7 @@ def update_operators(work: Workload, plan: Plan, share: DeviceShare) -> Iterator
         own = count * turns if (count, op) in shared else count / plan.pp
         if plan.ep > 1 and op.module == "experts":  # each device has whole ones
             own, op = count / plan.pp, op._replace(batch=op.batch / (plan.ep * share.expert_replicas))
-        for product in newton_schulz(op):
+        for product in newton_schulz(op, size):
             yield ITERATIONS * own, product
     for count, op in shared:
         sent = op.batch * op.n * op.k * _HALF
@@ -73,7 +76,8 @@ def update_operators(work: Workload, plan: Plan, share: DeviceShare) -> Iterator
 
 
 def owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> OwnerSeconds | None:
-    """Seconds of these operators; None for another optimizer. Iterations are in bf16 under every Plan."""
+    """Seconds of these operators; None for another optimizer. Iterations are in bf16 under every Plan, but in fp32
+    where that is faster: on a CPU without units for bf16."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
         return None
     return _owner_seconds(work, rates, plan, share)
@@ -81,14 +85,15 @@ def owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) 
 
 @lru_cache(maxsize=4096)
 def _owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> OwnerSeconds:
-    half = rates
-    if "bf16" in rates.machine.peak_flops:
-        half = rates_of(rates.machine, replace(plan, precision="O1", dtype="bf16", products="plain"))
+    peak = rates.machine.peak_flops
+    slow = peak.get("bf16", 0.0) < peak.get("fp32", 0.0)
+    own = replace(plan, precision="O0" if slow else "O1", dtype="bf16", products="plain")
+    iterating = rates_of(rates.machine, own)
     group = group_of(rates, plan.tp * share.replicas, 1)
     products = sent = 0.0
-    for times, op in update_operators(work, plan, share):
+    for times, op in update_operators(work, plan, share, 4.0 if slow else _HALF):
         if op.kind in COLLECTIVE:
             sent += times * gather_seconds(group, op.read, scatters=op.kind == "scatter")
         else:
-            products += times * price.seconds(op, half)
+            products += times * price.seconds(op, iterating)
     return OwnerSeconds(products, sent)

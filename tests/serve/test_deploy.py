@@ -297,6 +297,7 @@ def test_an_encoder_decoder_reads_its_source_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_machine")
 def test_the_choice_is_started_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import forked
 from helpers.images import write_folder
 from helpers.small_folders import folder
 from penstock import Plan
@@ -24,19 +25,19 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def _run(words: list[str], cwd: Path, seconds: float = 280) -> str:
+def _run(words: list[str], cwd: Path, *, seconds: float = 280, fresh: bool = False) -> str:
+    """The output of a program that is forked from one with torch, or, if `fresh`, of an interpreter of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+    if fresh:
+        command = [sys.executable, *words]
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+        code, out, error = done.returncode, done.stdout, done.stderr
+    else:
+        code, out, error = forked.run_python(words, cwd, timeout=seconds, cwd=cwd, env=environment)
+    assert code == 0, out[-2000:] + error[-3000:]
+    return out
 
 
 def test_every_example_is_listed_and_parses() -> None:
@@ -226,12 +227,12 @@ def test_half_of_the_padded_texts_is_padding() -> None:
 @pytest.mark.timeout(600)
 def test_a_short_demo_runs_to_its_end(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "demo.py"), "--output", "demo", "--budget", "24", "--epochs", "2"]
-    told = _run(words, tmp_path, 560)
+    told = _run(words, tmp_path, seconds=560, fresh=True)
     assert "baseline " in told
     assert "GPT-3 on 1,024 A100 GPUs" in told
     assert "transformers' BERT, padded texts: baseline" in told
     assert (tmp_path / "demo" / "ladder" / "ladder.html").is_file()
     assert (tmp_path / "demo" / "train" / "export" / "model.safetensors").is_file()
-    again = _run(words, tmp_path)
+    again = _run(words, tmp_path, fresh=True)
     assert "This demo is complete" in again
     assert "with tp=" in again

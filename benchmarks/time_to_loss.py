@@ -19,6 +19,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -168,10 +169,10 @@ def table(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return rows
 
 
-def predicted() -> dict[str, dict[str, float]]:
+def predicted(names: Iterable[str]) -> dict[str, dict[str, float]]:
     """Seconds of a step as the planner has them, by job and optimizer."""
     machine, found = machine_for("cpu"), {}
-    for name in JOBS:
+    for name in names:
         config = load_run(overrides={"model": name})
         task = task_of(config.model, config.task)
         source = task.open(config.data, config.model, "train")
@@ -201,7 +202,7 @@ def main() -> int:
     stored = json.loads(options.output.read_text()) if options.output.exists() else {}
     runs, left = stored.get("runs", []), 0 if options.predict else options.runs
     if options.predict:
-        stored["predicted_seconds_per_step"] = predicted()
+        stored["predicted_seconds_per_step"] = predicted(options.only or JOBS)
     for name in options.only or JOBS:
         for optimizer in OPTIMIZERS:
             while (following_run := following(runs, name, optimizer)) and following_run[1] < options.seeds:

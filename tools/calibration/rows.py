@@ -243,7 +243,11 @@ def torchtitan_speed() -> Iterator[Row]:
         model, plan = _titan(row)
         machine = load_machine("a100-80g") if "A100" in row["table"] else teton
         machine = load_machine("h200") if "H200" in row["table"] else machine
-        rewrite = partial(with_layers_apart, shared=model.kv / model.heads, before=_titan_kernels(row))
+        rewrite = partial(
+            with_layers_apart,
+            shared=(model.kv_heads or model.heads) / model.heads,
+            before=_titan_kernels(row),
+        )
         seconds = iteration_seconds(model, machine, plan, TITAN, rewrite)
         tokens = plan.global_batch * int(row["seq_len"]) / plan.gpus
 

@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "serve": BASE | ASKED | {"data", "decode", "infer", "launch", "models", "parallel"},
     "export": BASE | ASKED | {"cpu", "decode", "infer", "models", "products"},
     "tasks": BASE | {"apply", "data", "decode", "dtypes", "kernels", "models", "parallel"},
-    "optim": BASE | ASKED | {"dtypes", "kernels", "models", "shards"},
+    "optim": BASE | ASKED | {"cpu", "dtypes", "kernels", "models", "shards"},
     "products": BASE | {"cpu", "dtypes", "kernels", "models"},
     "precision": BASE
     | ASKED

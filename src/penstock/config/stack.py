@@ -82,6 +82,9 @@ class Stack:
     rotary: Rotary = field(default_factory=Rotary)
     window_base: Positive | None = None
     """`rotary.base` of blocks that attend to their window only; none: that of the others."""
+    window_scaled: bool = True
+    """Whether rotary positions of blocks that attend to their window only are scaled as those of the others. Those of
+    Gemma 3 are not."""
     relative_buckets: Annotated[int, Range(1, 1 << 16)] = 32
     """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
     relative_distance: Count = 128
@@ -240,8 +243,9 @@ class Stack:
     def _layer(self, sizes: LayerSizes) -> Layer:
         """The layer of these sizes, which is in all else as this stack says."""
         rotary = self.rotary if self.positions == "rotary" else None
-        if rotary is not None and sizes.window and self.window_base is not None:
-            rotary = replace(rotary, base=self.window_base)
+        if rotary is not None and sizes.window:
+            base = self.window_base or rotary.base
+            rotary = replace(rotary, base=base) if self.window_scaled else Rotary(base=base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
         names = ("qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
         return Layer(
@@ -296,9 +300,12 @@ class Stack:
                 f"{where}.first_norm false leaves out the norm before the first block's attention, which only blocks "
                 f"with {where}.norm_first true have; leave it out, or set that to true."
             )
-        if self.window_base is not None and (self.positions != "rotary" or self.window is None):
+        turned = (
+            "window_base" if self.window_base is not None else "" if self.window_scaled else "window_scaled"
+        )
+        if turned and (self.positions != "rotary" or self.window is None):
             yield (
-                f"{where}.window_base is for blocks with rotary positions and a window; set {where}.positions to "
+                f"{where}.{turned} is for blocks with rotary positions and a window; set {where}.positions to "
                 f"rotary and {where}.window to a number of tokens, or leave it out."
             )
         if self.global_offset >= max(1, self.global_every):

@@ -88,7 +88,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
     "gemma3": (
         "Gemma3ForCausalLM",
-        {**LLAMA, "num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4},
+        {**LLAMA, "num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4,
+         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
     ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "norm_topk_prob": True}),
@@ -308,7 +310,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"sliding_window": None, "use_sliding_window": True}, "use_sliding_window True"),
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
-    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "differ in rope_theta alone"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 8.0}}}, "way of their own"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_normalised"),
     ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype 'bfloat16'"),
@@ -343,7 +345,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "modernbert",
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-        "differ in rope_theta alone",
+        "way of their own",
     ),
     ("modernbert", {"embedding_dropout": 0.1}, "embedding_dropout 0.1"),
     ("modernbert", {"mlp_bias": True}, "mlp_bias True"),

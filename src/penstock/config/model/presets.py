@@ -95,6 +95,13 @@ def _gemma(width: int, depth: int, mlp_width: int, **changes: Any) -> DecoderCon
     return replace(config, **changes)
 
 
+_LONG_GEMMA: dict[str, Any] = {
+    "sequence": 131072, "window": 1024, "vocabulary": 262208, "window_scaled": False,
+    "rotary": Rotary(base=1e6, scaling="linear", factor=8.0),
+}  # fmt: skip
+"""What the larger ones share: the language models of models that read images, too."""
+
+
 def _qwen_moe(
     width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any
 ) -> DecoderConfig:
@@ -265,6 +272,11 @@ PRESETS |= {
     # Gemma Team 2025, "Gemma 3 Technical Report", and the published config.json of the two.
     "gemma3-270m": _gemma(640, 18, 2048),
     "gemma3-1b": _gemma(1152, 26, 6912),
+    "gemma3-4b": _gemma(2560, 34, 10240, heads=8, kv_heads=4, **_LONG_GEMMA),
+    "gemma3-12b": _gemma(3840, 48, 15360, heads=16, kv_heads=8, **_LONG_GEMMA),
+    "gemma3-27b": _gemma(
+        5376, 62, 21504, heads=32, kv_heads=16, head_features=128, attention_scale=168**-0.5, **_LONG_GEMMA
+    ),
     # BigScience Workshop 2022, section 3.2.
     "bloom-176b": DecoderConfig(
         width=14336, depth=70, heads=112, mlp_width=57344, vocabulary=250880, sequence=2048, positions="alibi",

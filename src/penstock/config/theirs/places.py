@@ -153,9 +153,10 @@ def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, 
     bases = getattr(given, turns.base[0]), getattr(given, turns.near_base[0])
     rotary = _turning(ropes.full_attention or given.rope_scaling or _Rope(), bases[0], length, problems)
     near = _turning(ropes.sliding_attention or _Rope(), bases[1], length, problems)
-    if near != replace(rotary, base=near.base):
+    if near not in (replace(rotary, base=near.base), Rotary(base=near.base)):
         problems.append(
-            "config.json has rope_parameters of two kinds, but Penstock's blocks differ in rope_theta alone."
+            "config.json scales the rotary positions of blocks with a window in a way of their own; Penstock's are "
+            "scaled as in the other blocks, or not at all."
         )
     depth, every = given.num_hidden_layers, getattr(given, turns.every[0])
     offset = every - 1 if turns.last else 0
@@ -172,8 +173,9 @@ def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, 
             "config.json has layer_types in no regular turn, but Penstock reads models in which every n-th block has "
             "full_attention."
         )
-    base = None if near.base == rotary.base else near.base
-    return {**settings, **regular, "window": getattr(given, turns.window[0]), "window_base": base}
+    settings |= {"window_base": None if near.base == rotary.base else near.base}
+    settings |= {"window_scaled": near.scaling == rotary.scaling}
+    return {**settings, **regular, "window": getattr(given, turns.window[0])}
 
 
 def global_turns(windowed: Sequence[bool]) -> dict[str, int]:
@@ -205,7 +207,8 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
 
 def _written_by_turns(stack: Any, turns: WindowTurns) -> dict[str, Any]:
     """As version 5 of transformers has it, and what version 4 reads of it besides."""
-    near = replace(stack.rotary, base=stack.window_base or stack.rotary.base)
+    base = stack.window_base or stack.rotary.base
+    near = replace(stack.rotary, base=base) if stack.window_scaled else Rotary(base=base)
     ropes = {}
     for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
         written = _written_rotary(rotary)

@@ -239,7 +239,13 @@ def _settled(stack: Any) -> Any:
     if stack.head_features and stack.head_features * stack.heads == stack.width:
         changes["head_features"] = None
     if not any(layer.window for layer in stack.layers):
-        changes |= {"window": None, "window_base": None, "global_every": 0, "global_offset": 0}
+        changes |= {
+            "window": None,
+            "window_base": None,
+            "window_scaled": True,
+            "global_every": 0,
+            "global_offset": 0,
+        }
     elif not changes.get("unequal", stack.unequal):
         changes |= global_turns([layer.window > 0 for layer in stack.layers])
     if stack.attention_scale == stack.layers[0].head_width ** -0.5:

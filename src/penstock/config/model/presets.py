@@ -99,7 +99,7 @@ _LONG_GEMMA: dict[str, Any] = {
     "sequence": 131072, "window": 1024, "vocabulary": 262208, "window_scaled": False,
     "rotary": Rotary(base=1e6, scaling="linear", factor=8.0),
 }  # fmt: skip
-"""What the larger ones share: the language models of models that read images, too."""
+"""Settings of the larger ones, which are the language models of models that read images, too."""
 
 
 def _qwen_moe(

@@ -74,9 +74,9 @@ def test_recomputed_blocks_under_autocast_take_what_a_step_takes(recipe: Recipe)
     plan = Plan.parse("micro_batch=4 optimizer=fused precision=O1 recompute=full")
     learns = learning_of(RunConfig(model=QWEN, recipe=recipe, plan=plan))
     predicted = predict(QWEN, CPU, plan, learns=learns)
-    # Of all weights 2.7 % too little is predicted. Of adapters up to 4.8 % too much: a block is fullest where it
-    # computes its forward pass again, which takes less than its backward pass through the gate is said to.
-    assert predicted.memory_bytes == pytest.approx(_measured(plan, recipe, QWEN), rel=0.05)
+    # Of all weights 2.7 % too little is predicted, of adapters at most 1 % more or less.
+    within = 0.05 if learns == WHOLE else 0.01
+    assert predicted.memory_bytes == pytest.approx(_measured(plan, recipe, QWEN), rel=within)
     if learns == WHOLE:
         assert 0.5 * predicted.memory["weights"] < predicted.memory["gradients"] < predicted.memory["weights"]
         assert predicted.memory["working"] > 0
@@ -136,9 +136,14 @@ def test_the_operators_of_adapters_are_those_of_their_matrices() -> None:
     weights = sum(op.flops for op in block.backward if op.over_rows)
     assert mine.model_flops == pytest.approx(block.model_flops - weights + 3 * small)
     assert mine.parameters == block.parameters + sum(rank * int(op.n + op.k) for op in linears)
-    for kept in ("forward", "backward"):  # what is kept is let go of
-        assert sum(op.kept for op in getattr(mine, kept)) == pytest.approx(
-            sum(op.kept for op in mine.forward), rel=1e-9
+    half = describe(QWEN, Plan(micro_batch=4, precision="O1"), "cpu")
+    for part in (
+        mine,
+        learning_part(half, Learning(parameters=0.1, tensors=0.5, lora=Lora(rank=rank))).blocks[0],
+    ):
+        # What is kept is let go of.
+        assert sum(op.kept for op in part.backward) == pytest.approx(
+            sum(op.kept for op in part.forward), rel=1e-9
         )
     assert not adapted.parts[0].backward
     assert learning_part(work, WHOLE) is work

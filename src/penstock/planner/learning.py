@@ -118,7 +118,7 @@ def _adapted(part: Part, how: Learning, work: Workload) -> Part:
     backward: list[Op] = []
     for op in part.backward:
         learns = op.over_rows and op.linear in adapted
-        backward += _behind(adapted[op.linear], rank) if learns else (kept(op),)
+        backward += _behind(adapted[op.linear], rank, op.kept) if learns else (kept(op),)
     return replace(
         part, forward=tuple(forward), backward=tuple(_frozen(backward)), tensors=part.tensors + len(matrices),
         parameters=part.parameters + sum(op.weights for op in matrices),
@@ -149,8 +149,9 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
     )  # fmt: skip
 
 
-def _behind(op: Op, rank: int) -> tuple[Op, ...]:
-    """Gradients of both matrices and of what they read; the last lets go of the linear's input."""
+def _behind(op: Op, rank: int, kept: float) -> tuple[Op, ...]:
+    """Gradients of both matrices and of what they read; the last lets go of the `kept` bytes that the gradient of the
+    linear's weight would."""
     each = _bytes(op)
     first, second, _ = _ahead(op, rank)
     inner, outer, inputs = op.m * rank, op.m * op.n, op.m * op.k
@@ -168,7 +169,7 @@ def _behind(op: Op, rank: int) -> tuple[Op, ...]:
         product(f"{first.name}.input", op.m, op.k, rank, inner + rank * op.k, inputs),
         product(f"{first.name}.learned", rank, op.k, op.m, inner + inputs, rank * op.k, first.weights),
         Op(f"{op.name}.lora_add", "pointwise", False, read=2 * inputs * each, written=inputs * each, in_place=True,
-           kept=second.kept, module=op.module),
+           kept=kept + second.kept, module=op.module),
     )  # fmt: skip
 
 

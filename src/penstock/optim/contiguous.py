@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from penstock.errors import ConfigError
 from penstock.optim.flat import Bucket, Segment, buckets_of
 from penstock.optim.fold import folded
-from penstock.optim.tensors import flat_like, local, whole
+from penstock.optim.tensors import flat_like, local, loss_of, whole
 
 _log = logging.getLogger(__name__)
 
@@ -100,10 +100,7 @@ class Contiguous(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
             self._collect()
             inner = self._inner

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from penstock.optim.tensors import local
+from penstock.optim.tensors import local, loss_of
 
 
 class Lion(Optimizer):
@@ -25,10 +25,7 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             every = [p for p in group["params"] if p.grad is not None]
             for p in every:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.cpu import this_cpu
-from penstock.optim.tensors import local
+from penstock.optim.tensors import adamw_step, local, loss_of
 from penstock.shards import cuts, gather_to, scatter_from
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -71,16 +71,11 @@ class Muon(torch.optim.AdamW):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["orthogonal"]]
         try:
-            update: Any = torch.optim.AdamW.step
-            # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
-            (update.__wrapped__ if getattr(update, "hooked", False) else update)(self)
+            adamw_step(self)
         finally:
             self.param_groups = groups
         with torch.no_grad():

@@ -57,13 +57,8 @@ class OnePassAdamW(torch.optim.AdamW):
         """Update all parameters that have a gradient; returns the closure's loss."""
         folds = self.averages is not None or self.copies is not None
         if not folds or any(p.dtype != torch.float32 for group in self.param_groups for p in group["params"]):
-            update: Any = torch.optim.AdamW.step
-            # Once somebody has built an AdamW, its step calls the hooks, as that of this class does already.
-            return (update.__wrapped__ if getattr(update, "hooked", False) else update)(self, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            return tensors.adamw_step(self, closure)
+        loss = tensors.loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:
                 for batch in self._batches(group):

@@ -1,4 +1,5 @@
-"""Tensors as an optimizer works on them: the local shard of a DTensor, and dense memory as one flat stretch.
+"""Tensors as an optimizer works on them: the local shard of a DTensor, and dense memory as one flat stretch; and what
+the steps of our optimizers share.
 
 Parameters that `fully_shard` has sharded are torch's DTensors. Each rank works on its own rows, and only the norm is
 that of all ranks. Nothing here imports that part of torch: while nobody has, no tensor can be a DTensor.
@@ -141,3 +142,16 @@ def ordered(gradient: Tensor, weight: Tensor) -> Tensor:
         return gradient
     same = all(g == w for size, g, w in zip(weight.shape, gradient.stride(), weight.stride()) if size > 1)
     return gradient if same else torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss that the closure of an optimizer's step returns, with gradients recorded; None without a closure."""
+    with torch.enable_grad():
+        return closure and closure()
+
+
+def adamw_step(optimizer: torch.optim.AdamW, closure: Callable[[], Any] | None = None) -> Any:
+    """torch's own step of AdamW, for an optimizer of a class derived from it."""
+    update: Any = torch.optim.AdamW.step
+    # Once somebody has built an AdamW, its step calls the hooks, as that of the derived class does already.
+    return (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer, closure)

@@ -43,7 +43,7 @@ SAMPLE = 0.5
 
 @dataclass(frozen=True)
 class Part:
-    """One command, and what is told of it."""
+    """One command, and how its figures are summed up."""
 
     name: str
     seconds: float
@@ -54,7 +54,7 @@ class Part:
     """Arguments added to try it on a CPU."""
     file: str = ""
     """The JSON that it writes, as benchmarks/results calls it without the machine's name."""
-    tell: Callable[[Any], str] = lambda found: ""
+    summary: Callable[[Any], str] = lambda found: ""
     """Its figures in one line."""
 
 
@@ -83,16 +83,16 @@ def _vit(found: Any) -> str:
 
 
 def _language(found: Any) -> str:
-    told = []
+    cells = []
     for cell, each in found["cells"].items():
         if verdict := each.get("verdict"):
             hand = verdict.get("over_hand") or {}
-            told.append(f"{cell.partition(',')[0]} {hand.get('median', float('nan')):.2f}× by hand")
-    return ", ".join(told)
+            cells.append(f"{cell.partition(',')[0]} {hand.get('median', float('nan')):.2f}× by hand")
+    return ", ".join(cells)
 
 
 def _parts(found: Any) -> str:
-    told = []
+    cells = []
     for cell, each in found["cells"].items():
         far = sorted(each["parts"], key=lambda row: (row["least_milliseconds"] or 0.0) - row["milliseconds"])[
             :3
@@ -101,8 +101,8 @@ def _parts(found: Any) -> str:
             f"{row['name']} {row['milliseconds']:.1f} of {row['least_milliseconds'] or 0:.1f} ms"
             for row in far
         )
-        told.append(f"{cell.partition(',')[0]} {each['step_ms']:.1f} ms: {rows}")
-    return "; ".join(told)
+        cells.append(f"{cell.partition(',')[0]} {each['step_ms']:.1f} ms: {rows}")
+    return "; ".join(cells)
 
 
 def _kernels(found: Any) -> str:
@@ -113,14 +113,14 @@ def _kernels(found: Any) -> str:
 
 
 def _generate(found: Any) -> str:
-    told = []
+    cells = []
     for cell in found["cells"]:
         times = {way: statistics.median(seconds) for way, seconds in cell["seconds"].items() if seconds}
         ours = min((t for way, t in times.items() if way.startswith("penstock")), default=None)
         theirs = min((t for way, t in times.items() if way.startswith("transformers")), default=None)
         if ours and theirs:
-            told.append(f"{cell['model']} × {cell['batch']}: {theirs / ours:.2f}×")
-    return ", ".join(told)
+            cells.append(f"{cell['model']} × {cell['batch']}: {theirs / ours:.2f}×")
+    return ", ".join(cells)
 
 
 def _ladder(found: Any) -> str:
@@ -133,7 +133,7 @@ def _vit_train(model: str, images: int, seconds: float) -> Part:
         ("{benchmarks}/vit_train.py", "--model", model, "--batch", str(images), "--device", "{device}", "{compile}",
          "--rounds", "5", "--steps", "5", "--output", "{json}"),
         small=("--model", "vit-digits", "--batch", "4", "--rounds", "2", "--steps", "1", "--plan", "optimizer=fused"),
-        file=f"vit_train_{model}_{images}", tell=_vit,
+        file=f"vit_train_{model}_{images}", summary=_vit,
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _language_train(model: str, tokens: int, sequence: int, seconds: float) -> P
          "--sequence", str(sequence), "--steps", "5", "--rounds", "5", "--seconds", "{seconds}", "--output", "{json}"),
         small=("--model", "gpt-tiny", "--tokens", "128", "--sequence", "64", "--steps", "1", "--rounds", "1",
                "--seconds", "20", "--plan", "optimizer=fused"),
-        file="language_train", tell=_language,
+        file="language_train", summary=_language,
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _step_parts(model: str, samples: int, sequence: int, precision: str = "O1") 
         ("{benchmarks}/step_parts.py", "--device", "{device}", "--model", model, "--samples", str(samples),
          "--sequence", str(sequence), "--plan", "{plan} precision=" + precision, "--output", "{json}"),
         small=("--model", "vit-digits" if model.startswith("vit") else "gpt-tiny", "--samples", "2"),
-        file="step_parts", tell=_parts,
+        file="step_parts", summary=_parts,
     )  # fmt: skip
 
 
@@ -162,11 +162,11 @@ BEST = "matmul=high optimizer=fused compile=whole"
 """What the fastest Plans of earlier runs on such cards have, besides half precision."""
 PARTS = (
     Part("ladder of ViT-H/16", 90, ("{benchmarks}/vit_h_ladder.py", "--device", "{device}", "--rounds", "3",
-         "--output", "{json}"), small=("--small", "--rounds", "1"), file="vit_h_ladder", tell=_rungs),
+         "--output", "{json}"), small=("--small", "--rounds", "1"), file="vit_h_ladder", summary=_rungs),
     Part("checks", 150, ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--maxfail", "20", "tests"),
          small=("-m", "not gpu", "-k", "config and rules")),
     Part("own runs, predicted", 110, ("{benchmarks}/predicted_own_runs.py", "--device", "{device}", "--rounds", "1",
-         "--output", "{json}"), small=("--only", "vit-digits",), file="predicted_own_runs", tell=_own_runs),
+         "--output", "{json}"), small=("--only", "vit-digits",), file="predicted_own_runs", summary=_own_runs),
     _vit_train("vit-b16", 128, 60),
     _vit_train("vit-b16", 256, 60),
     _vit_train("vit-l16", 64, 60),
@@ -177,20 +177,20 @@ PARTS = (
     _step_parts("gpt2", 16, 1024),
     _step_parts("llama3-1b", 2, 4096, "O2"),
     Part("kernels", 70, ("{benchmarks}/kernels_gpu.py", "--minutes", "1", "--output", "{json}"), small=("--dry",),
-         file="kernels", tell=_kernels),
+         file="kernels", summary=_kernels),
     Part("8 bits", 40, ("{benchmarks}/eight_bits.py", "--device", "{device}", "--blocks", "--rounds", "10",
          "--output", "{json}"), small=("--smoke", "--emulate", "--eager", "--rounds", "2"), file="eight_bits"),
     Part("generation", 80, ("{benchmarks}/generate_gpu.py", "--models", "gpt2,llama3-1b", "--batches", "1,8,64",
          "--rounds", "3", "--device", "{device}", "--output", "{json}"),
          small=("--models", "gpt-tiny", "--batches", "1", "--prompt", "8", "--new", "4", "--rounds", "1"),
-         file="generate", tell=_generate),
+         file="generate", summary=_generate),
     Part("penstock ladder", 100, ("-m", "penstock", "ladder", "vit-b16", "--budget", "{budget}",
          "--output", "{folder}"), small=("--model.width", "64", "--model.depth", "2", "--model.heads", "2"),
-         file="ladder", tell=_ladder),
+         file="ladder", summary=_ladder),
     Part("penstock tune", 80, ("-m", "penstock", "tune", "--budget", "{budget}", "--output", "{folder}",
          "tests/tune/scripts/nanogpt.py", "--max_iters=1000000", "--device={device}", "--n_layer=12", "--n_head=12",
          "--n_embd=768", "--block_size=1024", "--batch_size=8"),
-         small=("--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32"), file="tune", tell=_ladder),
+         small=("--n_layer=1", "--n_head=2", "--n_embd=32", "--block_size=32"), file="tune", summary=_ladder),
 )  # fmt: skip
 WHOLE = 780.0
 """Seconds that the parts' limits are shares of."""
@@ -270,7 +270,7 @@ def run(part: Part, limit: float, device: str, output: Path, *, small: bool) -> 
             status = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
             status = "stopped"
-        finally:  # also where this process itself is told to end
+        finally:  # also where this process itself is cells to end
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -281,7 +281,7 @@ def run(part: Part, limit: float, device: str, output: Path, *, small: bool) -> 
     figures = ""
     if found is not None and part.file:
         with contextlib.suppress(KeyError, ValueError, TypeError, IndexError):  # it was stopped half-way
-            figures = part.tell(json.loads(found.read_text(encoding="utf-8")))
+            figures = part.summary(json.loads(found.read_text(encoding="utf-8")))
     elif lines := tail.strip().splitlines():
         figures = lines[-1]
     spread = {k: [statistics.median(v), min(v), max(v)] for k, v in readings.items() if v}

@@ -270,7 +270,7 @@ def run(part: Part, limit: float, device: str, output: Path, *, small: bool) -> 
             status = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
             status = "stopped"
-        finally:  # also where this process itself is cells to end
+        finally:  # also where this process itself is asked to end
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

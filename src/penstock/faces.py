@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def face(package: str) -> tuple[Callable[[str], Any], list[str]]:
+def face(package: str, removed: Mapping[str, str] = {}) -> tuple[Callable[[str], Any], list[str]]:
     """The `__getattr__` and `__all__` of a package, of the names and modules that the stub beside its `__init__`
-    imports."""
+    imports. `removed` says of names that are gone what to do without them."""
     stub = pkgutil.get_data(package, "__init__.pyi")  # in an archive too
     assert stub is not None
     homes = {name: home for home, name in re.findall(r"(?m)^from (\S+) import (\w+) as", stub.decode())}
 
     def resolve(name: str) -> Any:
+        if name in removed:  # no AttributeError, of which `from package import name` would not say the reason
+            raise ImportError(f"{package}.{name} was removed; {removed[name]}.")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:  # a package inside it

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError, NumericError
-from penstock.precision import gradient_histogram, recommend, report
+from penstock.precision import gradient_histogram, recommend
 from penstock.precision.histogram import LOW, Histogram, Meter, power_of_two
 
 INF, NAN = math.inf, math.nan
@@ -220,22 +222,111 @@ def test_the_recommended_scale_is_finite_in_fp16_and_four_times_it_is_not() -> N
     batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(3)]
     found = recommend(gradient_histogram(model, batches))
     assert found.lost_before > found.lost
-    for batch in batches:
-        assert report(model, batch, precision="O1", dtype="fp16", scale=found.scale).overflow is None
-    over = [report(model, b, precision="O1", dtype="fp16", scale=4 * found.scale).overflow for b in batches]
-    assert any(over)
-    x, target = batches[[each is not None for each in over].index(True)]
-    # And as a training step: taken at S, skipped at 4 S.
-    taken = []
-    for scale in (found.scale, 4 * found.scale):
-        torch.manual_seed(0)
-        again = nn.Sequential(*(Planted(-12), nn.GELU(), Planted(10), nn.LayerNorm(8), nn.Linear(8, 4)))
-        again.load_state_dict(model.state_dict())
-        optimizer = torch.optim.AdamW(again.parameters(), fused=True)
-        again, optimizer = penstock.accelerate(again, optimizer, dtype="fp16", loss_scale=scale)
-        before = [p.detach().clone() for p in again.parameters()]
-        with penstock.scale_loss(nn.functional.cross_entropy(again(x), target), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        taken.append(not all(torch.equal(a, b) for a, b in zip(before, again.parameters())))
-    assert taken == [True, False]
+    taken: dict[float, list[bool]] = {found.scale: [], 4 * found.scale: []}
+    for scale, steps in taken.items():
+        for x, target in batches:
+            torch.manual_seed(0)
+            again = nn.Sequential(*(Planted(-12), nn.GELU(), Planted(10), nn.LayerNorm(8), nn.Linear(8, 4)))
+            again.load_state_dict(model.state_dict())
+            optimizer = torch.optim.AdamW(again.parameters(), fused=True)
+            again, optimizer = penstock.accelerate(again, optimizer, dtype="fp16", loss_scale=scale)
+            before = [p.detach().clone() for p in again.parameters()]
+            with penstock.scale_loss(nn.functional.cross_entropy(again(x), target), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            steps.append(not all(torch.equal(a, b) for a, b in zip(before, again.parameters())))
+    assert all(taken[found.scale])
+    assert not all(taken[4 * found.scale])
+
+
+class Net(nn.Module):
+    """Batch norm and dropout, which a pass changes and draws for, and a module that passes on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.BatchNorm1d(16))
+        self.dropout, self.same, self.head = nn.Dropout(0.5), nn.Identity(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.same(self.dropout(self.body(x))))
+
+
+def state(model: nn.Module) -> list[Any]:
+    return [
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        torch.get_rng_state(),
+        [(id(p), p.requires_grad) for p in model.parameters()],
+        [(m.training, type(m), len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+    ]
+
+
+@pytest.mark.parametrize("accelerated", [None, "O1", "O2", "O3"])
+def test_everything_is_as_before(accelerated: str | None) -> None:
+    model = Net()
+    model.dropout.eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if accelerated:
+        model, optimizer = penstock.accelerate(model, optimizer, precision=accelerated, dtype="fp16")
+    x, target = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model(x).sum().backward()
+    stepped: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    before = state(model)
+    gradient_histogram(model, [(x, target)])
+    after = state(model)
+    torch.testing.assert_close(before[:3], after[:3], rtol=0, atol=0)
+    assert before[3:] == after[3:]
+    assert not stepped
+
+
+def test_each_layer_is_counted_once_and_compiled_parts_are_looked_into() -> None:
+    model, batch = Net(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))
+    found = gradient_histogram(model, [batch])
+    assert found.activations.values == 6 * (16 + 16 + 16 + 16 + 4)  # Identity gives what dropout did
+    assert found.weights.values == sum(p.numel() for p in model.parameters())
+    model.body.compile(backend="aot_eager")
+    compiled = gradient_histogram(torch.compile(model, backend="aot_eager"), [batch])
+    assert compiled.activations.values == found.activations.values
+
+
+@dataclass
+class Batch:
+    """As a loader makes it: more than tensors, in any order."""
+
+    ids: Any
+    targets: Tensor
+    inputs: Tensor
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.inner(x)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_losses_that_are_found_by_themselves() -> None:
+    x, target = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model = WithLoss()
+    own = gradient_histogram(model, [{"x": x, "labels": target}])
+    assert gradient_histogram(model, [(x, target)]) == own
+    assert gradient_histogram(model, [Batch(x.numpy(), target, x)]) == own
+    assert gradient_histogram(model, [x], loss=lambda m, b: m(b).logits.sum()) != own
+    for wrong in (x, (x, torch.randn(6, 4))):
+        with pytest.raises(ConfigError, match="give loss="):
+            gradient_histogram(model, [wrong])
+    with pytest.raises(ConfigError, match=r"shape \(6, 4\), but must return a scalar"):
+        gradient_histogram(model, [x], loss=lambda m, b: m(b).logits)
+    with pytest.raises(ConfigError, match="No gradient flows"):
+        gradient_histogram(WithLoss().requires_grad_(False), [(x, target)])
+
+
+def test_the_report_by_layers_is_refused_by_name() -> None:
+    with pytest.raises(ImportError, match=r"penstock\.precision\.report was removed; gradient_histogram"):
+        from penstock.precision import report  # type: ignore[attr-defined]  # noqa: F401

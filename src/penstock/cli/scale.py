@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.boundary.files import own_file, require_folder, write_text
 from penstock.cli._app import configured, load_or_described
@@ -25,6 +25,11 @@ from penstock.config.convert import (
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
 from penstock.errors import ExitCode
+from penstock.report.page import Cell, Section, plain_console, terminal_table
+from penstock.report.precision_figures import gradient_figure, percent
+
+if TYPE_CHECKING:
+    from penstock.precision.histogram import GradientHistogram, Histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class ScaleConfig(Checked):
     seed: Seed = 0
     """Determines weights and sample order."""
     output: FilledText = "runs/scale"
-    """Folder of the report: scale.html, scale.svg and scale.json."""
+    """Folder of the result: scale.svg and scale.json."""
 
     def _problems(self) -> Iterator[str]:
         if self.factory is not None and self.init_from is not None:
@@ -69,13 +74,11 @@ def scale(config: ScaleConfig) -> int:
 
         penstock scale vit-s16 --data imagefolder:/data/flowers
     """
-    from penstock.cli.scale_page import ScaleMeasurement, scale_page
     from penstock.ladder.own import subject_of
     from penstock.ladder.settings import LadderConfig
     from penstock.models.convert import load_weights
     from penstock.precision import gradient_histogram, recommend
     from penstock.probe import resolve_device
-    from penstock.report.page import plain_console, terminal_table
     from penstock.report.record import environment
     from penstock.tasks import mean_loss
 
@@ -88,30 +91,57 @@ def scale(config: ScaleConfig) -> int:
     built = subject.build(subject.first, config.seed)
     if config.init_from is not None:
         load_weights(built.model, config.init_from, new_head=True)
-
-    def train(batch: Any) -> None:
-        built.step([batch])
-
     gradients = gradient_histogram(
         built.model, itertools.islice(subject.batches(subject.first, config.seed), config.batches),
-        loss=partial(mean_loss, built.loss), between=train if config.lr else None,
+        loss=partial(mean_loss, built.loss), between=(lambda batch: built.step([batch])) if config.lr else None,
     )  # fmt: skip
-    measured = ScaleMeasurement(
-        title=subject.title, data=subject.data,
-        samples=subject.first.plan.global_batch if subject.splittable else None, lr=config.lr, gradients=gradients,
-        advice=recommend(gradients, headroom=config.headroom),
-    )  # fmt: skip
-    stored = measured.to_dict() | {"environment": environment()}
-    html, svg = scale_page(measured, stored["environment"])
+    advice = recommend(gradients, headroom=config.headroom)
+    samples = subject.first.plan.global_batch if subject.splittable else None
+    line = (
+        'model, optimizer = penstock.accelerate(model, optimizer, precision="O1", dtype="fp16", '
+        f"loss_scale={advice.scale!r})"
+    )
+    stored = {
+        "model": subject.title, "data": subject.data, "samples": samples, "lr": config.lr,
+        "recommendation": asdict(advice) | {"saved": advice.saved}, "line": line, "gradients": gradients.to_dict(),
+        "environment": environment(),
+    }  # fmt: skip
+    title = f"Gradients of activations of {subject.title}"
+    figure = gradient_figure(gradients.activations, scale=advice.scale, title=title, alone=True)
     folder = Path(config.output)
-    texts = {"scale.html": html, "scale.svg": svg, "scale.json": json.dumps(stored, indent=1) + "\n"}
+    texts = {"scale.svg": figure, "scale.json": json.dumps(stored, indent=1) + "\n"}
     for name, text in texts.items():
         write_text(own_file(folder, name), text)
     console = plain_console()
-    console.print(f"{measured.heading}\n")
-    console.print(terminal_table(measured.table, console.width))
+    per_batch = f" of {samples}" if samples else ""
+    trained = f", training at a rate of {config.lr:g} in between" if config.lr else ", at the same weights"
+    console.print(f"{subject.title} on {subject.data}: {gradients.batches} batches{per_batch}{trained}\n")
+    console.print(terminal_table(_shares(gradients, advice.scale), console.width))
     console.print(f"\nWritten: {', '.join(str(folder / name) for name in texts)}\n", soft_wrap=True)
-    room, chosen = measured.advice.headroom, measured.advice.scale
-    console.print(f"The largest power of two that leaves a factor of {room:g} below 65,504 is {chosen:g}:")
-    console.print(measured.line, soft_wrap=True)
+    console.print(
+        f"The largest power of two that leaves a factor of {advice.headroom:g} below 65,504 is {advice.scale:g}:"
+    )
+    console.print(line, soft_wrap=True)
     return int(ExitCode.DONE)
+
+
+def _shares(gradients: GradientHistogram, scale: float) -> Section:
+    """The effect of fp16 on gradients of activations, of weights and of all, without the scale and with it."""
+    kinds = (gradients.activations, gradients.weights, gradients.all)
+
+    def pair(share: Callable[[Histogram, float], float]) -> list[str]:
+        return [f"{percent(share(kind, 1.0))} → {percent(share(kind, scale))}" for kind in kinds]
+
+    rows = {
+        "values": [f"{kind.values:,}" for kind in kinds],
+        "zero in fp32 too": [percent(kind.zeros / max(kind.values, 1)) for kind in kinds],
+        "lost: become zero": pair(lambda kind, by: kind.lost(by)),
+        "held with fewer bits": pair(lambda kind, by: kind.denormal(by)),
+        "become infinite": pair(lambda kind, by: kind.infinite(by)),
+        "largest": [f"{kind.largest:.3g} → {kind.largest * scale:,.0f}" for kind in kinds],
+    }
+    heads = [Cell("in fp16, without → with the scale", words=True), Cell("activations"), Cell("weights")]
+    return Section(
+        title="", columns=[*heads, Cell("all", rank=2)],
+        rows=[("", [Cell(words, words=True), *map(Cell, cells)]) for words, cells in rows.items()],
+    )  # fmt: skip

@@ -54,6 +54,12 @@ COMMANDS = {
     "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
 }
 """Commands that are gone, and what to do without them."""
+_INSTEAD = (
+    "gradient_histogram and recommend say what fp16 loses and which scale saves it, and OverflowTrace where an "
+    "overflow begins (docs/how-to/loss-scale.md)"
+)
+INSPECTION = {"report": _INSTEAD, "PrecisionReport": _INSTEAD}
+"""Names of `penstock.precision` that are gone, and what to do without them."""
 OPTIONS = {
     "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough"
 }

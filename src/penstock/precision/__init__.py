@@ -3,6 +3,7 @@ own loop is in `penstock.script`, and has its name here too. `__init__.pyi` list
 
 from __future__ import annotations
 
+from penstock.config.removed import INSPECTION
 from penstock.faces import face
 
-__getattr__, __all__ = face(__name__)
+__getattr__, __all__ = face(__name__, INSPECTION)

@@ -1,6 +1,7 @@
 from penstock.matmul import matmul_precision as matmul_precision
 from penstock.precision.copies import plain as plain
 from penstock.precision.forward import apply_precision as apply_precision
+from penstock.precision.gradients import gradient_histogram as gradient_histogram
 from penstock.precision.histogram import GradientHistogram as GradientHistogram
 from penstock.precision.histogram import Histogram as Histogram
 from penstock.precision.histogram import Recommendation as Recommendation
@@ -20,6 +21,3 @@ from penstock.script.accelerate import restore as restore
 from penstock.script.accelerate import scale_loss as scale_loss
 from penstock.script.accelerate import scalers_of as scalers_of
 from penstock.script.accelerate import unscale_ as unscale_
-from penstock.script.inspect import PrecisionReport as PrecisionReport
-from penstock.script.inspect import gradient_histogram as gradient_histogram
-from penstock.script.inspect import report as report

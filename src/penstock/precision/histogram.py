@@ -193,7 +193,7 @@ def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0
     if values.wrong:
         raise NumericError(
             f"{values.wrong:,} of {values.values:,} gradients are infinite or not a number in fp32 already, which no "
-            "loss scale can change; look for the layer with penstock.precision.report(model, batch, precision='O0')."
+            "loss scale can change; penstock.precision.OverflowTrace finds the layer (docs/how-to/loss-scale.md)."
         )
     if not values.largest:
         raise NumericError("All gradients are zero: there is nothing to choose a loss scale by.")

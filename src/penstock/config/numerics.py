@@ -91,19 +91,21 @@ class Numerics:
         return f"{self.level} in {self.compute}: " + ", ".join(parts)
 
 
+_latest: tuple[Plan, Numerics] | None = None
+
+
 def numerics_of(plan: Plan) -> Numerics:
     """The types that `plan` trains in. Sharding changes them only if there are several replicas."""
+    global _latest
+    latest = _latest  # read once: threads may predict beside each other
+    if latest is not None and plan is latest[0]:  # a prediction asks some twenty times for those of one Plan
+        return latest[1]
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
-    return _numerics(
-        plan.precision,
-        plan.dtype,
-        plan.matmul,
-        sharding,
-        plan.gradients,
-        plan.algorithm,
-        plan.products,
-        plan.norms,
-    )
+    numerics = _numerics(
+        plan.precision, plan.dtype, plan.matmul, sharding, plan.gradients, plan.algorithm, plan.products, plan.norms
+    )  # fmt: skip
+    _latest = (plan, numerics)
+    return numerics
 
 
 @lru_cache(maxsize=512)

@@ -396,8 +396,8 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
-    Account Answer Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Loaded
-    Loader Measured Outcome Own Past Pooler Scale Shared Space Stream Text _Layer
+    Account Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Loaded
+    Loader Outcome Own Past Pooler Scale Shared Space Stream Text _Layer
 """
 THRICE = "Line Stack"
 

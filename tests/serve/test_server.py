@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from helpers.fake_engine import CONTEXT, END, POISON, VOCABULARY
+from helpers.modules import loaded
 from helpers.served import Running, served
 from penstock.config.decoding import Decoding
 from penstock.data.text.chat import Template, template_of
@@ -28,7 +29,6 @@ from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.serve import parse
-from penstock.serve.measure import Client, replay
 from penstock.serve.scheduler import Limits
 from penstock.serve.serve import usual_name
 from penstock.serve.traffic import Arrival, Rate
@@ -581,7 +581,11 @@ def test_it_stops_when_the_requests_under_way_are_done(tmp_path: Path) -> None:
 def test_a_thousand_requests_at_twice_the_capacity(tmp_path: Path) -> None:
     """None is lost: each is served in full or refused at once; and memory does not grow with them."""
     with served(folder(tmp_path, 4), "slots=8", "waiting=16") as running:
-        client = Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY)
+        bench = loaded(Path(__file__).parents[2] / "benchmarks" / "deploy_measured.py")
+        client, replay = (
+            bench.Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY),
+            bench.replay,
+        )
         asyncio.run(replay(client, [Arrival(0.0, 4, 10)] * 8))
         capacity = 8 / (
             20 * 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 from penstock.boundary.files import own_file, write_text
@@ -13,7 +14,7 @@ from penstock.errors import ConfigError, ExitCode
 from penstock.serve.settings import HERE, DeployConfig
 
 
-@configured(DeployConfig, positional="model", flags=("json", "measure"), loader=load_or_described)
+@configured(DeployConfig, positional="model", flags=("json",), loader=load_or_described)
 def deploy(config: DeployConfig) -> int:
     """Find the fewest devices that serve a model in time.
 
@@ -29,32 +30,26 @@ def deploy(config: DeployConfig) -> int:
         )
     # Imported here, because --help does without them.
     from penstock.cli import deploy_show
-    from penstock.cli.deploy_servers import files_for, measure
-    from penstock.serve.deploy import explore
+    from penstock.serve.deploy import explore, server_command
     from penstock.serve.traffic import requests_of
 
     machine = _machine(config.machine)
     arrivals = requests_of(config.requests, config.count, lasting=config.lasting, seed=config.seed)
     result = explore(config.model, machine, arrivals, config)
-    files: dict[str, str] = {}
-    if result.choice is not None and config.output is not None:
-        files = files_for(config, machine, result.choice)
-        for name, text in files.items():
-            write_text(own_file(config.output, name), text)
-    measured = None
-    if result.choice is not None and config.measure:
-        measured = measure(config, machine, result.choice, arrivals)
+    command = [] if result.choice is None else server_command(config, machine, result.choice)
+    if command and config.output is not None:
+        text = f"#!/bin/sh\n# Penstock, one server for each replica.\nexec {shlex.join(command)}\n"
+        write_text(own_file(config.output, "penstock.sh"), text)
     if config.json:
         data: dict[str, Any] = {"model": config.called, "machine": machine.name, "requests": config.requests}
         layouts = [
             plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in result.layouts
         ]
-        data |= {} if measured is None else plain(measured)
         print(json.dumps(data | {"found": result.choice is not None, "layouts": layouts}, indent=1))
     else:
-        deploy_show.show(config, machine, arrivals, result, list(files))
-        if measured is not None and result.choice is not None and result.choice.served is not None:
-            deploy_show.show_measured(result.choice.served, measured)
+        deploy_show.show(config, machine, arrivals, result)
+        if command and config.output is not None:
+            print(f"written: {config.output}/penstock.sh")
     return int(ExitCode.DONE if result.choice is not None else ExitCode.OUT_OF_MEMORY)
 
 

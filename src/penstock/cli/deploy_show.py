@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from penstock.config.machine import Machine
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
 from penstock.serve.deploy import Layout, Ranking
-from penstock.serve.measure import Measured
 from penstock.serve.settings import DeployConfig
-from penstock.serve.traffic import Arrival, Served
+from penstock.serve.traffic import Arrival
 
 GIB = 2**30
 LEGEND = (
@@ -27,9 +26,7 @@ STEPS = {
 }
 
 
-def show(
-    config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking, files: Sequence[str]
-) -> None:
+def show(config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking) -> None:
     """The table of layouts, the choice in a sentence, and why the others lose."""
     assert config.model is not None
     console = plain_console()
@@ -63,26 +60,6 @@ def show(
             f"experts: by {config.loads}, the busiest device of a replica has {best.uneven:.2f} times the mean.",
             soft_wrap=True,
         )
-    for name in files:
-        console.print(f"written: {config.output}/{name}", soft_wrap=True)
-
-
-def show_measured(predicted: Served, measured: Measured) -> None:
-    """Show side by side the machine's prediction, the simulation from the server's own steps, and the measurement."""
-    columns = (predicted, measured.simulated, measured.measured)
-    kinds: dict[str, Callable[[Served], str]] = {
-        "tokens a second": lambda served: f"{served.tokens_per_second:,.1f}",
-        "first token, half of all": lambda served: _time(served.first_token.p50),
-        "first token, 95 %": lambda served: _time(served.first_token.p95),
-        "a token, half of all": lambda served: _time(served.per_token.p50),
-        "request, half of all": lambda served: _time(served.latency.p50),
-        "request, 95 %": lambda served: _time(served.latency.p95),
-        "refused": lambda served: f"{served.refused:,}",
-    }
-    rows = [("", [Cell(name, words=True), *(Cell(of(one)) for one in columns)]) for name, of in kinds.items()]
-    heads = [Cell("", words=True), Cell("from the machine"), Cell("from its steps"), Cell("measured")]
-    console = plain_console()
-    console.print(terminal_table(Section(title="Measured", columns=heads, rows=rows), console.width))
 
 
 def table(config: DeployConfig, result: Ranking) -> Section:

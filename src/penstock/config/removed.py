@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_MEASURE = (
+    "start the script that --output writes, and send it requests with a client of OpenAI's API that measures, or run "
+    "benchmarks/deploy_measured.py in a clone of the repository, which sets a server beside its simulation"
+)
 REMOVED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "Plan.master": (
         "leave it out: precision=O2 keeps an fp32 copy of its weights. A run with it goes on from its weights, with "
@@ -26,6 +30,7 @@ REMOVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         (0.0, 0),
     ),
     "Decoding.contrastive": ("use temperature with top_p, or repetition_penalty", (0.0, 0)),
+    "DeployConfig.measure": (_MEASURE, (False,)),
     "CompressConfig.trim": (
         "prune and quantise the model as it is, or trim its vocabulary before, with a tool of the tokenizer's",
         (False,),
@@ -61,7 +66,8 @@ _INSTEAD = (
 INSPECTION = {"report": _INSTEAD, "PrecisionReport": _INSTEAD}
 """Names of `penstock.precision` that are gone, and what to do without them."""
 OPTIONS = {
-    "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough"
+    "deploy measure": _MEASURE,
+    "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
 }
 """Options of commands that are gone, and what to do without them."""
 

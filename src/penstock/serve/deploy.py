@@ -1,4 +1,5 @@
-"""Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache.
+"""Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache; and the
+command of the server that runs it.
 
 Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.traffic`. Layouts are
 tried from one replica up, until one is in time, because more replicas only cost more. A pipeline is tried only where
@@ -44,6 +45,8 @@ SLOTS = (256, 64, 16, 4)
 """Sequences at a time that are tried. Fewer make the tokens of each come faster."""
 PATIENCE = 10.0
 """Without a limit, 95 % of requests may take this many times as long as a request alone."""
+SERVED: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
+"""Types of weights that `penstock serve` is started with; with `fp8`, everything outside the blocks is bf16."""
 ENDLESS = 1 << 20
 """The queue of a simulation, in which waiting must show."""
 
@@ -219,8 +222,8 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
 def _steps(
     model: ModelConfig, machine: Machine, config: DeployConfig, kind: Dtype, serving: Serving
 ) -> Iterator[Steps]:
-    """The steps of the servers whose scripts can be written: our own where there are weights and no stages, which
-    records its steps where a compiled step is legal and was recorded on a GPU before; else vLLM's."""
+    """The steps of our own server where there are weights and no stages, which records its steps where a compiled step
+    is legal and was recorded on a GPU before; else those of a server that records them."""
     if config.weights is None or serving.pp > 1 or machine.device == "other":
         yield "device"
         return
@@ -341,3 +344,34 @@ def _loses(layout: Layout, best: Layout, chosen: Sequence[str]) -> str:
     if layout.gpus > best.gpus:
         return f"{layout.gpus / best.gpus:.2g}× the devices"
     return f"{layout.served.latency.p95 / best.served.latency.p95 - 1:.0%} slower on as many devices"
+
+
+def server_command(config: DeployConfig, machine: Machine, layout: Layout) -> list[str]:
+    """The command of our own server for one replica of a layout; none where there are no weights, or it does not run
+    there."""
+    assert config.model is not None
+    # Each rank of ours has whole KV heads.
+    whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
+    split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
+    runs = machine.device != "other" and layout.pp == 1 and split and layout.type in SERVED
+    if config.weights is None or not runs:
+        return []
+    options: dict[str, object] = {
+        "device": machine.device, "dtype": "bf16" if layout.type == "fp8" else layout.type,
+        "slots": layout.slots, "context": layout.context,
+    }  # fmt: skip
+    if layout.steps == "recorded":
+        options |= {"compile": "whole", "cache": "slots"}
+    else:
+        options["tokens"] = min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context))
+    if layout.tp > 1:
+        options["tp"] = layout.tp
+        experts = experts_of(config.model)
+        if experts and min(experts) % layout.tp == 0:
+            options["ep"] = layout.tp
+            options |= {} if config.loads is None else {"loads": config.loads}
+            options |= {"spare_experts": layout.spare} if layout.spare else {}
+    if layout.type == "fp8":
+        options["weights"] = "fp8"
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return ["penstock", "serve", config.weights, *words]

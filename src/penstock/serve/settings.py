@@ -29,7 +29,7 @@ class DeployConfig(Checked):
     model: ModelConfig | None = None
     """Name of a preset (`llama3-8b`), or a folder of weights: a run's export, or one of transformers'."""
     weights: FilledText | None = None
-    """The folder of weights, for the files that are written; the model is read from it."""
+    """The folder of weights, for the script that is written; the model is read from it."""
     name: FilledText | None = None
     """Name of the model in what is printed; that of its folder or preset if omitted."""
     machine: FilledText = "h100"
@@ -57,10 +57,7 @@ class DeployConfig(Checked):
     top: Count = 10
     """Number of layouts to show."""
     output: FilledText | None = None
-    """Folder for the scripts that start the choice in `penstock serve` and in vLLM, where these can run the model."""
-    measure: bool = False
-    """Start the choice here, send it the requests, and set measured beside predicted; needs --machine here and weights.
-    """
+    """Folder for penstock.sh, the script that starts the choice in `penstock serve`, where that can run the model."""
     json: bool = False
     """Print everything as JSON."""
 
@@ -98,10 +95,6 @@ class DeployConfig(Checked):
             time = _TIME.fullmatch(self.p95_latency.strip())
             if time is None or float(time[1]) == 0:
                 yield f"p95_latency is {quoted(self.p95_latency)}, but must be a time such as 2s or 800ms."
-        if self.measure and self.machine != HERE:
-            yield f"measure starts the choice on this machine, so machine must be {HERE}, not {quoted(self.machine)}."
-        if self.measure and self.weights is None:
-            yield "measure starts a server, which needs weights; give a folder of them as the model."
         if not self.types:
             yield "types is empty; name a type of weights, or leave it out."
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from PIL import Image, TiffImagePlugin
 
-from helpers.hostile import seeds
+from fuzz.door_images import pictures
 from helpers.images import encoded, photo
 from penstock.boundary.files import Unreadable
 from penstock.boundary.images import Header, check_image, check_size, read_header
@@ -15,7 +15,7 @@ from penstock.boundary.images import Header, check_image, check_size, read_heade
 
 @pytest.mark.parametrize("number", range(14))
 def test_the_header_agrees_with_pillow(number: int) -> None:
-    data = seeds()[number]
+    data = pictures()[number]
     header = read_header(data)
     with Image.open(io.BytesIO(data)) as opened:
         assert (header.width, header.height) == opened.size

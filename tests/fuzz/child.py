@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz.door import Case, Door
-from fuzz.doors import load
+from fuzz.doors import Case, Door, load
 from penstock.errors import PenstockError
 
 BLOCK = 50
@@ -107,14 +106,7 @@ class Room:
 
     def finish_block(self) -> None:
         """Report the counts of the block."""
-        self._say(
-            {
-                "block": self.block,
-                "ended": self.ended,
-                "seconds": self.slowest,
-                "bytes": self.largest,
-            }
-        )
+        self._say({"block": self.block, "ended": self.ended, "seconds": self.slowest, "bytes": self.largest})
         self.clear()
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from fuzz.door import Door
+from fuzz.doors import Door
 from penstock.errors import DataError
 
 
@@ -38,4 +38,4 @@ def _enter(name: str, data: bytes) -> None:
     raise DataError("This is a sentence that says what to do.")
 
 
-DOOR = Door(seeds=lambda: {"good": b"good"}, enter=_enter)
+DOORS = {"broken": Door(seeds=lambda: {"good": b"good"}, enter=_enter)}

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 from hypothesis import strategies as st
 
-from fuzz.door import Case, Door
+from fuzz.doors import Case, Door
 from penstock.errors import (
     CheckpointError,
     ConfigError,
@@ -21,7 +21,7 @@ from penstock.errors import (
     EnvironmentProblem,
     OutOfMemory,
     PenstockError,
-)
+)  # fmt: skip
 
 _LINES = {
     "train": "train vit-digits --device cpu --recipe.epochs 2 --plan.micro_batch 16 --plan precision=O1",
@@ -204,28 +204,14 @@ def _keys(verb: str) -> list[str]:
     from penstock.ladder.settings import LadderConfig
 
     cls = {"plan": PlanConfig, "ladder": LadderConfig, "scale": ScaleConfig}.get(verb, RunConfig)
-    return [f"--{setting.key}" for setting in settings(cls)] + [
-        "--config",
-        "--step",
-        "--json",
-        "--rdzv",
-        "--nope",
-    ]
+    more = ["--config", "--step", "--json", "--rdzv", "--nope"]
+    return [f"--{setting.key}" for setting in settings(cls)] + more
 
 
-DOOR = Door(
-    seeds=_seeds,
-    enter=_enter,
-    made=_made,
-    tokens=(
-        b"\n--plan\n",
-        b"\n--model.width\n",
-        b"\n--seed\n",
-        b"\n--config\n",
-        b"=",
-        b"\n\n",
-        b"nan",
-        b"1e400",
-        b"\n--\n",
-    ),
-)
+DOORS = {
+    "options": Door(
+        seeds=_seeds, enter=_enter, made=_made,
+        tokens=(b"\n--plan\n", b"\n--model.width\n", b"\n--seed\n", b"\n--config\n", b"=", b"\n\n", b"nan", b"1e400",
+                b"\n--\n"),
+    )
+}  # fmt: skip

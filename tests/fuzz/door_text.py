@@ -1,4 +1,8 @@
-"""Files of text: documents and rows of every format, as `--data text:PATH` and `pairs:PATH` read them."""
+"""Files of text, and tokenizers from outside.
+
+Text is documents and rows of every format, as `--data text:PATH` and `pairs:PATH` read them. Tokenizers are a
+`tokenizer.json` with its settings, sentencepiece models, and Marian's two with a table.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,9 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from fuzz.door import Case, Door
+from fuzz.doors import Case, Door
+from fuzz.mutate import altered_files
+from helpers import marian
 
 _LINES = [{"text": f"document {number}\nof two lines", "label": number % 3} for number in range(12)]
 _PAIRS = [f"first {number}\tsecond\t{number % 2}" for number in range(12)]
@@ -115,20 +121,58 @@ def _made() -> st.SearchStrategy[Case]:
     )
 
 
-DOOR = Door(
-    seeds=_seeds,
-    enter=_enter,
-    made=_made,
-    tokens=(
-        b"\n",
-        b"\r\n",
-        b"\xff",
-        b"\xed\xa0\x80",
-        b"\0",
-        b'"',
-        b"\t",
-        b"\xef\xbb\xbf",
-        b"\\ud800",
-        b"[" * 3000,
+_MODELS = Path(__file__).parents[1] / "data" / "text" / "sentencepiece"
+_HERE = Path("tokenizer")
+
+
+@functools.cache
+def _tokenizers() -> dict[str, bytes]:
+    from penstock.data.text.tokenizers import Bytes
+
+    Bytes().save(Path("bytes"))
+    tree = json.loads(Path("bytes/tokenizer.json").read_bytes())
+    tree["model"]["vocab"] = {word: number for word, number in tree["model"]["vocab"].items() if number < 40}
+    tree["added_tokens"] = tree["added_tokens"][:4]
+    for number, token in enumerate(tree["added_tokens"]):
+        token["id"] = 40 + number
+    return {
+        "tokenizer.json": json.dumps(tree).encode(),
+        "tokenizer_config.json": b'{"pad_token": "<pad>", "eos_token": {"content": "<end>"}, "unk_token": null}',
+        "tokenizer.model": (_MODELS / "unigram.model").read_bytes(),
+        "bpe.model": (_MODELS / "bpe.model").read_bytes(),
+        "source.spm": marian.model(marian.SOURCE),
+        "vocab.json": json.dumps(marian.NUMBERS).encode(),
+    }
+
+
+def _enter_tokenizer(name: str, data: bytes) -> None:
+    from penstock.config.run import DataConfig
+    from penstock.data.text.open import open_tokenizer
+
+    logging.disable(logging.CRITICAL)
+    shutil.rmtree(_HERE, ignore_errors=True)
+    _HERE.mkdir()
+    if name == "tokenizer_config.json":
+        (_HERE / "tokenizer.json").write_bytes(_tokenizers()["tokenizer.json"])
+    if name in ("source.spm", "vocab.json"):
+        marian.write_files(_HERE)
+    (_HERE / name).write_bytes(data)
+    at = _HERE / name if name == "bpe.model" else _HERE
+    tokenizer = open_tokenizer(DataConfig(tokenizer=str(at)))
+    numbers = tokenizer.encode(["Some text, naïve 雪\n", ""])
+    tokenizer.encode_target([">>de<< Some text"])
+    tokenizer.decode([*numbers[0].tolist(), 3, tokenizer.size - 1])
+    tokenizer.word_starts()
+    tokenizer.save(Path("saved"))
+
+
+DOORS = {
+    "text": Door(
+        seeds=_seeds, enter=_enter, made=_made,
+        tokens=(b"\n", b"\r\n", b"\xff", b"\xed\xa0\x80", b"\0", b'"', b"\t", b"\xef\xbb\xbf", b"\\ud800", b"[" * 3000),
     ),
-)
+    "tokenizer": Door(
+        seeds=_tokenizers, enter=_enter_tokenizer, made=lambda: altered_files(_tokenizers()),
+        tokens=(b'"(a+)+$"', b"\x0a\xff\x7f", b'{"type": "Unigram"}'),
+    ),
+}  # fmt: skip

@@ -1,16 +1,21 @@
-"""Broken inputs: bytes that were changed, and trees of values that mean nonsense."""
+"""Broken inputs: bytes that were changed, and trees of values that mean nonsense, written as text all the same."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
+import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from fuzz.text import deep
+from fuzz.doors import Case
 
 _NUMBERS = (
     b"0", b"-1", b"1", b"255", b"65536", b"2147483648", b"4294967295", b"9223372036854775807", b"18446744073709551616",
@@ -133,3 +138,68 @@ def _places(holder: Any) -> Iterator[tuple[Any, Any]]:
             yield inner, key
             if isinstance(inner[key], dict | list) and depth < 40:
                 left.append((inner[key], depth + 1))
+
+
+@contextlib.contextmanager
+def deep() -> Iterator[None]:
+    """Let Python's own functions recurse into trees that are thousands of levels deep."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def as_json(tree: Any) -> bytes:
+    """JSON with NaN, Infinity and half characters, of any depth."""
+    with deep():
+        return json.dumps(tree).encode()
+
+
+def as_toml(tree: Any) -> bytes:
+    """TOML with a line for each entry, in which inner tables stand in braces."""
+    if not isinstance(tree, dict):
+        return as_json(tree)
+    with deep():
+        return "".join(f"{json.dumps(key)} = {_toml(value)}\n" for key, value in tree.items()).encode()
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)} = {_toml(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return '"none"' if value is None else json.dumps(value)
+
+
+def altered_trees(
+    *ways: tuple[str, Any] | tuple[str, Any, Callable[[Any], bytes]],
+) -> st.SearchStrategy[Case]:
+    """A case of one of some named trees, changed, and written as JSON or as `ways` say."""
+    return st.one_of(
+        altered_tree(tree).map(lambda tree, name=name, write=write: (name, (write or [as_json])[0](tree)))
+        for name, tree, *write in ways
+    )
+
+
+def altered_files(files: Mapping[str, bytes]) -> st.SearchStrategy[Case]:
+    """A case of one of the JSON and safetensors files: another tree, or another header of the right length."""
+
+    def altered(data: bytes) -> st.SearchStrategy[bytes]:
+        if data[:1] in b"{[":
+            return altered_tree(json.loads(data)).map(as_json)
+        (length,) = struct.unpack("<Q", data[:8])
+        return altered_tree(json.loads(data[8 : 8 + length])).map(
+            lambda header: (lambda text: struct.pack("<Q", len(text)) + text + data[8 + length :])(
+                as_json(header)
+            )
+        )
+
+    return st.one_of(
+        st.tuples(st.just(name), altered(data))
+        for name, data in files.items()
+        if name.endswith((".json", ".safetensors"))
+    )

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import mul
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from rich.console import Console
 
 import penstock.report.page
+from penstock.errors import ConfigError
 from penstock.precision.histogram import HIGH, LOW, Histogram
 from penstock.report.chart import (
     CURVE_COLORS,
@@ -45,7 +47,7 @@ from penstock.report.figures import (
     waterfall,
 )
 from penstock.report.page import Cell, Section, Tile, page, terminal_table
-from penstock.report.precision_figures import gradient_figure
+from penstock.report.precision_figures import gradient_figure, percent
 from penstock.report.schedule_figure import schedule_figure
 from penstock.schedules import Costs, generate, simulate
 
@@ -62,22 +64,39 @@ def _elements(svg: str, tag: str) -> list[ElementTree.Element]:
     return [element for element in ElementTree.fromstring(svg).iter() if element.tag.endswith(tag)]
 
 
-def test_a_figure_without_any_measurement_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one measured bar"):
-        waterfall([], title="t", x_label="y")
-
-
 def test_all_differences_zero_is_no_division_by_zero() -> None:
     assert "svg" in difference_bars(
         [Bar(label="a", state="kept", value=0.0)], noise=0.0, title="t", x_label="l"
     )
 
 
-def test_figures_without_data_are_refused() -> None:
-    with pytest.raises(ValueError, match="at least one point"):
-        lines([], title="t", x_label="x", y_label="y")
-    with pytest.raises(ValueError, match="at least one bar"):
-        stacked_bars([], title="t", unit="s")
+@pytest.mark.parametrize(
+    ("draw", "words"),
+    [
+        (lambda: waterfall([], title="t", x_label="y"), "at least one measured bar"),
+        (lambda: lines([], title="t", x_label="x", y_label="y"), "at least one point"),
+        (lambda: stacked_bars([], title="t", unit="s"), "at least one bar"),
+        (lambda: gradient_figure(replace(GRADIENTS, counts=(), zeros=0, wrong=0), scale=None, title="t"), "one value"),
+        (lambda: schedule_figure(simulate(generate("1f1b", 32, 400)), title="t"),
+         "25,600 actions, more than 20,000; draw a schedule of fewer"),
+    ],
+)  # fmt: skip
+def test_nothing_and_too_much_to_draw_are_refused(draw: Callable[[], str], words: str) -> None:
+    with pytest.raises((ValueError, ConfigError), match=words):
+        draw()
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [(0.0, "0 %"), (1.0, "100.00 %"), (0.0156, "1.56 %"), (2e-5, "0.002 %"), (1.2e-7, "0.00001 %")],
+)
+def test_what_is_not_zero_never_reads_as_zero(share: float, words: str) -> None:
+    assert percent(share) == words
+
+
+def test_the_axis_of_gradients_reaches_what_a_large_scale_saves() -> None:
+    assert "2⁻⁴⁵ to 2⁻⁴⁴" in gradient_figure(GRADIENTS, scale=2.0**26, title="t")
+    assert "below 2⁻⁴⁰" in gradient_figure(GRADIENTS, scale=1.0, title="t")
 
 
 def test_a_figure_alone_is_a_file_of_its_own() -> None:

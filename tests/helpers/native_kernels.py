@@ -20,20 +20,28 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-def by_turns(changes: Sequence[Any]) -> Any:
-    """The changes of a test in thirds: one of them in `make test-all`, the others in `make test-sweeps`."""
-    thirds = [pytest.param(changes[turn::3], id=f"third {turn}") for turn in range(3)]
+def changed_terms_are_seen(
+    kernels: native.Kernels,
+    changes: Sequence[tuple[str, str]],
+    users: Iterable[ModuleType],
+    hold: Callable[[], object],
+    needs: Any = needs_compiler,
+) -> Any:
+    """The test that `hold` sees each change, in thirds: one in `make test-all`, the others in `make test-sweeps`."""
+
+    def test(changes: Sequence[tuple[str, str]], tmp_path: Path) -> None:
+        assert_changes_are_seen(kernels, changes, users, hold, tmp_path)
+
     marks = pytest.mark.slow, pytest.mark.sweep, pytest.mark.sweep
-    return pytest.mark.parametrize(
-        "changes", [pytest.param(*one.values, id=one.id, marks=mark) for one, mark in zip(thirds, marks)]
-    )
+    thirds = [pytest.param(changes[n::3], id=f"third {n}", marks=mark) for n, mark in enumerate(marks)]
+    return pytest.mark.parametrize("changes", thirds)(needs(test))
 
 
 def assert_changes_are_seen(
     kernels: native.Kernels,
     changes: Iterable[tuple[str, str]],
     users: Iterable[ModuleType],
-    hold: Callable[[], None],
+    hold: Callable[[], object],
     folder: Path,
 ) -> None:
     """Compile a source without optimisation, as it is and with each change: a text that it or a header has once, and

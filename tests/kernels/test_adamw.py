@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns
+from helpers.native_kernels import changed_terms_are_seen
 from penstock.errors import ConfigError
 from penstock.kernels import adamw
 from penstock.kernels.adamw import Batch, Form, Hyper, adamw_, form_on
@@ -264,10 +263,6 @@ NATIVE_MUTANTS = (
 )
 
 
-@by_turns(NATIVE_MUTANTS)
-def test_a_changed_term_of_the_native_kernel_is_seen(
-    changes: tuple[tuple[str, str], ...], tmp_path: Path
-) -> None:
-    if not adamw.has_adamw():
-        pytest.skip("there is no C++ compiler")
-    assert_changes_are_seen("adamw", changes, [adamw], lambda: check("cpu", "native"), tmp_path)
+test_a_changed_term_of_the_native_kernel_is_seen = changed_terms_are_seen(
+    "adamw", NATIVE_MUTANTS, [adamw], lambda: check("cpu", "native")
+)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
+from helpers.native_kernels import changed_terms_are_seen, needs_compiler
 from penstock.config.activations import ACTIVATIONS
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
 from penstock.kernels import native
 from penstock.kernels import residual_norm as norms
-from penstock.kernels.bias_activation import bias_activation, gelu_tanh_in_inference
+from penstock.kernels.bias_activation import _SigmoidForm, bias_activation, gelu_tanh, gelu_tanh_in_inference
 from penstock.kernels.dropout import dropout
 from penstock.kernels.residual_norm import add_norm, residual_norm
 from penstock.models.perceptron import activate
@@ -214,15 +214,54 @@ MUTANTS = (
 """Changes of one term of the kernels, each of which the tests above see."""
 
 
-@by_turns(MUTANTS)
-@needs_compiler
-def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    def hold() -> None:
-        _hold_norms(torch.float32, ((5, 33), (40, 9)))
-        _hold_activations(torch.float32, ((9, 34),))
-        _hold_dropout()
+def _hold() -> None:
+    _hold_norms(torch.float32, ((5, 33), (40, 9)))
+    _hold_activations(torch.float32, ((9, 34),))
+    _hold_dropout()
 
-    assert_changes_are_seen("fused", changes, [norms, activations], hold, tmp_path)
+
+test_a_changed_term_is_seen = changed_terms_are_seen("fused", MUTANTS, [norms, activations], _hold)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_sigmoid_form_of_gelu_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
+    """As compiled code on a CPU computes its tanh approximation; far out too."""
+    for x in (
+        4 * torch.randn(2, 0, 3),
+        4 * torch.randn(2, 3, 5, 17),
+        torch.tensor([-1e4, -30.0, 0.0, 30.0, 1e4]),
+    ):
+        given, upstream = [x.to(dtype)], [torch.randn(x.shape).to(dtype)]
+        exact = _gradients(_gelu, [x.to(dtype).double()], upstream)
+        _errors(_gradients(_SigmoidForm.apply, given, upstream), _gradients(_gelu, given, upstream), exact)
+    assert torch.autograd.gradcheck(
+        _SigmoidForm.apply, (torch.linspace(-6, 6, 31).double().requires_grad_(),)
+    )
+
+
+def _gelu(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def test_a_compiled_graph_has_no_tanh_and_eager_code_and_exports_torchs_own() -> None:
+    graphs = []
+
+    def keep(graph: Any, _: list[Tensor]) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    x = torch.randn(3, 4)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(gelu_tanh, backend=keep)(x), _gelu(x))
+    assert "exp" in graphs[0]
+    assert "tanh" not in graphs[0].replace("gelu_tanh", "")
+    assert torch.equal(gelu_tanh(x), _gelu(x))
+
+    class Activation(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return gelu_tanh(x)
+
+    assert "aten.gelu" in str(torch.export.export(Activation(), (x,)).graph)
 
 
 @needs_compiler

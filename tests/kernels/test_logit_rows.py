@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
+from helpers.native_kernels import changed_terms_are_seen, needs_compiler
 from helpers.triton_kernels import after_steps, assert_close_to_exact
 from penstock.errors import ConfigError
 from penstock.kernels import native_losses
@@ -180,12 +179,9 @@ NATIVE_MUTANTS = (
 """Changes of one term of the kernels in C++, each of which `check` sees."""
 
 
-@by_turns(NATIVE_MUTANTS)
-@needs_compiler
-def test_a_changed_term_of_the_native_kernel_is_seen(
-    changes: tuple[tuple[str, str], ...], tmp_path: Path
-) -> None:
-    assert_changes_are_seen("losses", changes, [native_losses], _hold_native, tmp_path)
+test_a_changed_term_of_the_native_kernel_is_seen = changed_terms_are_seen(
+    "losses", NATIVE_MUTANTS, [native_losses], _hold_native
+)
 
 
 def test_the_operator_is_one_to_torch() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns, needs_compiler
+from helpers.native_kernels import changed_terms_are_seen, needs_compiler
 from penstock.apply import compile_model
 from penstock.build import build
 from penstock.config.model import PRESETS
@@ -220,13 +219,12 @@ MUTANTS = (
 """Changes of one term of the kernels, each of which the tests above see."""
 
 
-@by_turns(MUTANTS)
-@needs_pairs
-@needs_compiler
-def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    def hold() -> None:
-        for case in CASES:
-            _hold_errors(case, padded=case == "whole")
-        _hold_dropout()
+def _hold() -> None:
+    for case in CASES:
+        _hold_errors(case, padded=case == "whole")
+    _hold_dropout()
 
-    assert_changes_are_seen("attention", changes, [native_attention], hold, tmp_path)
+
+test_a_changed_term_is_seen = needs_compiler(
+    changed_terms_are_seen("attention", MUTANTS, [native_attention], _hold, needs_pairs)
+)

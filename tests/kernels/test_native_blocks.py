@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns
+from helpers.native_kernels import changed_terms_are_seen
 from penstock.config.stack import Stack
 from penstock.kernels import native_blocks
 from penstock.kernels.attention import Scores, plain_attention
@@ -198,12 +197,10 @@ MUTANTS = (
 """Changes of one term of the kernel, each of which the tests above see."""
 
 
-@by_turns(MUTANTS)
-@needs_blocks
-def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    def hold() -> None:
-        _hold_attention()
-        _hold_activations()
-        _hold_blocks()
+def _hold() -> None:
+    _hold_attention()
+    _hold_activations()
+    _hold_blocks()
 
-    assert_changes_are_seen("blocks", changes, [native_blocks], hold, tmp_path)
+
+test_a_changed_term_is_seen = changed_terms_are_seen("blocks", MUTANTS, [native_blocks], _hold, needs_blocks)

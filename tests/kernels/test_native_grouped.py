@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns
+from helpers.native_kernels import changed_terms_are_seen
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import native_grouped
@@ -180,11 +179,6 @@ MUTANTS = (
 """Changes of one term of the kernels, each of which `_hold` sees."""
 
 
-@by_turns(MUTANTS)
-@needs_kernels
-def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    def hold() -> None:
-        for dtype in TYPES:
-            _hold(dtype)
-
-    assert_changes_are_seen("grouped", changes, [native_grouped], hold, tmp_path)
+test_a_changed_term_is_seen = changed_terms_are_seen(
+    "grouped", MUTANTS, [native_grouped], lambda: [_hold(dtype) for dtype in TYPES], needs_kernels
+)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.native_kernels import assert_changes_are_seen, by_turns
+from helpers.native_kernels import changed_terms_are_seen
 from penstock.cpu import this_cpu
 from penstock.kernels import native_integers
 from penstock.kernels.native_integers import (
@@ -232,11 +231,6 @@ MUTANTS = (
 """Changes of one term of the kernels, each of which `_hold` or `_hold_widened` sees."""
 
 
-@by_turns(MUTANTS)
-@needs_bf16
-def test_a_changed_term_is_seen(changes: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
-    def hold() -> None:
-        _hold()
-        _hold_widened()
-
-    assert_changes_are_seen("integers", changes, [native_integers], hold, tmp_path)
+test_a_changed_term_is_seen = changed_terms_are_seen(
+    "integers", MUTANTS, [native_integers], lambda: (_hold(), _hold_widened()), needs_bf16
+)

@@ -21,7 +21,6 @@ from helpers.op_dtypes import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
 from penstock.precision import master_parameters, plain, restore, scalers_of, unscale_
-from penstock.precision.lists import default_lists
 from penstock.precision.stepping import gradients_beside
 
 backward: Any = Tensor.backward
@@ -34,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "contiguous": lambda p: contiguous(torch.optim.AdamW, p, lr=1e-2, eps=1e-4),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "contiguous sgd": lambda p: contiguous(torch.optim.SGD, p, lr=0.1, momentum=0.9),
+    "contiguous sgd": lambda p: contiguous(torch.optim.SGD, p, lr=0.1, momentum=0.9, dampening=0.5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-4),
     "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2, eps=1e-4),
@@ -226,36 +225,13 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(level: str, optimizer: 
     assert not torch.equal(before["first.weight"], model.state_dict()["first.weight"])
 
 
-def test_a_first_step_that_overflows_leaves_fresh_state() -> None:
-    model, opt = made("O1", "fp16", "foreach")
+@pytest.mark.parametrize("form", ["foreach", "fused sgd", "contiguous sgd"])
+def test_a_first_step_that_overflows_leaves_fresh_state(form: str, uninitialised_memory_is_nan: None) -> None:
+    model, opt = made("O1", "fp16", form)
     descend(loss_of(model) * float("nan"), opt)
     opt.step()
     opt.zero_grad()
-    losses = train(model, opt, 5)
-    fresh = train(*made("O1", "fp16", "foreach", scaler={"initial": 2.0**15}), 5)
-    assert losses == fresh
-
-
-@pytest.mark.parametrize(("form", "dampening"), [("fused", 0.0), ("contiguous", 0.5)])
-def test_momentum_after_a_first_step_that_overflows_is_that_of_a_fresh_one(
-    form: str, dampening: float, uninitialised_memory_is_nan: None
-) -> None:
-    options = {"lr": 0.1, "momentum": 0.9, "dampening": dampening}
-
-    def pair(**scaler: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model: nn.Module = Net()
-        optimizer: torch.optim.Optimizer
-        if form == "contiguous":
-            optimizer = contiguous(torch.optim.SGD, model.parameters(), **options)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), fused=True, **options)
-        return penstock.accelerate(model, optimizer, precision="O1", dtype="fp16", scaler=scaler)
-
-    model, optimizer = pair()
-    descend(loss_of(model) * float("inf"), optimizer)
-    optimizer.step()
-    assert train(model, optimizer, 5) == train(*pair(initial=2.0**15), 5)
+    assert train(model, opt, 5) == train(*made("O1", "fp16", form, scaler={"initial": 2.0**15}), 5)
 
 
 @pytest.fixture
@@ -321,11 +297,8 @@ def test_clipping_after_reading_unscaled_gradients(level: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype", "options"),
-    [("O1", "fp16", {}), ("O2", "fp16", {}), ("O2", "bf16", {}), ("O3", "bf16", {})],
-)
-def test_clipping_takes_what_torchs_takes(level: str, dtype: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
+def test_clipping_takes_what_torchs_takes(level: str, dtype: str) -> None:
     """The optimizer, the model, its parameters or an iterator over them: the same norm and the same step."""
     runs = []
     for target in (
@@ -334,7 +307,7 @@ def test_clipping_takes_what_torchs_takes(level: str, dtype: str, options: dict[
         lambda model, opt: model.parameters(),
         lambda model, opt: [p for p in model.parameters() if p.grad is not None or level == "O2"],
     ):
-        model, opt = made(level, dtype, **options)
+        model, opt = made(level, dtype)
         norms = []
         for step in range(2):
             descend(loss_of(model, step), opt)
@@ -510,30 +483,6 @@ def test_closures(level: str, dtype: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_lbfgs_searches_along_master_weights_and_refuses_a_loss_scale() -> None:
-    def run(level: str, dtype: str) -> list[float]:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Linear(8, 4)
-        model, opt = penstock.accelerate(
-            model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5), precision=level, dtype=dtype
-        )
-        x, y = batch()
-
-        def closure() -> Tensor:
-            opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            descend(loss, opt)
-            return loss
-
-        return [float(stepped(opt, closure).detach()) for _ in range(3)]
-
-    fp32, o2 = run("O0", "auto"), run("O2", "bf16")
-    assert o2 == pytest.approx(fp32, rel=0.15)
-    assert o2[-1] < 0.8 * o2[0]
-    with pytest.raises(ConfigError, match="several times in a step"):
-        run("O1", "fp16")
-
-
 @pytest.mark.parametrize(("level", "when"), [("O1", "before"), ("O2", "after"), ("O2", "before")])
 def test_schedulers_made_before_or_after(level: str, when: str) -> None:
     torch.manual_seed(0)
@@ -585,20 +534,10 @@ def test_compiled_models(level: str, when: str) -> None:
 # -- the model stays what it was
 
 
-def test_class_name_signature_copy_and_pickle_stay() -> None:
+def test_class_name_and_signature_stay_and_optimizers_are_not_copied() -> None:
     model, opt = made("O2", "bf16")
-    assert isinstance(model, Net)
     assert type(model).__name__ == "Net"
     assert list(inspect.signature(model.forward).parameters) == ["x"]
-    train(model, opt, 2)
-    x, _ = batch()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(twin(x), model(x), rtol=0.03, atol=0.03)
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, twin.state_dict()[name]), name
-        with torch.no_grad():
-            twin.first.weight.zero_()
-        assert not (model.get_parameter("first.weight") == 0).all()
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(opt)
 
@@ -636,29 +575,6 @@ def test_tied_weights_stay_tied() -> None:
     assert len(list(model.parameters())) == 7
 
 
-def test_recurrent_layers_see_their_new_weights() -> None:
-    torch.manual_seed(0)
-    model: nn.Module = nn.GRU(4, 4, batch_first=True)
-    model, opt = penstock.accelerate(model, torch.optim.SGD(model.parameters(), lr=1.0), precision="O2")
-    x = torch.randn(2, 3, 4)
-    before = model(x)[0]
-    descend(model(x)[0].square().mean(), opt)
-    opt.step()
-    assert (model(x)[0] - before).abs().max() > 1e-3
-
-
-def test_weights_written_in_place_are_taken_over() -> None:
-    model, opt = made("O2", "bf16", "sgd")
-    train(model, opt, 1)
-    with torch.no_grad():
-        model.get_parameter("head.weight").clamp_(-0.01, 0.01)
-    assert model.state_dict()["head.weight"].abs().max() <= 0.01005
-    for group in opt.param_groups:
-        group["lr"] = 0.0
-    train(model, opt, 1)
-    assert model.get_parameter("head.weight").abs().max() <= 0.01005
-
-
 def test_master_parameters_are_the_fp32_weights() -> None:
     model, opt = made("O2", "bf16")
     train(model, opt, 2)
@@ -684,21 +600,6 @@ def test_sparse_gradients_are_unscaled() -> None:
     assert gradient.is_sparse
     assert torch.equal(gradient.to_dense()[:, 0], torch.tensor([0.0, 2, 0, 1, 0, 0, 0, 0, 0, 0]))
     opt.step()
-
-
-# -- op lists
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_lists_decide_what_runs_in_which_type(level: str) -> None:
-    lists = default_lists(torch.bfloat16).with_(fp32=["torch.nn.functional.gelu"], fp32_modules=("head",))
-    model, opt = made(level, "bf16", lists=lists)
-    seen: dict[str, torch.dtype] = {}
-    model.get_submodule("tied").register_forward_pre_hook(lambda m, a: seen.update(gelu=a[0].dtype))
-    model.get_submodule("head").register_forward_hook(lambda m, a, out: seen.update(head=out.dtype))
-    losses = train(model, opt, 3)
-    assert seen == {"gelu": torch.float32, "head": torch.float32}
-    assert losses == pytest.approx(train(*made(level, "bf16"), 3), rel=0.02)
 
 
 # -- errors
@@ -793,16 +694,6 @@ def test_a_second_phase_with_a_new_optimizer(first: str, second: str, form: str)
     assert losses[-1] < losses[0]
 
 
-def test_fp32_weights_take_a_new_optimizer_at_any_time() -> None:
-    model, opt = made("O1", "bf16")
-    train(model, opt, 2)
-    model, new = penstock.accelerate(
-        model, OPTIMIZERS["sgd"](model.parameters()), precision="O1", dtype="fp16"
-    )
-    losses = train(model, new, 6)
-    assert losses[-1] < losses[0]
-
-
 class Wrapper:
     """As LARC of Apex: has an optimizer inside and is none."""
 
@@ -865,10 +756,13 @@ def test_clipping_gradients_that_are_still_scaled_warns_once(
     assert caplog.text.count("were changed between") == 1
 
 
-@pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
-def test_a_bare_lstm(level: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("cls", "level", "dtype"),
+    [(nn.LSTM, "O1", "fp16"), (nn.LSTM, "O2", "bf16"), (nn.LSTM, "O3", "bf16"), (nn.GRU, "O2", "bf16")],
+)
+def test_a_bare_recurrent_layer(cls: type[nn.Module], level: str, dtype: str) -> None:
     torch.manual_seed(0)
-    model: nn.Module = nn.LSTM(4, 4, batch_first=True)
+    model: nn.Module = cls(4, 4, batch_first=True)
     model, opt = penstock.accelerate(
         model, torch.optim.SGD(model.parameters(), lr=1.0), precision=level, dtype=dtype
     )
@@ -879,9 +773,9 @@ def test_a_bare_lstm(level: str, dtype: str) -> None:
     opt.step()
     assert (model(x)[0] - before).abs().max() > 1e-3
     assert torch.equal(copy.deepcopy(model)(x)[0], model(x)[0])
-    assert type(pickle.loads(pickle.dumps(model))) is nn.LSTM
+    assert type(pickle.loads(pickle.dumps(model))) is cls
     restore(model, opt)
-    assert type(model) is nn.LSTM
+    assert type(model) is cls
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from helpers import forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def _run(line: str, level: str, folder: Path, dtype: str = "bf16") -> tuple[dict[str, Any], str]:
@@ -31,7 +33,7 @@ def test_exporters_get_the_plain_model(kind: str, level: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "dtype"), [("held.py", "bf16"), ("held.py schedule", "fp16"), ("held.py compile", "bf16")]
+    ("line", "dtype"), [("held.py", "bf16"), ("held.py schedule", "fp16"), SLOW("held.py compile", "bf16")]
 )
 def test_methods_held_since_before_the_first_step(line: str, dtype: str, tmp_path: Path) -> None:
     found, said = _run(line, "O2", tmp_path, dtype)
@@ -42,13 +44,10 @@ def test_methods_held_since_before_the_first_step(line: str, dtype: str, tmp_pat
 @pytest.mark.parametrize(
     ("line", "level"),
     [
-        ("before", "O1"),
-        ("after v3", "O1"),
-        ("late", "O2"),
-        ("late v3 compile", "O1"),
-        ("after compile", "O1"),
+        ("before", "O1"), ("after v3", "O1"), ("late", "O2"),
+        SLOW("late v3 compile", "O1"), SLOW("after compile", "O1"),
     ],
-)
+)  # fmt: skip
 def test_an_average_of_weights_is_not_trained(line: str, level: str, tmp_path: Path) -> None:
     found, said = _run(f"ema.py {line}", level, tmp_path)
     assert found["loss"] < 1.0  # from 1.46

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
 import penstock
-from helpers.spawn import spawn
 from penstock.errors import ConfigError
 from penstock.precision import scalers_of
 from penstock.script.interception import Interception
@@ -298,37 +296,6 @@ def test_what_is_loaded_knows_no_overflow_of_before() -> None:
     optimizer.load_state_dict(stored)
     (scaler,) = scalers_of(optimizer)
     assert (float(scaler.scale), int(scaler.clean), float(scaler.overflows)) == (1024.0, 1, 0.0)
-
-
-def _replicas(level: str, options: dict[str, Any]) -> tuple[Tensor, list[float]]:
-    rank = torch.distributed.get_rank()
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    model, optimizer = penstock.accelerate(model, optimizer, precision=level, **options)
-    parallel = DistributedDataParallel(model)
-    generator = torch.Generator().manual_seed(rank)
-    norms = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        for last in (False, True):
-            x = torch.randn(8, 16, generator=generator)
-            with contextlib.nullcontext() if last else parallel.no_sync():
-                loss = (parallel(x) - x[:, :4]).square().mean() / 2
-                with penstock.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-        norms.append(float(penstock.clip_grad_norm_(optimizer, 1.0)))
-        optimizer.step()
-    return torch.cat([value.flatten() for value in model.state_dict().values()]), norms
-
-
-@pytest.mark.parametrize(("level", "options"), LEVELS[2:])
-def test_replicas_that_average_the_last_micro_batch_only_stay_equal(
-    level: str, options: dict[str, Any]
-) -> None:
-    first, second = spawn(_replicas, 2, level, options)
-    assert torch.equal(first[0], second[0])
-    exact, _ = spawn(_replicas, 2, "O0", {})
-    assert first[1] == pytest.approx(exact[1], rel=0.05)
 
 
 def test_a_script_may_hold_weights_from_before_and_use_them_in_its_loss() -> None:

@@ -270,6 +270,7 @@ class TestPromotion:
                 assert call(name, Make("cpu", same)).dtype == expected
             assert call(name, Make("cpu", torch.float64)).dtype == torch.float64
 
+    @pytest.mark.slow
     def test_that_holds_for_layers_compiled_code_and_gradients(self) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -47,25 +46,6 @@ def test_a_program_has_what_it_was_given(start: type, tmp_path: Path) -> None:
     assert shown == [
         ["a word", str(link)], str(tmp_path), ["SHOWN"], "__main__", "", True, [0, 1, 2, link], True,
     ]  # fmt: skip
-
-
-def test_a_program_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "waits.py"
-    script.write_text("import time\ntime.sleep(600)\n")
-    process = forked.Popen([sys.executable, str(script)])
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == -signal.SIGTERM
-    process.kill()  # which it no longer can be
-
-
-def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
-    code, out, error = forked.run_python(["-m", "penstock", "plan", "--nonsense"], tmp_path)
-    assert (code, out) == (2, "")
-    assert "--nonsense" in error
-    assert forked.run_python(["-m", "penstock", "--version"], tmp_path)[0] == 0
 
 
 def test_an_agent_forks_its_ranks(tmp_path: Path) -> None:

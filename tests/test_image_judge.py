@@ -93,27 +93,6 @@ def test_the_page_shows_what_was_measured() -> None:
         assert ours["nearest"]["mean"] > 1.0
 
 
-def test_a_stopped_script_goes_on_and_other_settings_are_refused(tmp_path: Path) -> None:
-    bench, file = _load("denoise_digits"), tmp_path / "out.json"
-    assert bench.begun(file, {"steps": 3}) == {}
-    file.write_text(json.dumps({"steps": 3, "runs": [1]}))
-    assert bench.begun(file, {"steps": 3})["runs"] == [1]
-    with pytest.raises(SystemExit, match="made with other steps; name another file"):
-        bench.begun(file, {"steps": 4})
-    rows = [("dense", 0, 1.0), ("experts", 0, 5.0), ("dense", 1, 3.0)]
-    found = bench.gathered(
-        [
-            {"model": model, "seed": seed, "measures": {"frechet": {"mean": mean, "deviation": 0.5}}}
-            for model, seed, mean in rows
-        ]
-    )
-    assert list(found) == ["dense", "experts"]
-    assert found["dense"]["frechet"] == {
-        "mean": 2.0, "deviation": pytest.approx(2**0.5), "of_each_seed": [1.0, 3.0],
-    }  # fmt: skip
-    assert found["experts"]["frechet"] == {"mean": 5.0, "deviation": 0.5}
-
-
 def test_the_page_shows_what_images_and_texts_scored() -> None:
     root = Path(__file__).parent.parent
     page = (root / "docs" / "how-to" / "unified.md").read_text(encoding="utf-8").splitlines()
@@ -128,31 +107,6 @@ def test_the_page_shows_what_images_and_texts_scored() -> None:
         assert len({run["seed"] for run in data["runs"]}) == len(data["runs"])
         measured[name] = data["mean"]
     assert measured["multimodal_digits_cpu"]["unseen_words"] > 0.3  # a guess among ten digits is right in 0.1
-
-
-def test_seeds_that_were_scored_are_kept_and_other_settings_are_refused(tmp_path: Path) -> None:
-    bench, file = _load("multimodal_digits"), tmp_path / "out.json"
-    assert bench.begun(file, 3, {}) == []
-    file.write_text(json.dumps({"steps": 3, "settings": {"a": "1"}, "runs": [{"seed": 0}]}))
-    assert bench.begun(file, 3, {"a": "1"}) == [{"seed": 0}]
-    for steps, settings in ((4, {"a": "1"}), (3, {})):
-        with pytest.raises(SystemExit, match="other steps or settings; name another file"):
-            bench.begun(file, steps, settings)
-
-
-def test_languages_have_a_line_each_with_what_was_scored() -> None:
-    bench = _load("multimodal_digits")
-    runs = [
-        {"image_to_text_en": 0.5, "text_to_image_en": 0.25, "captions_en": 0.0, "text_to_image_de": 1.0},
-        {"image_to_text_en": 0.7, "text_to_image_en": 0.25, "captions_en": 0.2, "text_to_image_de": 0.5},
-    ]
-    data = {"runs": runs, "languages": ["en", "de", "ja"], "captions_alone": ["de"]}
-    assert bench.languages_table(data)[2:] == [
-        "| en | 60.0 % | 25.0 % | 10.0 % |",
-        "| de, captions alone | – | 75.0 % | – |",
-    ]
-    scores = {"mean": {"captions": 0.5}, "deviation": {"captions": None}, "chance": {}, "runs": runs[:1]}
-    assert bench.table(scores)[2:] == ["| `captions` | 50.0 % | – |"]
 
 
 def test_the_page_shows_what_one_body_scored_beside_single_models() -> None:
@@ -179,18 +133,3 @@ def test_the_page_shows_what_one_body_scored_beside_single_models() -> None:
     none = scores.pop("untrained")
     for one in scores.values():
         assert abs(one["mean"] - none["mean"]) < one["deviation"] + none["deviation"]
-
-
-def test_a_comparison_goes_on_after_its_last_seed_and_refuses_other_settings(tmp_path: Path) -> None:
-    bench, file = _load("universal"), tmp_path / "out.json"
-    assert bench.begun(file, 800) == []
-    rows = [{"seed": n, "models": {"joint": {"perplexity": 1.0 + 2 * n}}, "seconds": 1.0} for n in (0, 1)]
-    data = bench.report(rows, 800)
-    assert data["summary"] == {"joint": {"perplexity": {"mean": 2.0, "deviation": pytest.approx(2**0.5)}}}
-    file.write_text(json.dumps(data))
-    assert bench.begun(file, 800) == rows
-    with pytest.raises(SystemExit, match="made with other steps; name another file"):
-        bench.begun(file, 400)
-    file.write_text(json.dumps({**data, "labels": 1}))
-    with pytest.raises(SystemExit, match="made with other labels; name another file"):
-        bench.begun(file, 800)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import threading
-import time
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, TracebackType
-from typing import Any
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -28,109 +20,6 @@ from helpers.modules import loaded
 from penstock import PRESETS, load_machine, search
 from penstock.cli import main
 from penstock.report.units import money
-
-# -- A headless Chromium that a test drives over a pipe by the DevTools protocol: `with Browser(folder) as page`
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-_OPTIONS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--remote-debugging-pipe", "--window-size=1100,2400",
-)  # fmt: skip
-
-
-class Browser:
-    """One page. `profile` is an empty folder that the browser keeps its own files in."""
-
-    def __init__(self, profile: Path) -> None:
-        assert CHROMIUM is not None
-        theirs_in, self._to = os.pipe()
-        self._from, theirs_out = os.pipe()
-
-        def connect() -> None:
-            os.dup2(theirs_in, 3)
-            os.dup2(theirs_out, 4)
-
-        command = [CHROMIUM, *_OPTIONS, f"--user-data-dir={profile}", "about:blank"]
-        self._process = subprocess.Popen(
-            command, preexec_fn=connect, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        os.close(theirs_in)
-        os.close(theirs_out)
-        self._read, self._count, self._session = b"", 0, ""
-        self.requested: list[str] = []
-        """Addresses that the page asked for."""
-        self.complaints: list[str] = []
-        """Errors that its scripts raised or wrote."""
-
-    def __enter__(self) -> Browser:
-        targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(one["targetId"] for one in targets if one["type"] == "page")
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Network"):
-            self.call(f"{domain}.enable")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()
-        self._process.wait()
-        for end in (self._to, self._from):
-            with contextlib.suppress(OSError):
-                os.close(end)
-
-    def call(self, method: str, **params: Any) -> Any:
-        """The result of a method of the protocol."""
-        self._count += 1
-        message: dict[str, Any] = {"id": self._count, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        os.write(self._to, json.dumps(message).encode() + b"\0")
-        while True:
-            answer = self._next()
-            if answer.get("id") == self._count:
-                assert "error" not in answer, answer["error"]
-                return answer["result"]
-
-    def _next(self) -> Any:
-        while b"\0" not in self._read:
-            part = os.read(self._from, 1 << 16)
-            assert part, "the browser has ended"
-            self._read += part
-        line, _, self._read = self._read.partition(b"\0")
-        message = json.loads(line)
-        method, params = message.get("method"), message.get("params", {})
-        if method == "Network.requestWillBeSent":
-            self.requested.append(params["request"]["url"])
-        elif method == "Runtime.exceptionThrown":
-            self.complaints.append(str(params["exceptionDetails"].get("exception", {}).get("description")))
-        elif method == "Runtime.consoleAPICalled" and params["type"] == "error":
-            self.complaints.append(str(params["args"]))
-        return message
-
-    def open(self, address: str) -> None:
-        """Go to a page."""
-        self.call("Page.navigate", url=address)
-
-    def value(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in result, result["exceptionDetails"]
-        return result["result"].get("value")
-
-    def wait(self, expression: str, seconds: float = 60.0) -> Any:
-        """The value of an expression as soon as it is true."""
-        end = time.monotonic() + seconds
-        while not (value := self.value(expression)):
-            assert time.monotonic() < end, f"{expression} did not become true; {self.complaints}"
-            time.sleep(0.1)
-        return value
-
-    def picture(self, path: Path) -> None:
-        """Write the whole page as PNG."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
-
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = [
@@ -160,13 +49,8 @@ def planner() -> ModuleType:
 
 def test_the_planners_page_answers_as_the_planner_does(planner: ModuleType) -> None:
     asked = {
-        "model": "vit-h14",
-        "machine": "h100",
-        "gpus": "8",
-        "global_batch": "1024",
-        "images": "1e8",
-        "price": "2",
-    }
+        "model": "vit-h14", "machine": "h100", "gpus": "8", "global_batch": "1024", "images": "1e8", "price": "2",
+    }  # fmt: skip
     found = json.loads(planner.answer(json.dumps(asked)))
     best = search(PRESETS["vit-h14"], load_machine("h100"), 8, global_batch=1024)[0]
     rows = dict(found["rows"])
@@ -190,12 +74,8 @@ def test_the_planners_page_compares_and_gives_the_terminals_reasons(
     planner: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {
-        "model": "vit-s16",
-        "gpus": "4",
-        "global_batch": "64",
-        "beside": "tp=2 | pp=2",
-        "base": "sharding=ddp",
-    }
+        "model": "vit-s16", "gpus": "4", "global_batch": "64", "beside": "tp=2 | pp=2", "base": "sharding=ddp",
+    }  # fmt: skip
     found = json.loads(planner.answer(json.dumps(asked)))
     search_command, compare_command = found["command"].splitlines()
     assert main(shlex.split(search_command)[1:]) == 0
@@ -221,13 +101,8 @@ QWEN = {
 def test_the_planners_page_takes_a_config_of_transformers(planner: ModuleType) -> None:
     text = json.dumps(QWEN)
     asked = {
-        "model": "gpt2",
-        "config": text,
-        "name": "Mine-1B",
-        "gpus": "2",
-        "model.depth": "6",
-        "beside": "tp=2",
-    }
+        "model": "gpt2", "config": text, "name": "Mine-1B", "gpus": "2", "model.depth": "6", "beside": "tp=2",
+    }  # fmt: skip
     found = json.loads(planner.answer(json.dumps(asked)))
     assert found["title"].startswith("Mine-1B on 2 h100"), found
     assert "--model.depth 6" in found["command"]
@@ -349,30 +224,3 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     api = (tmp_path / "site" / "reference" / "api.html").read_text(encoding="utf-8")
     assert 'id="penstock.accelerate"' in api
     assert (tmp_path / "site" / "assets" / "penstock.zip").stat().st_size > 1e5
-    if CHROMIUM and (tmp_path / "site" / "assets" / "pyodide").exists():
-        _plan_in_the_browser(tmp_path)
-
-
-def _plan_in_the_browser(folder: Path) -> None:
-    handler = partial(QuietHandler, directory=str(folder / "site"))
-    data = "document.getElementById('penstock-planner')?.dataset."
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, Browser(folder / "profile") as page:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        home = f"http://127.0.0.1:{server.server_address[1]}/"
-        page.open(f"{home}planner.html#model=vit-h14&machine=a100-80g&gpus=16")
-        page.wait(f"{data}curves", 240)
-        said = page.value("document.querySelector('#penstock-planner .answer').innerText")
-        best = search(PRESETS["vit-h14"], load_machine("a100-80g"), 16)[0]
-        assert best.plan.line() in said.replace("\n", " ")
-        page.value("document.querySelector('[name=gpus]').value = '1e9'")
-        page.value("document.querySelector('#penstock-planner form').requestSubmit()")
-        page.wait("!!document.querySelector('#penstock-planner .refused')", 120)
-        assert "gpus=1e9" in page.value("location.hash")
-        assert not page.complaints
-        assert all(one.startswith((home, "data:", "about:")) for one in page.requested)
-        server.shutdown()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        pass

@@ -48,30 +48,16 @@ def _own_group() -> int:
     return distributed.get_world_size()
 
 
-def _rank_one_raises(file: str) -> None:
-    _note(file)
+def _rank_one(how: str, file: str) -> None:
+    Path(f"{file}.{distributed.get_rank()}").write_text(str(os.getpid()))
     if distributed.get_rank() == 1:
         print("about to fail", flush=True)
-        raise ValueError("only on rank one")
-    distributed.barrier()
-
-
-def _rank_one_dies(file: str) -> None:
-    _note(file)
-    if distributed.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    distributed.barrier()
-
-
-def _rank_one_sleeps_in_here(file: str) -> None:
-    _note(file)
-    if distributed.get_rank() == 1:
+        if how == "raises":
+            raise ValueError("only on rank one")
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
     distributed.barrier()
-
-
-def _note(file: str) -> None:
-    Path(f"{file}.{distributed.get_rank()}").write_text(str(os.getpid()))
 
 
 def _alive(folder: Path) -> list[int]:
@@ -80,41 +66,27 @@ def _alive(folder: Path) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
 
 
-def test_every_rank_computes_in_one_group() -> None:
-    results = spawn(_reduced, 3, torch.tensor([1.5, 2.0]))
-    assert [result.tolist() for result in results] == [[7.5, 9.0]] * 3
-
-
-def test_ranks_are_placed_as_this_process_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compute_in_a_group_and_are_placed_as_this_process_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [result.tolist() for result in spawn(_reduced, 3, torch.tensor([1.5, 2.0]))] == [[7.5, 9.0]] * 3
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_HERE", "yes")
     assert spawn(_place, 2) == [Place(rank, 1, str(tmp_path), "yes") for rank in range(2)]
-
-
-def test_a_function_may_make_the_group_itself() -> None:
     assert spawn(_own_group, 2, group=False) == [2, 2]
 
 
-def test_the_first_failing_rank_is_told_first(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed) as caught:
-        spawn(_rank_one_raises, 3, str(tmp_path / "pid"))
-    text = str(caught.value)
-    assert text.startswith("Rank 1 of 3 failed.\nTraceback")
-    assert text.index("ValueError: only on rank one") < text.index("about to fail")
-    assert caught.value.rank == 1
-    assert not _alive(tmp_path)
-
-
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"^Rank 1 of 2 failed.\nIt was killed by SIGKILL"):
-        spawn(_rank_one_dies, 2, str(tmp_path / "pid"))
-    assert not _alive(tmp_path)
-
-
-def test_ranks_that_do_not_end_show_where_they_stand(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match="did not end within 3 s") as caught:
-        spawn(_rank_one_sleeps_in_here, 2, str(tmp_path / "pid"), timeout=3)
-    assert "in _rank_one_sleeps_in_here" in str(caught.value)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", r"(?s)^Rank 1 of 3 failed.\nTraceback.*ValueError: only on rank one.*about to fail"),
+        ("dies", r"^Rank 1 of 3 failed.\nIt was killed by SIGKILL"),
+        ("sleeps", r"(?s)did not end within 3 s.*in _rank_one"),
+    ],
+)
+def test_the_first_failing_rank_is_told_first_and_none_is_left(how: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match=words):
+        spawn(_rank_one, 3, how, str(tmp_path / "pid"), timeout=3 if how == "sleeps" else 60)
     assert not _alive(tmp_path)
 
 
@@ -164,7 +136,7 @@ def _drawn() -> float:
     return float(torch.rand(()))
 
 
-def test_a_pool_runs_many_cases_in_the_same_ranks_and_starts_anew_after_a_failure() -> None:
+def test_a_pool_runs_many_cases_in_the_same_ranks_and_starts_anew_after_a_failure(tmp_path: Path) -> None:
     ranks = RankPool(2)
     try:
         first = ranks.run(_pid)
@@ -173,14 +145,8 @@ def test_a_pool_runs_many_cases_in_the_same_ranks_and_starts_anew_after_a_failur
         assert [float(total) for total in ranks.run(_reduced, torch.ones(()))] == [3.0, 3.0]
         assert ranks.run(_drawn) == ranks.run(_drawn)
         with pytest.raises(RankFailed, match="only on rank one"):
-            ranks.run(_rank_one_fails)
+            ranks.run(_rank_one, "raises", str(tmp_path / "pid"))
         assert set(ranks.run(_pid)).isdisjoint(first)
     finally:
         ranks.close()
     assert not any(map(psutil.pid_exists, first))
-
-
-def _rank_one_fails() -> None:
-    if distributed.get_rank() == 1:
-        raise ValueError("only on rank one")
-    distributed.barrier()

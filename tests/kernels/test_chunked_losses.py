@@ -285,6 +285,7 @@ def _shared(budgets: tuple[int | None, ...]) -> list[list[Tensor]]:
     return [_run(own, targets, smoothing=0.1, z_loss=0.02, budget=budget, share=share) for budget in budgets]
 
 
+@pytest.mark.slow
 def test_a_z_loss_adds_the_square_of_the_sums() -> None:
     """In every form, and with the vocabulary on two ranks."""
     inputs, targets = _case(torch.float64, bias=False)

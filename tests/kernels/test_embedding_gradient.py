@@ -65,6 +65,7 @@ def test_gradients_are_as_near_to_fp64_as_those_of_torch(dtype: torch.dtype, log
     assert error <= 1.1 * (eager - exact).norm() + 1e-6 * exact.norm()
 
 
+@pytest.mark.slow
 def test_no_table_is_added_or_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph of a whole compiled model adds rows, where torch alone adds two tables of fp32 zeros, or casts them."""
     counts: list[list[int]] = []

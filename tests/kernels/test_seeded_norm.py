@@ -137,6 +137,7 @@ def test_the_plain_form_is_as_exact_as_eager() -> None:
     check("cpu")
 
 
+@pytest.mark.slow
 def test_the_operator_is_one_to_torch() -> None:
     """Its fake, its gradients, its place in a compiled graph, and recomputation."""
     x, residual = (torch.randn(6, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))

@@ -158,7 +158,9 @@ def test_experts_of_some_labels_are_a_model(labels: list[int]) -> None:
     assert totals(small).parameters == sum(p.numel() for p in create(small).parameters())
 
 
-@pytest.mark.parametrize("config", [CONFIG, TEXTS, PRESETS["ernie-vilg2-24b"]])
+@pytest.mark.parametrize(
+    "config", [CONFIG, TEXTS, pytest.param(PRESETS["ernie-vilg2-24b"], marks=pytest.mark.slow)]
+)
 def test_parameters_are_counted(config: Any) -> None:
     model = create(config, device="meta")
     assert totals(config).parameters == sum(parameter.numel() for parameter in model.parameters())

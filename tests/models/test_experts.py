@@ -482,6 +482,7 @@ def test_biases_of_experts_are_not_decayed() -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_compiled_mixtures_learn_the_same(
     name: str, line: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,6 +545,7 @@ def test_choices_that_ranks_would_make_otherwise_are_refused(
     assert not any(words in problem for problem in problems(Plan.parse("dp=2 ep=2"), config, run=True))
 
 
+@pytest.mark.slow
 def test_a_plan_lets_experts_multiply_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.apply.compile_model", partial(compile_model, backend="aot_eager"))
     config = replace(PRESETS["mixtral-tiny"], depth=1, width=32)

@@ -195,6 +195,7 @@ def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.slow
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
     found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
     for line, got, expected in (*found[0], *found[-1]):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from helpers.sweeps import sweep
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
@@ -194,7 +195,7 @@ def test_each_weight_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("name", VITS)
+@pytest.mark.parametrize("name", sweep(VITS, ["vit-s16", "vit-digits"], slow=["vit-g14"]))
 def test_every_preset_builds(name: str) -> None:
     model = Model(PRESETS[name], device="meta")
     side = PRESETS[name].image_size
@@ -259,7 +260,7 @@ def test_blocks_of_different_rates_share_one_graph() -> None:
 @pytest.mark.parametrize(
     ("token_order", "attention"),
     [
-        pytest.param(order, form, marks=() if (number + place) % 2 == 0 else pytest.mark.sweep)
+        pytest.param(order, form, marks=pytest.mark.slow if (number + place) % 2 == 0 else pytest.mark.sweep)
         for number, order in enumerate(TOKEN_ORDERS)
         for place, form in enumerate(["plain", "sdpa", "flash"])
     ],

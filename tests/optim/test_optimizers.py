@@ -301,6 +301,7 @@ def _both(cases: list[tuple[ModelConfig, str]], folder: Path) -> list[tuple[str,
     return found
 
 
+@pytest.mark.slow
 def test_two_ranks_orthogonalise_what_one_process_does(tmp_path: Path) -> None:
     """Owners get whole updates, so that in fp64 nothing differs but sums of gradients: what is cast to bf16 is the
     same, and a weight differs by 1e-14. One process goes on from what two ranks have saved."""

@@ -76,6 +76,7 @@ def refused_at_once(said: str, seconds: str, cache: Path) -> None:
     assert float(seconds) < 10
 
 
+@pytest.mark.slow
 def test_a_name_is_read_from_the_cache_without_a_network_and_another_refused(tmp_path: Path) -> None:
     hub_cache(tmp_path)
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -91,6 +92,7 @@ def test_a_name_is_read_from_the_cache_without_a_network_and_another_refused(tmp
     assert "HF_HUB_OFFLINE is set" in said
 
 
+@pytest.mark.slow
 def test_a_name_in_no_cache_is_a_sentence_with_the_remedy_and_quick(tmp_path: Path) -> None:
     # No proxy answers there, so that no machine that tests run on can fetch anything.
     nowhere = dict.fromkeys(("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy"), "http://127.0.0.1:9")

@@ -96,18 +96,13 @@ def test_missing_and_broken_folders_are_said(tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
-def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path) -> None:
-    index = {"weight_map": {"w": "../outside.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"outside.safetensors.*not in its folder"):
-        read_state_dict(tmp_path)
-
-
 def _index(folder: Path, names: dict[str, str]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
-@pytest.mark.parametrize("name", [".", "..", "", "model.safetensors.index.json", "folder.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", ".", "..", "", "model.safetensors.index.json", "folder.safetensors"]
+)
 def test_an_index_that_names_itself_a_folder_or_nothing_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder.safetensors").mkdir()
     _index(tmp_path, {"w": name})
@@ -129,23 +124,20 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
         read_state_dict(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.uint8, torch.int64], ids=str)
-def test_weights_that_are_no_floating_point_numbers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "words"),
+    [
+        *((dtype, f"head.weight is of {dtype}, but the model's is") for dtype in (torch.int8, torch.bool, torch.int64)),
+        (torch.float8_e4m3fn, "'classifier.weight' is of dtype 'F8_E4M3'"),
+        (torch.complex64, "'classifier.weight' is of dtype 'C64'"),
+    ],
+)  # fmt: skip
+def test_weights_of_types_that_are_none_are_refused(tmp_path: Path, dtype: torch.dtype, words: str) -> None:
     save_pretrained(Model(TINY), tmp_path)
     state = read_state_dict(tmp_path)
     state["classifier.weight"] = state["classifier.weight"].to(dtype)
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=rf"head.weight is of {dtype}, but the model's is of torch.float32"):
-        from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
-def test_float8_and_complex_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_pretrained(Model(TINY), tmp_path)
-    state = read_state_dict(tmp_path)
-    state["classifier.weight"] = state["classifier.weight"].to(dtype)
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"'classifier.weight' is of dtype '(F8_E4M3|C64)'"):
+    with pytest.raises((CheckpointError, ConfigError), match=words):
         from_pretrained(tmp_path)
 
 

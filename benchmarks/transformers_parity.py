@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.config.model import ViTConfig
+from penstock.config.theirs.backbones import BACKBONES
 from penstock.config.theirs.libraries import LIBRARIES
 from penstock.config.theirs.library import WindowTurns
+from penstock.config.theirs.read import config_of
 from penstock.models import create
-from penstock.models.convert import from_pretrained, hf_config, read_text_config, save_pretrained
+from penstock.models.convert import from_pretrained, hf_config, save_pretrained
 from penstock.report.record import environment
 
 SIZES = {
@@ -41,6 +43,7 @@ SIZES = {
     "sequence": 64, "max_positions": 64,
 }  # fmt: skip
 VIT = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=96, classes=10)
+VIT_SIZES = ("image_size", "patch_size", "width", "depth", "heads")
 MIXTURES: dict[str, dict[str, Any]] = {
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2, "expert_capacity": 8},
     "nllb-moe": {
@@ -62,6 +65,9 @@ def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
     own = ("architectures", "model_type", "penstock")
     values = {name: value for name, value in hf_config(VIT).items() if name not in own}
     yield "vit", "ViTForImageClassification", values
+    for one in BACKBONES:
+        sizes = {option: getattr(VIT, name) for option, (_, name) in one.options.items() if name in VIT_SIZES}
+        yield one.model_type, one.classes[0], sizes
     for library in LIBRARIES:
         options: dict[str, Any] = {
             option: SIZES[name]
@@ -151,7 +157,7 @@ def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) 
     cls = getattr(transformers, architecture)
     settings = cls.config_class(**options)
     values = settings.to_dict() | {"architectures": [architecture]}
-    config = VIT if values["model_type"] == "vit" else read_text_config(values)
+    config = VIT if values["model_type"] == "vit" else config_of(values)
     found, saved_as = {"read": 0.0, "written": 0.0}, architecture
     for seed in range(draws):
         torch.manual_seed(seed)

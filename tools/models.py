@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, UniversalConfig, ViTConfig, stacks
 from penstock.config.plan import Plan, Precision
+from penstock.config.theirs.backbones import BACKBONES
 from penstock.config.theirs.libraries import LIBRARIES
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
@@ -154,6 +155,13 @@ VIT = tuple(
     (f"{CONVERT}test_hf.py::{name}", "<= 1e-5 * theirs.abs().max()")
     for name in ("test_we_read_what_transformers_writes", "test_transformers_reads_what_we_write")
 )
+BACKBONE = tuple(
+    (f"{CONVERT}test_backbones.py::{name}", words)
+    for name, words in (
+        ("test_features_loss_and_gradients_equal_theirs", "<= 1e-5 * theirs.abs().max()"),
+        ("test_folders_go_there_and_back_to_the_bit", "torch.equal"),
+    )
+)
 EMBEDDINGS = (
     f"{CONVERT}test_text.py::test_a_real_pretrained_encoder_gives_the_same_sentence_embeddings",
     "float((got - expected).abs().max()) < 1e-5",
@@ -263,15 +271,18 @@ def _parity() -> Iterator[str]:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     yield PARITY.format(draws=stored["draws"], width=stored["sizes"]["width"], depth=stored["sizes"]["depth"])
     tested = (ROOT / BOTH_WAYS.partition("::")[0]).read_text(encoding="utf-8")
+    tests_of = {"vit": VIT, **{one.model_type: BACKBONE for one in BACKBONES}}
     known = [("vit", "ViTForImageClassification")]
+    known += [(one.model_type, one.classes[0]) for one in BACKBONES]
     known += [(one.model_type, name) for one in LIBRARIES for name in one.architectures.values()]
     for model_type, architecture in known:
-        if model_type != "vit" and f'"{architecture}"' not in tested:
+        kinds = tests_of.get(model_type, TEXT)
+        if kinds is TEXT and f'"{architecture}"' not in tested:
             raise LookupError(f"{BOTH_WAYS} has no {architecture}; add it to its MODELS.")
         if architecture not in stored["differences"]:
             raise LookupError(f"{RESULTS.name} has no {architecture}; run {stored['command']}.")
         found = stored["differences"][architecture]
-        tests = ", ".join(held_by(*each) for each in (VIT if model_type == "vit" else TEXT))
+        tests = ", ".join(held_by(*each) for each in kinds)
         saved_as = found["saved_as"] if found["saved_as"] != architecture else ""
         written = f"{_relative(found['written'])}{f', as `{saved_as}`' if saved_as else ''}"
         yield f"| `{model_type}` | `{architecture}` | {_relative(found['read'])} | {written} | {tests} |"

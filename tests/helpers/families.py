@@ -107,6 +107,10 @@ ENROLLED = {
         ),
         None,
     ),
+    "dinov2": Enrolled(
+        replace(_VIT, layer_scale=0.5, registers=3, classifier="both", mlp="swiglu", mlp_width=48),
+        "AutoModelForImageClassification",
+    ),
     # Distilled too, so that a second token and a second head meet every layout.
     "vit moe": Enrolled(
         replace(_VIT, experts=4, distilled=True), None

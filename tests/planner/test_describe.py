@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
     "conv_stem": {"stem": "conv"},
     "distilled": {"distilled": True},
+    "registers": {"classifier": "both", "registers": 4, "mlp": "swiglu"},
     "qk_norm": {"qk_norm": True, "qkv_bias": False},
     "layer_scale": {"layer_scale": 0.1},
     "drop_path": {"drop_path": 0.2},

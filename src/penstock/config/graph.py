@@ -60,6 +60,10 @@ class PatchInput:
     """Whether a learned vector comes before the patches."""
     distil_token: bool = False
     """Whether another one comes behind it, of which a head learns from a teacher."""
+    registers: int = 0
+    """Learned vectors without positions that come next (Darcet et al., ICLR 2024)."""
+    bias: bool = True
+    """Whether the linear map has a bias."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -74,7 +78,7 @@ class PatchInput:
     @property
     def learned_tokens(self) -> int:
         """Tokens of a sample that come before its patches."""
-        return self.class_token + self.distil_token
+        return self.class_token + self.distil_token + self.registers
 
     @property
     def length(self) -> int:
@@ -164,8 +168,10 @@ class ClassHead:
     name: str = "head"
     run: str
     classes: int
-    pool: Literal["first", "mean"] = "first"
-    """The vector of a sample: that of its first token, or the mean over tokens."""
+    pool: Literal["first", "mean", "both"] = "first"
+    """The vector of a sample: that of its first token, the mean over tokens, or `both`, one after the other."""
+    skipped: int = 0
+    """Tokens at the beginning that are no part of the mean."""
     before: Before = "norm"
     """The layers before the last linear: a norm; a dense layer and tanh; or a dense layer, its activation and a
     norm."""
@@ -175,6 +181,11 @@ class ClassHead:
     distilled: bool = False
     """Whether a second linear reads the second token: logits are the mean of both, and a teacher is compared with the
     second's alone (Touvron et al., ICML 2021, "DeiT", section 4)."""
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of as many features as a token that make a sample's."""
+        return 1 + (self.pool == "both")
 
     @property
     def linears(self) -> tuple[str, ...]:

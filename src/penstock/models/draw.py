@@ -65,7 +65,7 @@ def draw_weights(model: nn.Module, graph: Graph) -> None:
             module.init_weights()
         if isinstance(module, UnitVectors):
             module.init_weights()
-    for name in ("class_token", "distil_token"):
+    for name in ("class_token", "distil_token", "registers"):
         token: nn.Parameter | None = getattr(model, name, None)
         if token is not None:
             nn.init.normal_(token, std=0.02)

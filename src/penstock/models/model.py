@@ -114,6 +114,8 @@ class Model(nn.Module):
                 self.stem = stem(one, width, **where)
                 self.class_token = nn.Parameter(torch.empty(width, **where)) if one.class_token else None
                 self.distil_token = nn.Parameter(torch.empty(width, **where)) if one.distil_token else None
+                registers = one.registers
+                self.registers = nn.Parameter(torch.empty(registers, width, **where)) if registers else None
                 continue
             if not hasattr(self, one.table):
                 setattr(self, one.table, nn.Embedding(one.vocabulary, width, **where))
@@ -124,7 +126,7 @@ class Model(nn.Module):
             setattr(self, graph.condition.name, Conditioner(graph.condition, modulated, **where))
         for run in graph.runs:
             widths = {"width": graph.width_before(run), "memory": graph.memory_width(run)}
-            stack = TokenStack(run, enters=graph.enters(run), **widths, **where)
+            stack = TokenStack(run, enters=graph.enters(run), one=graph.input_of(run), **widths, **where)
             stack.begins = run.name not in {later.name for later in graph.written[1:]}
             setattr(self, run.name, stack)
         for head in graph.heads:
@@ -145,7 +147,7 @@ class Model(nn.Module):
             if head.dropout:
                 setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
             for name in head.linears:
-                setattr(self, name, nn.Linear(sizes.width, head.classes, **where))
+                setattr(self, name, nn.Linear(head.vectors * sizes.width, head.classes, **where))
         elif isinstance(head, PixelHead):
             plain, one = self.graph.condition is None, self.graph.input_of(self.graph.run(head.run))
             assert isinstance(one, PatchInput)
@@ -297,7 +299,9 @@ class Model(nn.Module):
             )
         x: Tensor = self.stem(images)
         learned = [
-            token.expand_as(x[:, :1]) for token in (self.class_token, self.distil_token) if token is not None
+            torch.atleast_2d(token).expand(x.shape[0], -1, -1)
+            for token in (self.class_token, self.distil_token, self.registers)
+            if token is not None
         ]
         return torch.cat([*learned, x], dim=1) if learned else x
 
@@ -366,10 +370,10 @@ class Model(nn.Module):
         if head.pool == "first":
             # Only the first token is read, or the first two; a copy, so that the rest can be freed.
             x = x[:, :2].clone() if head.distilled else x[:, 0].clone()
-        elif head.norm_first and norm is not None:
-            x, norm = samples.mean_of(norm(x), lengths), None
         else:
-            x = samples.mean_of(x, lengths)
+            x, norm = (norm(x), None) if head.norm_first and norm is not None else (x, norm)
+            mean = samples.mean_of(x[:, head.skipped :], lengths)
+            x = torch.cat([x[:, 0], mean], dim=1) if head.pool == "both" else mean
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)
         if not head.distilled:

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.layer import Rotary
@@ -21,14 +22,21 @@ from penstock.errors import ConfigError
 
 
 class Learned(nn.Embedding):
-    """A table with one learned vector per position: adds it to the tokens."""
+    """A table with one learned vector per position: adds it to the tokens. `unplaced` are the first and the number of
+    tokens that have none."""
 
-    def __init__(self, rows: int, width: int, **where: Any) -> None:
+    def __init__(self, rows: int, width: int, unplaced: tuple[int, int] = (0, 0), **where: Any) -> None:
         super().__init__(rows, width, **where)
+        self.unplaced = unplaced
 
     def forward(self, places: Tensor | int) -> Tensor:
         """The vectors of `places`, or of the first so many."""
         tokens = places if isinstance(places, int | torch.SymInt) else places.shape[-1]
+        first, without = self.unplaced
+        if without:
+            begin, rest = self.weight[:first], self.weight[first:]
+            table = torch.cat([begin, begin.new_zeros(without, self.embedding_dim), rest])
+            return F.embedding(places, table) if isinstance(places, Tensor) else table[:tokens]
         if tokens > self.num_embeddings:
             raise ConfigError(
                 f"The model has {self.num_embeddings} learned positions, but was given samples of {tokens} tokens; "

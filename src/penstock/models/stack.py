@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.config.graph import Run
+from penstock.config.graph import Input, PatchInput, Run
 from penstock.config.plan import AttentionBackend, Padding
 from penstock.config.stack import Stack
 from penstock.dtypes import format_of
@@ -44,12 +44,13 @@ class TokenStack(nn.Module):
 
     Where it `enters`, the vectors come from an input and get positions; else they are what another run made, of `width`
     features, which a linear maps to its own where these are others. Its cross attention reads `memory` features of a
-    token, by default as many as it has.
+    token, by default as many as it has. `one` is the input whose samples it computes.
     """
 
     def __init__(
-        self, run: Run, *, enters: bool = True, width: int | None = None, memory: int = 0, **where: Any
-    ) -> None:
+        self, run: Run, *, enters: bool = True, width: int | None = None, memory: int = 0,
+        one: Input | None = None, **where: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         sizes, causal = run.stack, run.causal
         self.bridge: nn.Linear | None = None
@@ -68,9 +69,12 @@ class TokenStack(nn.Module):
         """Where the outputs at each depth are put, for one who looks at them; none: nowhere."""
         self.heads = slice(None)
         """Slice of all heads that is computed here."""
+        unplaced = (
+            (one.learned_tokens - one.registers, one.registers) if isinstance(one, PatchInput) else (0, 0)
+        )
         self.places: Learned | Sinusoidal | None = None
         if enters and sizes.positions == "learned":
-            self.places = Learned(run.rows, sizes.width, **where)
+            self.places = Learned(run.rows, sizes.width, unplaced, **where)
         elif enters and sizes.positions in ("sinusoidal", "fairseq"):
             self.places = Sinusoidal(sizes.width, fairseq=sizes.positions == "fairseq")
         self.relative = Relative(sizes, causal=causal, **where) if sizes.positions == "relative" else None

@@ -242,7 +242,8 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
     tokens = t.samples * images.length * d
     _shared_out(to, tokens)
     if learned := images.learned_tokens:
-        to.move("class_token", tokens, (e, e), kind="copy", weights=learned * d, tensors=learned)
+        tensors = images.class_token + images.distil_token + bool(images.registers)
+        to.move("class_token", tokens, (e, e), kind="copy", weights=learned * d, tensors=tensors)
     if run.embedding_norm:
         rows = t.samples * images.length
         to.norm("embedding_norm", rows, d, stack.norm_kind, cast=not stack.norm_first)
@@ -502,7 +503,7 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):
         for name in ("head", "distil_head")[:read]:
-            to.gemm(name, t.samples, head.classes, d, bias=True, group="output", narrow=False)
+            to.gemm(name, t.samples, head.classes, head.vectors * d, bias=True, group="output", narrow=False)
         if head.distilled:
             c = t.product
             to.move("head.mean", t.samples * head.classes, (2 * c, c), (c, 2 * c), group="output")

@@ -32,6 +32,14 @@ def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) ->
     return ViTConfig(width=width, depth=depth, heads=heads, mlp_width=mlp_width, patch_size=patch_size)
 
 
+def _dino2(width: int, depth: int, heads: int, **changes: Any) -> ViTConfig:
+    """DINOv2 with patches of 14 × 14; its published variants with registers have 4 of them."""
+    config = ViTConfig(
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, image_size=518, patch_size=14, layer_scale=1.0
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
 def _gpt(width: int, depth: int, heads: int) -> DecoderConfig:
     """GPT as Megatron trains it: dropout 0.1, learned positions, tied embeddings, 2,048 tokens."""
     return DecoderConfig(
@@ -200,6 +208,11 @@ PRESETS |= {
     "vit-h14": _vit(1280, 32, 16, 5120, 14),
     "vit-h16": _vit(1280, 32, 16, 5120, 16),
     "vit-g14": _vit(1408, 40, 16, 6144, 14),
+    # Oquab et al. 2023, "DINOv2", Table 17, and the published config.json of each.
+    "dinov2-s14": _dino2(384, 12, 6),
+    "dinov2-b14": _dino2(768, 12, 12),
+    "dinov2-l14": _dino2(1024, 24, 16),
+    "dinov2-g14": _dino2(1536, 40, 24, mlp="swiglu", mlp_width=4096),
     # Riquelme et al. 2021, "V-MoE", Table 1 and section 3.1: every second block has 32 experts.
     "vit-moe-s32": replace(_vit(512, 8, 8, 2048, 32), **_VIT_MOE),
     "vit-moe-b16": replace(_vit(768, 12, 12, 3072, 16), **_VIT_MOE),
@@ -212,6 +225,10 @@ PRESETS |= {
     "vit-moe-tiny": ViTConfig(
         image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_width=256, classes=10, classifier="pooled",
         experts=4, experts_per_token=2, expert_every=2,
+    ),
+    "dinov2-tiny": _dino2(
+        96, 2, 3, image_size=8, patch_size=2, channels=1, classes=10, registers=4, mlp="swiglu", mlp_width=256,
+        classifier="both",
     ),
     # Peebles & Xie 2023, Table 1.
     "dit-s2": _dit(384, 12, 6),

@@ -9,8 +9,11 @@ from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import Positive, Probability, Range
 from penstock.config.graph import ClassHead, Graph, PatchInput, Run, Stem
-from penstock.config.model.family import Classifier, ModelFamily, Pixels, PoolNorm, Words
+from penstock.config.model.family import ModelFamily, Pixels, PoolNorm, Words
 from penstock.config.stack import Stack
+
+Pool = Literal["token", "pooled", "both"]
+_READS: dict[Pool, Literal["first", "mean", "both"]] = {"token": "first", "pooled": "mean", "both": "both"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,14 @@ class ViTConfig(Stack, ModelFamily):
     """Colours of a pixel: 3, or 1 in grey."""
     classes: Words = 1000
     """Number of classes."""
-    classifier: Classifier = "token"
-    """Input of the head: a learned class token (`token`), or the mean over patches (`pooled`), which means 196 tokens
-    instead of 197."""
+    classifier: Pool = "token"
+    """Input of the head: a learned class token (`token`), the mean over patches (`pooled`), which means 196 tokens
+    instead of 197, or `both`, one after the other."""
+    class_token: bool | None = None
+    """Whether a class token comes before the patches; none: if the head reads it."""
+    registers: Annotated[int, Range(0, 1 << 12)] = 0
+    """Learned tokens without positions between class token and patches, which no head reads (Darcet et al., ICLR 2024,
+    "Vision Transformers Need Registers"; those of DINOv2 have 4)."""
     stem: Stem = "patchify"
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     pool_norm: PoolNorm = "before"
@@ -54,24 +62,37 @@ class ViTConfig(Stack, ModelFamily):
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
+        if self.class_token is False and self.classifier != "pooled":
+            yield (
+                f"model.classifier {self.classifier!r} reads the class token, but model.class_token is false; use "
+                "classifier 'pooled', or leave class_token out."
+            )
         if self.distilled and self.classifier != "token":
             yield (
                 f"model.distilled puts a second token behind the class token, but model.classifier is "
                 f"{self.classifier!r}; use classifier 'token', or set model.distilled to false."
             )
 
+    @property
+    def has_class_token(self) -> bool:
+        """Whether a class token comes before the patches."""
+        return self.classifier != "pooled" if self.class_token is None else self.class_token
+
     @cached_property
     def graph(self) -> Graph:
         """Patches, one run, classes."""
-        token = self.classifier == "token"
+        reads = _READS[self.classifier]
         images = PatchInput(
             image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
-            class_token=token, distil_token=self.distilled,
+            class_token=self.has_class_token, distil_token=self.distilled, registers=self.registers,
         )  # fmt: skip
-        rows = images.length
-        run = Run(name="encoder", stack=self, reads="images", rows=rows, most=rows, last_norm=False)
+        most = images.length
+        run = Run(
+            name="encoder", stack=self, reads="images", rows=most - self.registers, most=most, last_norm=False
+        )
         head = ClassHead(
-            run="encoder", classes=self.classes, pool="first" if token else "mean",
-            norm_first=not token and self.pool_norm == "before", distilled=self.distilled,
+            run="encoder", classes=self.classes, pool=reads, skipped=images.learned_tokens,
+            norm_first=reads == "both" or (reads == "mean" and self.pool_norm == "before"),
+            distilled=self.distilled,
         )  # fmt: skip
         return Graph(inputs=(images,), runs=(run,), heads=(head,))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.config.model import Seq2SeqConfig, TextConfig
+from penstock.config.model import Seq2SeqConfig, TextConfig, ViTConfig
 from penstock.config.stack import Stack
 
 
@@ -27,6 +27,8 @@ class WeightPlaces:
     """Whether weights are stored as (in, out)."""
     unused: int = 0
     """Rows of a table of positions that come before the first and are never read."""
+    shape: tuple[int, ...] = ()
+    """The shape there of what has another here; −1 is the size that is left."""
 
 
 Names = Mapping[str, WeightPlaces]
@@ -204,7 +206,7 @@ def bart_names(config: TextConfig) -> Names:
     table: dict[str, WeightPlaces] = {
         "tokens": _one("model.shared"),
         "head": _one("lm_head"),
-        "head.bias": _one("final_logits_bias"),
+        "head.bias": _one("final_logits_bias", shape=(1, -1)),
     }
     for side in ("encoder", "decoder"):
         prefix, here = f"{side}.blocks.{{i}}.", f"model.{side}.layers.{{i}}."
@@ -247,7 +249,7 @@ def nllb_moe_names(config: TextConfig) -> Names:
     }
 
 
-def stack_of(config: TextConfig, name: str) -> Stack:
+def stack_of(config: TextConfig | ViTConfig, name: str) -> Stack:
     """The stack of a model by its name: `encoder` or `decoder`."""
     stack: Stack = getattr(config, name) if isinstance(config, Seq2SeqConfig) else config
     return stack

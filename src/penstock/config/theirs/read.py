@@ -11,6 +11,7 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.formats import FORMATS
 from penstock.config.load import from_dict
 from penstock.config.model import FAMILIES, ModelConfig
+from penstock.config.theirs.backbones import backbone_of, read_backbone
 from penstock.config.theirs.text import read_text_config
 from penstock.config.theirs.vit import config_from_hf, timm_config
 from penstock.errors import CheckpointError, ConfigError
@@ -95,6 +96,8 @@ def config_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig
         return from_dict(
             FAMILIES[kind.removeprefix(OWN)], own if isinstance(own, dict) else {}, origin=origin
         )
+    if backbone_of(kind) is not None:
+        return read_backbone(values)
     return read_text_config(values) if isinstance(kind, str) and kind != "vit" else config_from_hf(values)
 
 

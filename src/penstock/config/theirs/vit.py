@@ -14,6 +14,7 @@ from penstock.config.convert import Count, Positive, Probability
 from penstock.config.kinds import field_types
 from penstock.config.load import from_dict
 from penstock.config.model import PRESETS, Pixels, ViTConfig
+from penstock.config.theirs.backbones import written_as
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -49,11 +50,13 @@ _PLAIN = (
 def unrepresentable(config: ViTConfig) -> list[str]:
     """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
     checks = {
-        "model.classifier 'pooled'": config.classifier == "pooled",
+        f"model.classifier {config.classifier!r}": config.classifier != "token",
         "model.distilled": config.distilled,
         "model.stem 'conv'": config.stem == "conv",
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
+        "model.registers": config.registers > 0,
+        "model.class_token": config.class_token is False,
         "model.experts": config.experts > 0,
         "model.kv_heads": config.kv_heads not in (None, config.heads),
         "model.head_features": config.layers[0].head_width * config.heads != config.width,
@@ -73,9 +76,11 @@ def require_representable(config: ViTConfig) -> None:
 
 
 def hf_config(config: ViTConfig) -> dict[str, Any]:
-    """The config.json of transformers' ViTForImageClassification. Raises ConfigError if it has no such
-    model.
+    """The config.json of transformers' ViTForImageClassification, or of the model of `backbones` that computes the
+    same. Raises ConfigError if it has no such model.
     """
+    if written := written_as(config):
+        return written[1]
     require_representable(config)
     labels = {i: f"LABEL_{i}" for i in range(config.classes)}
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import ModelConfig, ViTConfig, stacks
+from penstock.config.theirs.backbones import backbone_in
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import create
 from penstock.models.anatomy import WHOLE
@@ -34,7 +36,7 @@ log = logging.getLogger(__name__)
 Names = Literal["penstock", "hf", "timm"]
 
 # Parts of transformers' models that a classifier does not have: they are reported and left out.
-_IGNORED = ("vit.pooler.", "vit.embeddings.mask_token", "decoder.", "vit.decoder.")
+_IGNORED = re.compile(r"(vit\.)?(pooler|decoder)\.|(vit\.)?embeddings\.mask_token$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +187,14 @@ def _fitted(
     if not isinstance(model, Model) or not isinstance(model.config, ViTConfig):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
-    names = _names_of(state)
+    names, kind = _names_of(state), backbone_in(state)
     if names != "penstock":
         state = (from_hf if names == "hf" else from_timm)(state, model.config)
-    ignored = tuple(name for name in state if name.startswith(_IGNORED))
+    ignored = tuple(name for name in state if _IGNORED.match(name))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
-    state, resized_from = _resized(state, names, model.config)
+    # Each library's own interpolation, so that its weights mean here what they mean there.
+    antialias = names != "hf" or (kind is not None and kind.antialias)
+    state, resized_from = _resized(state, model.config, antialias=antialias)
     drawn: tuple[str, ...] = ()
     head = tuple(name for name in expected if name.startswith(("head.", "distil_head.")))
     if new_head:
@@ -287,9 +291,9 @@ def _names_of(state: Mapping[str, Tensor]) -> Names:
 
 
 def _resized(
-    state: dict[str, Tensor], names: Names, config: ViTConfig
+    state: dict[str, Tensor], config: ViTConfig, *, antialias: bool
 ) -> tuple[dict[str, Tensor], int | None]:
-    token = config.classifier == "token"
+    token = config.has_class_token
     if ("class_token" in state) != token:
         has, lacks = ("no class token", "has one") if token else ("a class token", "has none")
         other = "pooled" if token else "token"
@@ -306,12 +310,9 @@ def _resized(
     positions = state.get(POSITIONS)
     if positions is None or positions.ndim != 2 or positions.shape[1] != config.width:
         return state, None  # `_check` says so
-    if positions.shape[0] == config.tokens:
+    if positions.shape[0] == (rows := config.graph.runs[0].rows):
         return state, None
-    # Each library's own interpolation, so that its weights mean here what they mean there.
-    resized = resize_positions(
-        positions, config.tokens, learned=token + config.distilled, antialias=names != "hf"
-    )
+    resized = resize_positions(positions, rows, learned=token + config.distilled, antialias=antialias)
     return state | {POSITIONS: resized}, positions.shape[0]
 
 

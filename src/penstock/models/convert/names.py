@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.config.model import EncoderConfig, TextConfig, stacks
+from penstock.config.model import EncoderConfig, TextConfig, ViTConfig, stacks
 from penstock.config.theirs.library import Library
 from penstock.config.theirs.names import Names, WeightPlaces, stack_of
 from penstock.config.theirs.text import library_of, write_text_config
@@ -34,16 +34,18 @@ def _places(name: str, table: Names) -> tuple[WeightPlaces, tuple[str, ...]]:
     return entry, tuple(f"{each.replace('{i}', i)}.{kind}" for each in entry.names)
 
 
-def to_library(state: Mapping[str, Tensor], config: TextConfig, table: Names) -> dict[str, Tensor]:
+def to_library(
+    state: Mapping[str, Tensor], config: TextConfig | ViTConfig, table: Names
+) -> dict[str, Tensor]:
     """Our state dict in transformers' names and shapes; what is tied appears once."""
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if tensor.is_floating_point() and (name != "head.weight" or not shares_head(config)):
-            converted |= _in_library(name, tensor, config, table)
+            converted |= in_library(name, tensor, config, table)
     return converted
 
 
-def _in_library(name: str, tensor: Tensor, config: TextConfig, table: Names) -> dict[str, Tensor]:
+def in_library(name: str, tensor: Tensor, config: TextConfig | ViTConfig, table: Names) -> dict[str, Tensor]:
     """One of our weights in transformers' names and shapes."""
     entry, names = _places(name, table)
     if entry.form == "experts":
@@ -51,8 +53,8 @@ def _in_library(name: str, tensor: Tensor, config: TextConfig, table: Names) -> 
     parts = _split(tensor, name, entry, config)
     if len(names) == 1 and len(parts) > 1:
         parts = [torch.cat(parts)]
-    if names == ("final_logits_bias",):
-        parts = [parts[0][None]]
+    if entry.shape:
+        parts = [part.reshape(entry.shape) for part in parts]
     turned = (part.T if entry.transposed and part.ndim == 2 else part for part in parts)
     return dict(zip(names, turned))
 
@@ -69,7 +71,7 @@ class Converted(NamedTuple):
 
 
 def from_library(
-    state: Mapping[str, Tensor], config: TextConfig, table: Names, expected: Mapping[str, Tensor]
+    state: Mapping[str, Tensor], config: TextConfig | ViTConfig, table: Names, expected: Mapping[str, Tensor]
 ) -> Converted:
     """transformers' state dict in our names and shapes, `expected` being ours. Each weight is held to the shape and
     the type that it must have there, before anything is made of it.
@@ -81,7 +83,7 @@ def from_library(
         if not tensor.is_floating_point():
             weights[name] = torch.zeros_like(tensor)  # visits of experts, of which nothing is known
             continue
-        wanted = _in_library(name, tensor.to("meta"), config, table)
+        wanted = in_library(name, tensor.to("meta"), config, table)
         if not wanted.keys() <= state.keys():
             continue
         used |= wanted.keys()
@@ -92,7 +94,8 @@ def from_library(
         entry, _ = _places(name, table)
         parts = [state[key] for key in wanted]
         parts = [part.T if entry.transposed and part.ndim == 2 else part for part in parts]
-        weights[name] = _joined(parts, name, entry, config)
+        joined = _joined(parts, name, entry, config)
+        weights[name] = joined.reshape(tensor.shape) if entry.shape else joined
     if shares_head(config) and "tokens.weight" in weights:
         weights["head.weight"] = weights["tokens.weight"]
     elif shares_head(config) and "tokens.weight" in misfits:
@@ -111,19 +114,19 @@ def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
     return None
 
 
-def shares_head(config: TextConfig) -> bool:
+def shares_head(config: TextConfig | ViTConfig) -> bool:
     """Whether the weight of the head is the table of tokens."""
     return bool(config.graph.tied)
 
 
-def _sizes(name: str, config: TextConfig) -> tuple[int, list[int]]:
+def _sizes(name: str, config: TextConfig | ViTConfig) -> tuple[int, list[int]]:
     """Features of a head, and how many heads queries, keys and values have for each head of keys."""
     stack = stack_of(config, name.partition(".")[0])
     layer = stack.layers[0]
     return layer.head_width, [1, 1] if ".cross.kv." in name else [layer.queries_per_key, 1, 1]
 
 
-def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig) -> list[Tensor]:
+def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig | ViTConfig) -> list[Tensor]:
     if entry.unused:
         return [torch.cat([tensor.new_zeros(entry.unused, tensor.shape[1]), tensor])]
     if entry.form == "rows":
@@ -137,7 +140,7 @@ def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig) -
     return [part.flatten(0, 2).contiguous() for part in groups]
 
 
-def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextConfig) -> Tensor:
+def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextConfig | ViTConfig) -> Tensor:
     if entry.unused:
         return parts[0][entry.unused :]
     if entry.form == "rows":
@@ -146,7 +149,7 @@ def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextCon
         count = len(entry.names)
         return torch.stack([torch.cat(parts[at : at + count]) for at in range(0, len(parts), count)])
     if entry.form == "same":
-        return parts[0][0] if entry.names == ("final_logits_bias",) else parts[0]
+        return parts[0]
     features, each = _sizes(name, config)
     if len(parts) == 1:
         heads = parts[0].shape[0] // features // sum(each)

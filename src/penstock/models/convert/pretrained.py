@@ -19,7 +19,7 @@ from penstock.config.model import ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
 from penstock.config.theirs.read import OWN, config_of, read_json
 from penstock.config.theirs.text import read_text_config, write_text_config
-from penstock.config.theirs.vit import hf_config, require_representable, unrepresentable
+from penstock.config.theirs.vit import hf_config, require_representable
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.compressed_tensors import compressed_tensors
@@ -140,6 +140,8 @@ def save_compressed(
     Raises ConfigError for a model that transformers, or that layout, does not have.
     """
     config = cast(Any, model).config
+    if isinstance(config, ViTConfig):
+        require_representable(config)
     require_theirs(config)
     quantisation, tensors = compressed_tensors(config, rounded)
     plain = {
@@ -204,7 +206,7 @@ def _in_their_form(
     """The config.json, with `more` in it, and the weights of transformers' model where there is such a model, or our
     own."""
     if isinstance(config, ViTConfig):
-        if not unrepresentable(config):
+        with suppress(ConfigError):
             return hf_config(config) | more, pending(to_hf(state, config))
     elif isinstance(config, TextConfig):
         with suppress(ConfigError):
@@ -224,7 +226,7 @@ def _own_form(config: ModelConfig) -> dict[str, Any]:
 def require_theirs(config: ModelConfig) -> None:
     """Raise ConfigError, with what they lack, for a model that none of transformers' computes the same as."""
     if isinstance(config, ViTConfig):
-        require_representable(config)
+        hf_config(config)
     elif isinstance(config, TextConfig):
         write_text_config(config)
     else:

@@ -18,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.model import ViTConfig
+from penstock.config.theirs.backbones import backbone_in, written_as
 from penstock.config.theirs.vit import require_representable
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, pruned
+from penstock.models.convert.names import from_library, in_library, to_library
 from penstock.models.families import ours, timm, transformers
+from penstock.models.model import Model
 from penstock.models.roles import Attention, Embedding, Head, Linear, Role, owned, placed, walk
 
 _TABLE = "encoder.places"
@@ -32,8 +35,14 @@ _TOKENS = ("class_token", "distil_token")
 
 def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = False) -> dict[str, Tensor]:
     """Penstock's state dict as transformers' ViTForImageClassification is stored, or with the names of its `modules` in
-    version 5. Raises ConfigError if it has no such model.
+    version 5; or as the model of `config.theirs.backbones` that computes the same. Raises ConfigError if it has no such
+    model.
     """
+    if written := written_as(config):
+        one, values = written
+        prefix = one.prefix if values["architectures"] == [one.classes[0]] else ""
+        named = to_library(state, config, one.names(config)).items()
+        return {name if name.startswith("classifier.") else prefix + name: tensor for name, tensor in named}
     require_representable(config)
     names = [f"vit.{'layers' if modules else 'encoder.layer'}.{i}." for i in range(config.depth)]
     return translate(_outward(state, config), ours.anatomy(config.graph), _hf(names, config))
@@ -41,10 +50,24 @@ def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = Fal
 
 def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """A state dict of ViTForImageClassification or ViTModel, of either naming and with or without the prefix `vit.`,
-    in Penstock's names and shapes.
+    in Penstock's names and shapes; or one of a model of `config.theirs.backbones`.
 
     Positions keep the grid they were learned on; names that the model lacks are kept.
     """
+    if one := backbone_in(state):
+        state = {name.removeprefix(one.prefix): tensor for name, tensor in state.items()}
+        expected, table = dict(Model(config, device="meta").state_dict()), one.names(config)
+        places = state.get(table[POSITIONS].names[0]) if POSITIONS in table else None
+        if places is not None and places.ndim > 1:
+            expected[POSITIONS] = places.new_empty(places.shape[-2:], device="meta")
+        made = from_library(state, config, table, expected)
+        # What does not fit is refused by its name here, and what the model lacks by its own.
+        odd = {
+            name: state[key]
+            for name in made.misfits
+            for key in in_library(name, expected[name], config, table)
+        }
+        return made.state | odd | {name: state[name] for name in made.left}
     require_representable(config)
     state = {re.sub(r"^(?!vit\.|classifier\.)", "vit.", name): tensor for name, tensor in state.items()}
     return _inward(translate(state, pruned(_hf(state, config), state), ours.anatomy(config.graph)))

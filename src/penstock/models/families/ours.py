@@ -75,9 +75,10 @@ def _condition(graph: Graph) -> tuple[Role, ...]:
 def _input(one: Input) -> tuple[Role, ...]:
     """The parts that make an input vectors."""
     if isinstance(one, PatchInput):
-        names = ("class_token", "distil_token")[: one.learned_tokens]
-        tokens = (Embedding(name, "class") for name in names)
-        return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *tokens)
+        names = {"class_token": one.class_token, "distil_token": one.distil_token}
+        tokens = (Embedding(name, "class") for name, there in names.items() if there)
+        registers = (Embedding("registers", "register"),) if one.registers else ()
+        return (Stem("stem.proj" if one.stem == "patchify" else "stem"), *tokens, *registers)
     return (Embedding(one.table, "token"), *((Embedding("types", "segment"),) if one.segments else ()))
 
 

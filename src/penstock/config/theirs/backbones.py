@@ -1,0 +1,237 @@
+"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2.
+
+An option of a config.json is one of our fields, or has a value that must be, or changes nothing that a model computes;
+any other is refused by name unless it is off.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from penstock.boundary.files import shown
+from penstock.config.activations import ACTIVATIONS, PLAIN_NAMES, UNGATED, Mlp
+from penstock.config.convert import shown_value
+from penstock.config.load import from_dict, to_dict
+from penstock.config.model import ViTConfig
+from penstock.config.model.vit import Pool
+from penstock.config.theirs.library import FREE
+from penstock.config.theirs.names import Names, WeightPlaces
+from penstock.errors import ConfigError
+
+_FREE = FREE | {
+    "apply_layernorm",
+    "out_features",
+    "out_indices",
+    "reshape_hidden_states",
+    "stage_names",
+    "use_mask_token",
+}
+_OWN = ("drop_path", "classifier")
+"""Fields of ours that config.json keeps under `penstock`, because transformers has no option for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """One family of transformers' vision models."""
+
+    model_type: str
+    base: ViTConfig
+    """Settings that hold for all of theirs, where no option says otherwise."""
+    options: Mapping[str, tuple[Any, str]]
+    """transformers' default, and our field."""
+    must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Options that must have one of these values; the first is written."""
+    names: Callable[[ViTConfig], Names]
+    mark: str
+    """A regular expression for a name that no weights of the families after it have."""
+    gate: str = ""
+    """The option for a gated perceptron, where there is one."""
+    gated: Mapping[str, Mlp] = field(default_factory=dict)
+    """What gated perceptrons are by their activation, where they are not all `swiglu`."""
+    tower: str
+    """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
+    classes: tuple[str, Pool]
+    """The class with one, and what that reads."""
+    prefix: str
+    """The prefix of the tower's weights beside such a head."""
+    antialias: bool = False
+    """Whether positions are interpolated with antialiasing."""
+
+
+def _dino_names(config: ViTConfig) -> Names:
+    here, block = "encoder.layer.{i}.", "encoder.blocks.{i}."
+    inner = ("query", "key", "value")
+    gated = config.mlp in UNGATED
+    width, patch = config.width, config.patch_size
+    return {
+        "stem.proj.weight": WeightPlaces(
+            ("embeddings.patch_embeddings.projection.weight",), shape=(width, -1, patch, patch)
+        ),
+        "stem.proj": WeightPlaces(("embeddings.patch_embeddings.projection",)),
+        "class_token": WeightPlaces(("embeddings.cls_token",), shape=(1, 1, -1)),
+        "registers": WeightPlaces(("embeddings.register_tokens",), shape=(1, -1, width)),
+        "encoder.places.weight": WeightPlaces(("embeddings.position_embeddings",), shape=(1, -1, width)),
+        block + "norm1": WeightPlaces((here + "norm1",)),
+        block + "attention.qkv": WeightPlaces(
+            tuple(f"{here}attention.attention.{one}" for one in inner), "heads"
+        ),
+        block + "attention.out": WeightPlaces((here + "attention.output.dense",)),
+        block + "branch1.scale": WeightPlaces((here + "layer_scale1.lambda1",)),
+        block + "norm2": WeightPlaces((here + "norm2",)),
+        block + "mlp.up": WeightPlaces((here + ("mlp.weights_in" if gated else "mlp.fc1"),)),
+        block + "mlp.down": WeightPlaces((here + ("mlp.weights_out" if gated else "mlp.fc2"),)),
+        block + "branch2.scale": WeightPlaces((here + "layer_scale2.lambda1",)),
+        "norm": WeightPlaces(("layernorm",)),
+        "head": WeightPlaces(("classifier",)),
+    }
+
+
+_SIZES: dict[str, tuple[Any, str]] = {
+    "hidden_size": (768, "width"), "num_hidden_layers": (12, "depth"), "num_attention_heads": (12, "heads"),
+    "num_channels": (3, "channels"), "image_size": (224, "image_size"),
+}  # fmt: skip
+_DINO: dict[str, Any] = {
+    "must": {"hidden_dropout_prob": (0.0,), "drop_path_rate": (0.0,)},
+    "names": _dino_names, "gate": "use_swiglu_ffn",
+}  # fmt: skip
+_DINO_OPTIONS: dict[str, tuple[Any, str]] = {
+    **_SIZES, "mlp_ratio": (4, "mlp_width"), "hidden_act": ("gelu", "mlp"),
+    "attention_probs_dropout_prob": (0.0, "attention_dropout"), "layer_norm_eps": (1e-6, "norm_eps"),
+    "qkv_bias": (True, "qkv_bias"), "layerscale_value": (1.0, "layer_scale"),
+}  # fmt: skip
+
+BACKBONES: tuple[Backbone, ...] = (
+    Backbone(
+        model_type="dinov2_with_registers", base=ViTConfig(),
+        options={**_DINO_OPTIONS, "patch_size": (16, "patch_size"), "num_register_tokens": (4, "registers")},
+        tower="Dinov2WithRegistersModel", classes=("Dinov2WithRegistersForImageClassification", "both"),
+        prefix="dinov2_with_registers.", mark=r"embeddings\.register_tokens$", antialias=True, **_DINO,
+    ),
+    Backbone(
+        model_type="dinov2", base=ViTConfig(), options={**_DINO_OPTIONS, "patch_size": (14, "patch_size")},
+        tower="Dinov2Model", classes=("Dinov2ForImageClassification", "both"), prefix="dinov2.",
+        mark=r"layer_scale1\.lambda1$", **_DINO,
+    ),
+)  # fmt: skip
+
+
+def backbone_of(model_type: Any) -> Backbone | None:
+    """The entry of a config.json's model_type; None for one of another kind of model."""
+    return next((one for one in BACKBONES if one.model_type == model_type), None)
+
+
+def backbone_in(names: Iterable[str]) -> Backbone | None:
+    """The family that weights of these names are of; None for those of another kind of model."""
+    every = list(names)
+    return next((one for one in BACKBONES if any(re.search(one.mark, name) for name in every)), None)
+
+
+def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
+    """The model that a config.json of transformers describes; what is absent has transformers' default. Of a model
+    without classes it is the one that tells `num_labels` apart by the vector that the tower makes of an image.
+
+    Raises ConfigError with every option that our models cannot honour.
+    """
+    one = backbone_of(values.get("model_type"))
+    assert one is not None
+    problems = list(_refused(values, one))
+    given = {option: values.get(option, default) for option, (default, _) in one.options.items()}
+    for option in ("image_size", "patch_size"):
+        sides = given[option] if isinstance(given[option], list | tuple) else [given[option]]
+        if any(side != sides[0] for side in sides) or not sides:
+            problems.append(
+                f"config.json has {option} {shown_value(given[option])}, but Penstock's ViT takes square images and "
+                "patches."
+            )
+        given[option] = next(iter(sides), None)
+    activation, gated = given["hidden_act"], bool(one.gate) and values.get(one.gate) is True
+    if not isinstance(activation, str) or activation not in PLAIN_NAMES:
+        known = ", ".join(PLAIN_NAMES)
+        problems.append(f"config.json has hidden_act {shown_value(activation)}; known are {known}.")
+    if "mlp_ratio" in given:
+        given["mlp_ratio"] = _hidden(given["hidden_size"], given["mlp_ratio"], gated=gated)
+    if problems:
+        raise ConfigError(problems)
+    given["hidden_act"] = one.gated.get(activation, "swiglu") if gated else PLAIN_NAMES[activation]
+    settings = {path: given[option] for option, (_, path) in one.options.items()}
+    labels, kinds = values.get("id2label"), values.get("architectures")
+    settings["classes"] = len(labels) if isinstance(labels, dict) and labels else values.get("num_labels", 2)
+    if isinstance(kinds, list) and one.classes[0] in kinds:
+        settings["classifier"] = one.classes[1]
+    own = values.get("penstock")
+    settings |= {name: own[name] for name in _OWN if isinstance(own, dict) and name in own}
+    return from_dict(ViTConfig, to_dict(one.base) | settings, origin="config.json")
+
+
+def _hidden(width: Any, ratio: Any, *, gated: bool) -> Any:
+    """Hidden features by a ratio, of which a gated perceptron has two thirds, in multiples of 8."""
+    if not isinstance(width, int) or not isinstance(ratio, int | float):
+        return ratio  # which no width is
+    return (int(int(width * ratio) * 2 / 3) + 7) // 8 * 8 if gated else int(width * ratio)
+
+
+def _refused(values: Mapping[str, Any], one: Backbone) -> Iterator[str]:
+    """Each option that has no place in our models, or another value than they have."""
+    known = {*one.options, *_FREE, one.gate}
+    for option, value in values.items():
+        if option in one.must:
+            if value not in one.must[option]:
+                yield (
+                    f"config.json has {option} {shown_value(value)}, but Penstock's model has "
+                    f"{one.must[option][0]!r} only."
+                )
+        elif option not in known and not option.startswith("_") and value not in (None, False, {}, [], ""):
+            yield (
+                f"config.json has {shown(option)} {shown_value(value)}, of which Penstock does not know what it "
+                "changes; remove it if it changes nothing that the model computes."
+            )
+
+
+@cache
+def written_as(config: ViTConfig) -> tuple[Backbone, dict[str, Any]] | None:
+    """The family that computes the same as a model, and its config.json; None where there is none."""
+    for one in reversed(BACKBONES):  # one without registers before one that may have none
+        values = _values(config, one)
+        try:
+            same = values is not None and read_backbone(values) == config
+        except ConfigError:
+            same = False
+        if same:
+            assert values is not None
+            return one, values
+    return None
+
+
+def _values(config: ViTConfig, one: Backbone) -> dict[str, Any] | None:
+    """A config.json that may be of a model; None where none can be."""
+    gated = config.mlp in UNGATED
+    plain = UNGATED.get(config.mlp, config.mlp)
+    values = {option: getattr(config, path) for option, (_, path) in one.options.items()}
+    values["hidden_act"] = "gelu_pytorch_tanh" if plain == "gelu_tanh" else ACTIVATIONS[plain].names[0]
+    if "mlp_ratio" in values:
+        ratios = (
+            ratio for ratio in range(1, 17) if _hidden(config.width, ratio, gated=gated) == config.mlp_width
+        )
+        values["mlp_ratio"] = next(ratios, None)
+        values["hidden_act"] = "gelu" if gated else values["hidden_act"]
+    if None in values.values() or (gated and not one.gate):
+        return None
+    classes = config.classifier == one.classes[1]
+    own = {name: getattr(config, name) for name in _OWN}
+    labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
+    return {
+        "architectures": [one.classes[0] if classes else one.tower],
+        "model_type": one.model_type,
+        **values,
+        **({one.gate: gated} if one.gate else {}),
+        **{option: allowed[0] for option, allowed in one.must.items()},
+        "initializer_range": 0.02,
+        "id2label": labels,
+        "label2id": {label: int(i) for i, label in labels.items()},
+        # What transformers' configuration has no field for.
+        "penstock": own,
+    }

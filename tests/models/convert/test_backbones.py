@@ -1,0 +1,121 @@
+"""Vision backbones against transformers' own classes: the same features, losses and gradients from the same weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.errors import ConfigError
+from penstock.models import Model
+from penstock.models.convert import from_pretrained, load_weights, model_in, save_pretrained
+
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 32, "patch_size": 8,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Dinov2": {},
+    "Dinov2 ": {"use_swiglu_ffn": True},
+    "Dinov2WithRegisters": {"layerscale_value": 0.5, "qkv_bias": False},
+}  # fmt: skip
+
+
+def _theirs(family: str, suffix: str = "ForImageClassification", **changes: Any) -> Any:
+    """A model of transformers with ten classes, no weight of which is neutral."""
+    name = family.strip()
+    options = getattr(transformers, f"{name}Config")(
+        **{**SMALL, **FAMILIES[family], "num_labels": 10, **changes}
+    )
+    model = getattr(transformers, name + suffix)(options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """1e-5 of the largest number."""
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def _saved(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_loss_and_gradients_equal_theirs(family: str, tmp_path: Path) -> None:
+    theirs = _theirs(family)
+    theirs.save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path).eval()
+    images, labels = torch.randn(3, 3, 32, 32), torch.tensor([1, 7, 2])
+    _close(ours.norm(ours.features(images)), theirs.base_model(images).last_hidden_state)
+    output = theirs(images, labels=labels)
+    _close(ours(images), output.logits)
+    loss = torch.nn.functional.cross_entropy(ours(images), labels)
+    _close(loss, output.loss)
+    loss.backward()
+    output.loss.backward()
+    learned = {name for name, one in theirs.named_parameters() if one.grad is not None}
+    with torch.no_grad():
+        for one in (*theirs.parameters(), *ours.parameters()):
+            one.copy_(torch.zeros_like(one) if one.grad is None else one.grad)
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_pretrained(ours, tmp_path / "ours")
+    expected, mine = _saved(tmp_path / "theirs"), _saved(tmp_path / "ours")
+    assert len(expected.keys() - mine.keys()) == len(dict(theirs.named_parameters())) - len(learned)
+    rounding = re.compile(r"\bk(ey|_proj)\.bias$")  # moves all scores of a query alike
+    for name in mine.keys() - set(filter(rounding.search, mine)):
+        _close(mine[name], expected[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_image_size_interpolates_as_theirs(family: str, tmp_path: Path) -> None:
+    theirs = _theirs(family)
+    theirs.save_pretrained(tmp_path)
+    ours = Model(replace(from_pretrained(tmp_path).config, image_size=48)).eval()
+    assert load_weights(ours, tmp_path).resized_from == 17
+    images = torch.randn(2, 3, 48, 48)
+    _close(ours(images), theirs(images).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_gets_a_head_of_its_own(family: str, tmp_path: Path) -> None:
+    tower = _theirs(family, "Model")
+    tower.save_pretrained(tmp_path)
+    ours = Model(replace(model_in(tmp_path), classes=5)).eval()
+    with pytest.raises(ConfigError, match="new_head=True"):
+        load_weights(ours, tmp_path)
+    assert load_weights(ours, tmp_path, new_head=True).drawn == ("head.weight", "head.bias")
+    images = torch.randn(2, 3, 32, 32)
+    pooled = tower(images).pooler_output
+    _close(ours(images), pooled @ ours.head.weight.T + ours.head.bias)
+    save_pretrained(ours, tmp_path / "ours")
+    assert from_pretrained(tmp_path / "ours").config == ours.config
+    again, report = type(tower).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert set(report["unexpected_keys"]) == {"classifier.weight", "classifier.bias"}
+    _close(again.eval()(images).pooler_output, pooled)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folders_go_there_and_back_to_the_bit(family: str, tmp_path: Path) -> None:
+    theirs = _theirs(family)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = from_pretrained(tmp_path / "theirs")
+    save_pretrained(ours, tmp_path / "ours")
+    before, after = _saved(tmp_path / "theirs"), _saved(tmp_path / "ours")
+    assert after.keys() <= before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    again, report = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert all("mask_token" in name for kind in report.values() for name in kind), report
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again.eval()(images).logits, theirs(images).logits)
+    back = from_pretrained(tmp_path / "ours")
+    assert back.config == ours.config
+    assert all(torch.equal(back.state_dict()[name], one) for name, one in ours.state_dict().items())

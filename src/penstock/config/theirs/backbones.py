@@ -51,7 +51,7 @@ class Backbone:
     gate: str = ""
     """The option for a gated perceptron, where there is one."""
     gated: Mapping[str, Mlp] = field(default_factory=dict)
-    """What gated perceptrons are by their activation, where they are not all `swiglu`."""
+    """Gated activations by the word for their gate's, where not all are `swiglu`."""
     tower: str
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
     classes: tuple[str, Pool]

@@ -48,28 +48,6 @@ def test_every_sample_keeps_as_much_as_the_page_says() -> None:
         assert more[1] - more[0] == pytest.approx(8 * models.sample_bytes(model, precision, device)), name
 
 
-@pytest.mark.parametrize(
-    ("test", "code", "words"),
-    [
-        ("tests/planner/test_nothing.py::test_flops", "rel=0.005", "is not there"),
-        ("tests/planner/test_text_models.py::test_flops", "rel=0.005", "is not there"),
-        ("tests/planner/test_text_models.py::test_flops_equal_torchs", "rel=0.001", "which it does not"),
-    ],
-)
-def test_a_test_or_a_tolerance_that_is_not_there_stops_the_page(test: str, code: str, words: str) -> None:
-    with pytest.raises(LookupError, match=words):
-        models.held_by(test, code)
-
-
-def test_a_class_without_a_figure_stops_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = json.loads(models.RESULTS.read_text(encoding="utf-8"))
-    del stored["differences"]["BertModel"]
-    (tmp_path / "short.json").write_text(json.dumps(stored))
-    monkeypatch.setattr(models, "RESULTS", tmp_path / "short.json")
-    with pytest.raises(LookupError, match=r"short\.json has no BertModel; run python benchmarks/"):
-        models.page()
-
-
 @pytest.mark.slow
 def test_stored_figures_are_those_of_a_run() -> None:
     pytest.importorskip("transformers")

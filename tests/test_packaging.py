@@ -222,13 +222,8 @@ def test_the_archives_hold_what_they_should(built: Path) -> None:
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "Makefile",
-        "constraints.txt",
-        "tests/test_packaging.py",
-    } <= inside
+        "pyproject.toml", "README.md", "LICENSE", "Makefile", "constraints.txt", "tests/test_packaging.py",
+    } <= inside  # fmt: skip
     assert not any(name.startswith(("runs/", ".venv/", "dist/")) for name in inside)
 
 

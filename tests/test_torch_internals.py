@@ -20,14 +20,8 @@ NOT_TORCHS = {"_replace", "_asdict", "_fields", "_make", "_run_exitfuncs", "_arg
               "_unsafe_view", "_shutdown"}  # fmt: skip
 # Names of torch's that the source also gives to attributes of its own.
 TORCHS = {
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_version",
-    "_apply",
-    "_values",
-    "_step_supports_amp_scaling",
-}
+    "_parameters", "_buffers", "_modules", "_version", "_apply", "_values", "_step_supports_amp_scaling",
+}  # fmt: skip
 # Calls that change something for the whole process; `_patch` replaces attributes of other people's classes.
 PROCESS_WIDE = {
     "torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.library.Library",

@@ -109,19 +109,11 @@ def test_whatever_reads_stands_in_the_boundary_or_says_why_not() -> None:
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("open(path)", 1),
-        ("open(path, 'rb')", 1),
-        ("open(path, 'w')", 0),
-        ("Path(x).open()", 1),
-        ("path.open('ab')", 0),
-        ("path.read_text(encoding='utf-8')", 1),
-        ("json.loads(text)", 1),
-        ("json.dumps(text)", 0),
-        ("numpy.load(path)", 1),
-        ("np.load(path)", 1),
-        ("Image.open(path)", 1),
+        ("open(path)", 1), ("open(path, 'rb')", 1), ("open(path, 'w')", 0), ("Path(x).open()", 1),
+        ("path.open('ab')", 0), ("path.read_text(encoding='utf-8')", 1), ("json.loads(text)", 1),
+        ("json.dumps(text)", 0), ("numpy.load(path)", 1), ("np.load(path)", 1), ("Image.open(path)", 1),
         ("read_bytes(path, 'The file', limit=3)", 0),
     ],
-)
+)  # fmt: skip
 def test_the_check_sees(text: str, count: int) -> None:
     assert len(list(_readers(ast.parse(text)))) == count

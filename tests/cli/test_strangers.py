@@ -102,15 +102,18 @@ def test_nothing_accelerated_is_said_and_has_a_code(body: str, why: str, tmp_pat
 
 
 KINDS: dict[str, tuple[Path, str, str]] = {
-    "glue": (SCRIPTS, "glue_trainer.py 4 OUT", "accelerated BertForSequenceClassification"),
-    "nlp_example": (SCRIPTS, "nlp_example.py 4", "accelerated BertForSequenceClassification"),
-    "lora": (SCRIPTS, "lora.py 3 OUT", "accelerated PeftModelForCausalLM"),
-    "nanogpt": (SCRIPTS, "nanogpt.py 3 eager", "accelerated GPT"),
+    "glue": (
+        TUNED,
+        "run_glue.py --max_steps 4 --output_dir OUT",
+        "accelerated BertForSequenceClassification",
+    ),
+    "accelerate": (TUNED, "accelerated.py 4", "accelerated Sequential"),
+    "lora": (SCRIPTS, "lora.py 4 OUT", "accelerated PeftModelForCausalLM"),
+    "nanogpt": (TUNED, "nanogpt.py --max_iters=3 --compile=True --backend=eager", "accelerated GPT"),
     "workers": (SCRIPTS, "workers.py --save OUT", "accelerated Net"),
     "spawned workers": (SCRIPTS, "workers.py --workers spawn", "accelerated Net"),
-    "imagenet": (TUNED, "imagenet.py --epochs 1", "accelerated "),
     "timm": (TUNED, "timm_train.py 4", "accelerated "),
-    "lightning": (SCRIPTS, "lightning_in_style.py 4", "accelerated Classifier"),
+    "lightning": (OTHERS, "trainer_with_closures.py automatic 1 4", "accelerated Net"),
     "gan": (OTHERS, "gan.py", "accelerated Sequential"),
 }
 QUICK = ("workers",)
@@ -164,11 +167,13 @@ def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "line", ["glue_trainer.py 2 OUT --bf16", "sft_in_style.py --output_dir OUT --use_cpu True"]
+    "line",
+    ["run_glue.py --max_steps 2 --output_dir OUT --bf16", "sft_in_style.py --output_dir OUT --use_cpu True"],
 )
 def test_a_trainer_that_is_mixed_already_is_told_what_to_type(line: str, tmp_path: Path) -> None:
     name, *words = line.replace("OUT", str(tmp_path / "out")).split()
-    done = _run("run", str(SCRIPTS / name), *words, folder=tmp_path)
+    folder = SCRIPTS if name.startswith("sft") else TUNED
+    done = _run("run", str(folder / name), *words, folder=tmp_path)
     assert done.returncode == 2
     assert "--bf16 False" in done.stderr
     assert f"{name}:" in done.stderr
@@ -203,14 +208,14 @@ def test_exit_functions_and_threads_run_before_the_end(
 @pytest.mark.parametrize(
     "kind",
     sweep(
-        ["glue", "nlp_example", "lora", "nanogpt", "lightning", "workers", "gan"],
+        ["glue", "accelerate", "lora", "nanogpt", "lightning", "workers", "gan"],
         (),
         slow=["lightning", "gan"],
     ),
 )
 def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:
     folder, words, _ = KINDS[kind]
-    line = [str(tmp_path) if w == "OUT" else "100000" if w in ("3", "4") else w for w in words.split()]
+    line = words.replace("=3", "=100000").replace(" 4", " 100000").replace("OUT", str(tmp_path)).split()
     line += ["--epochs", "100000"] if kind == "workers" else []
     options = ["--budget", "40", "--rungs", "matmul", "--output", str(tmp_path / "tuned")]
     done = _run("tune", *options, str(folder / line[0]), *line[1:], folder=tmp_path)

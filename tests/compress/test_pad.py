@@ -23,21 +23,12 @@ FORMS = {
     **{
         name: ENROLLED[name].config
         for name in (
-            "vit",
-            "gpt",
-            "llama",
-            "bert",
-            "bert of classes",
-            "modernbert",
-            "mixtral",
-            "t5",
-            "marian",
-            "bart",
+            "vit", "gpt", "llama", "bert", "bert of classes", "modernbert", "mixtral", "t5", "marian", "bart",
         )
     },
     "grouped": small("llama-tiny", heads=6, kv_heads=3, head_features=4),
     "shared": small("qwen3-moe-tiny", head_features=8, expert_width=16, shared_experts=2),
-}
+}  # fmt: skip
 ALIKE = ("shared",)
 """Forms that transformers does not have."""
 

@@ -162,13 +162,10 @@ def test_the_resolved_configuration_runs_it_again(tmp_path: Path) -> None:
     config = load(
         RunConfig,
         overrides={
-            "model": "vit-s16",
-            "recipe.clip_norm": "none",
-            "machine": "h100",
-            "output": 'a"\\\n\té',
+            "model": "vit-s16", "recipe.clip_norm": "none", "machine": "h100", "output": 'a"\\\n\té',
             "plan.compile": "blocks",
         },
-    )
+    )  # fmt: skip
     assert load(RunConfig, file=_write(tmp_path, dump_toml(config))) == config
     assert load(RunConfig, file=_write(tmp_path, json.dumps(to_dict(config)), ".json")) == config
     assert load(RunConfig, file=_write(tmp_path, yaml.safe_dump(to_dict(config)), ".yaml")) == config

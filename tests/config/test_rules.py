@@ -18,16 +18,10 @@ from penstock.errors import ConfigError
 BROKEN = {
     "dtype_has_an_effect": ("dtype=fp16", "vit-s16", "h100", "dtype=fp16 has no effect"),
     "fp16_skips_overflowed_steps": (
-        "precision=O1 dtype=fp16",
-        "vit-s16",
-        "h100",
-        "cannot skip an overflowed step",
+        "precision=O1 dtype=fp16", "vit-s16", "h100", "cannot skip an overflowed step",
     ),
     "optimizer_has_the_form": (
-        "algorithm=muon optimizer=contiguous",
-        "gpt2",
-        "h100",
-        "flat buffers hold no matrices",
+        "algorithm=muon optimizer=contiguous", "gpt2", "h100", "flat buffers hold no matrices",
     ),
     "matrices_are_whole": ("algorithm=adafactor tp=2", "gpt2", "h100", "means of whole rows and columns"),
     "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
@@ -44,39 +38,24 @@ BROKEN = {
     "experts_are_there": ("experts=loop", "gpt2", "h100", "is for mixtures of experts"),
     "chunked_loss_is_over_words": ("loss=chunked", "vit-s16", "h100", "which this model's outputs are not"),
     "padding_is_left_out_of_encoders": (
-        "padding=remove",
-        "vit-s16",
-        "h100",
-        "which this model does not have",
+        "padding=remove", "vit-s16", "h100", "which this model does not have",
     ),
     "flash_takes_narrow_heads": (
-        "precision=O1 attention=flash",
-        None,
-        "h100",
-        "heads of at most 256 features",
+        "precision=O1 attention=flash", None, "h100", "heads of at most 256 features",
     ),
     "machine_computes_the_types": ("precision=O1", "vit-s16", "v100", "dtype=bf16 cannot be computed"),
     "fused_operators_are_named_once": (
-        "fuse=auto,residual_norm",
-        "vit-s16",
-        "h100",
-        "names an operator twice",
+        "fuse=auto,residual_norm", "vit-s16", "h100", "names an operator twice",
     ),
     "fused_operators_have_kernels": ("fuse=bias_activation", "vit-s16", "h100", "has kernels for cpu only"),
     "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
     "native_attention_multiplies_bf16": ("attention=native", "vit-s16", "cpu", "multiplies bf16 only"),
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
     "activations_leave_a_gpu": (
-        "offload=activations",
-        "vit-s16",
-        "cpu",
-        "to host memory, where a CPU such as",
+        "offload=activations", "vit-s16", "cpu", "to host memory, where a CPU such as",
     ),
     "offloaded_blocks_run_eagerly": (
-        "offload=activations recompute=full",
-        "vit-s16",
-        "h100",
-        "which plan.recompute=full decides by itself",
+        "offload=activations recompute=full", "vit-s16", "h100", "which plan.recompute=full decides by itself",
     ),
     "pipeline_runs_stages": (
         "pp=2 compile=whole",
@@ -93,20 +72,14 @@ BROKEN = {
     "runtime_has_the_setting": ("gradients=half", "vit-s16", "h100", "training cannot run it yet"),
     "heads_of_keys_are_split": ("tp=16", "llama3-8b", "h100", "8 KV heads, which can be predicted"),
     "split_layers_have_plain_weights": (
-        "tp=2 products=fp8_tensorwise precision=O1",
-        "gpt2",
-        "h100",
-        "leave one of them out",
+        "tp=2 products=fp8_tensorwise precision=O1", "gpt2", "h100", "leave one of them out",
     ),
     "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
     "penstock_runs_on_the_machine": ("precision=O1", "vit-s16", "tpu-v5p", "Penstock does not run on it"),
     "mixtures_are_trained": (
-        "compile=blocks recompute=full",
-        "mixtral-8x7b",
-        "h100",
-        "would choose experts again in compiled code",
+        "compile=blocks recompute=full", "mixtral-8x7b", "h100", "would choose experts again in compiled code",
     ),
-}
+}  # fmt: skip
 
 
 def _machine(name: str) -> Machine:

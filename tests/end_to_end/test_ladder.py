@@ -33,17 +33,8 @@ def test_the_ladder_of_a_tiny_vision_transformer(
 ) -> None:
     out = tmp_path / "ladder"
     options = [
-        "--rounds",
-        "2",
-        "--round_seconds",
-        "0.01",
-        "--loss_steps",
-        "4",
-        "--batch",
-        "16",
-        "--device",
-        "cpu",
-    ]
+        "--rounds", "2", "--round_seconds", "0.01", "--loss_steps", "4", "--batch", "16", "--device", "cpu",
+    ]  # fmt: skip
     words = ["ladder", "vit-digits", "--model.classifier", "token", *MODEL, *options, "--machine", machine]
     assert main([*words, "--skip", "compile", "--output", str(out)]) == 0
 
@@ -51,14 +42,8 @@ def test_the_ladder_of_a_tiny_vision_transformer(
     rungs = {rung["name"]: rung for rung in found["rungs"]}
     measured = {name for name, rung in rungs.items() if rung["to_baseline"] is not None}
     assert measured >= {
-        "baseline",
-        "optimizer-fused",
-        "classifier",
-        "batch-x2",
-        "batch-x4",
-        "image",
-        "whole-half",
-    }
+        "baseline", "optimizer-fused", "classifier", "batch-x2", "batch-x4", "image", "whole-half",
+    }  # fmt: skip
     assert {rungs[name]["status"] for name in rungs.keys() - measured} <= {"unsupported", "not run"}
     for name in measured:
         rung = rungs[name]
@@ -121,16 +106,9 @@ def test_a_factory_may_be_given_as_the_model(
     )
     monkeypatch.chdir(tmp_path)
     words = [
-        "ladder",
-        "--model",
-        "given_as_model:factory",
-        "--rungs",
-        "matmul",
-        "--loss_steps",
-        "0",
-        "--rounds",
+        "ladder", "--model", "given_as_model:factory", "--rungs", "matmul", "--loss_steps", "0", "--rounds",
         "2",
-    ]
+    ]  # fmt: skip
     assert main([*words, "--round_seconds", "0.001", "--machine", machine, "--device", "cpu"]) == 0
     found = json.loads(Path("runs/ladder/ladder.json").read_text(encoding="utf-8"))
     assert found["title"] == "given_as_model:factory"

@@ -38,15 +38,9 @@ def test_torchrun_starts_ranks_that_train_as_one_process_does(
     machine = desk(tmp_path)
     several, single = tmp_path / "several", tmp_path / "single"
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
         "penstock",
-    ]
+    ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, *_words(several, machine, "micro_batch=8 dp=2 sharding=fsdp")],

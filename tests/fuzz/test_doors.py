@@ -50,18 +50,12 @@ def test_what_once_got_through(file: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"traceback", "KeyError and its traceback"),
-        (b"mumble", "no sentence"),
-        (b"escape", "control characters"),
-        (b"slow", "s of processor time"),
-        (b"flood", "bytes of memory"),
-        (b"deluge", "MemoryError"),
-        (b"hang", "It hangs"),
-        (b"crash", "ended with -11"),
-        (b"other", None),
+        (b"traceback", "KeyError and its traceback"), (b"mumble", "no sentence"),
+        (b"escape", "control characters"), (b"slow", "s of processor time"), (b"flood", "bytes of memory"),
+        (b"deluge", "MemoryError"), (b"hang", "It hangs"), (b"crash", "ended with -11"), (b"other", None),
         (b"good", None),
     ],
-)
+)  # fmt: skip
 def test_the_room_notices(data: bytes, words: str | None, tmp_path: Path) -> None:
     case = tmp_path / "case.bin"
     case.write_bytes(data)

@@ -42,13 +42,3 @@ def test_the_whole_script_runs_dry(
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit, match="add --dry"):
             script.main([])
-
-
-def test_the_fastest_other_way_is_the_one_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    cell = importlib.import_module("kernels_gpu").Cell("norm", {"rows": 2}, {}, bytes=4_000_000)
-    cell.milliseconds = {"eager": [3.0, 5.0, 4.0], "compiled": [2.0, 2.0, 2.5], "penstock": [9.0, 1.0, 1.0]}
-    report = cell.report(copied=8e9)
-    assert (report["best_other"], report["speedup"]) == ("compiled", 2.0)
-    assert report["copy_share"] == 0.5
-    assert report["spread"]["eager"] == [3.0, 5.0]

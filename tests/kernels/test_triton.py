@@ -51,17 +51,8 @@ def _seeded_norm() -> Iterator[Compiled]:
     from penstock.kernels.triton.common import tile_of
 
     halves = (
-        "x",
-        "residual",
-        "normed",
-        "total",
-        "to_normed",
-        "to_total",
-        "to_x",
-        "to_residual",
-        "weight",
-        "bias",
-    )
+        "x", "residual", "normed", "total", "to_normed", "to_total", "to_x", "to_residual", "weight", "bias",
+    )  # fmt: skip
     types = dict.fromkeys(halves, "*bf16") | {"seed": "*i64"}
     types |= dict.fromkeys(("means", "inverses", "to_weight", "to_bias"), "*fp32")
     types |= {"rows": "i32", "columns": "i32", "level": "i32", "scale": "fp32", "eps": "fp32"}

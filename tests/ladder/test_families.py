@@ -75,13 +75,8 @@ def test_the_ladder_of_a_family_of_text(
     sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 48}
     options = [f"--model.{side}{name}={size}" for side in sides for name, size in sizes.items()]
     options += [
-        "--rounds=2",
-        "--round_seconds=0.01",
-        "--loss_steps=0",
-        "--batch=8",
-        "--device=cpu",
-        "--output=out",
-    ]
+        "--rounds=2", "--round_seconds=0.01", "--loss_steps=0", "--batch=8", "--device=cpu", "--output=out",
+    ]  # fmt: skip
     options += [
         "--rungs=optimizer-fused,attention-plain,loss-chunked,padding,packed,length-groups,classifier"
     ]
@@ -117,13 +112,8 @@ def test_the_ladder_of_a_model_of_several_kinds_in_one(
     sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 48}
     options = [f"--model.{run}{name}={size}" for run in runs for name, size in sizes.items()]
     options += [
-        "--rounds=2",
-        "--round_seconds=0.01",
-        "--loss_steps=0",
-        "--batch=4",
-        "--device=cpu",
-        "--output=out",
-    ]
+        "--rounds=2", "--round_seconds=0.01", "--loss_steps=0", "--batch=4", "--device=cpu", "--output=out",
+    ]  # fmt: skip
     options += ["--rungs=optimizer-fused,attention-plain,token-order,loss-chunked,padding,experts-loop"]
     assert main(["ladder", *words.split(), *options, "--machine", machine]) == 0
     found = json.loads(Path("out", "ladder.json").read_text(encoding="utf-8"))

@@ -23,12 +23,8 @@ def test_only_matrices_that_map_features_are_decayed() -> None:
     assert "encoder.blocks.0.mlp.up.weight" in decayed
     assert "head.weight" in decayed
     assert {
-        "class_token",
-        "encoder.places.weight",
-        "head.bias",
-        "norm.weight",
-        "encoder.blocks.2.norm1.bias",
-    } <= spared
+        "class_token", "encoder.places.weight", "head.bias", "norm.weight", "encoder.blocks.2.norm1.bias",
+    } <= spared  # fmt: skip
     assert all(parameter.ndim >= 2 for parameter in groups[0]["params"])
     assert decayed | spared == {name for name, _ in model.named_parameters()}
     assert not decayed & spared

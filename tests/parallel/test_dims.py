@@ -138,12 +138,8 @@ def _groups(lines: list[str]) -> list[list[list[int]]]:
 
 def test_groups_hold_the_ranks_that_differ_in_their_dimensions_alone() -> None:
     lines = [
-        "dp=4 sharding=fsdp",
-        "dp=2 tp=2",
-        "dp=2 sharding=fsdp pp=2",
-        "dp=2 sharding=fsdp cp=2",
-        "cp=2 tp=2",
-    ]
+        "dp=4 sharding=fsdp", "dp=2 tp=2", "dp=2 sharding=fsdp pp=2", "dp=2 sharding=fsdp cp=2", "cp=2 tp=2",
+    ]  # fmt: skip
     found = spawn(_groups, 4, lines)
     assert found[1] == [
         [[0, 1, 2, 3], [0, 1, 2, 3]],

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -55,28 +53,3 @@ def test_whole_levels_lie_within_the_noise_and_crippled_ones_do_not(
     for variant in ("O2 fp16, no loss scale", "O2 bf16, no master weights", "O3 bf16"):
         worse, kept = tool.differences(of, variant), tool.differences(of, "O2 bf16")
         assert all(one > max(other, 0.0) for one, other in zip(worse, kept, strict=True)), variant
-
-
-LOSSES = {"O0": [1.0, 1.2, 1.1], "less": [1.05, 1.6, None], "none": [None, None, None]}
-
-
-def test_each_run_is_a_dot_within_the_noise_or_outside_or_a_word(tool: ModuleType) -> None:
-    svg = tool.draw({"A task": LOSSES}, title="Runs")
-    ElementTree.fromstring(svg)
-    tipped = re.findall(r'<circle [^>]*style="fill:var\((--\w+)\)"><title>([^<]*)</title>', svg)
-    assert tipped == [
-        ("--accent", "O0, seed 0: +0.0000"),
-        ("--accent", "O0, seed 1: +0.0000"),
-        ("--accent", "O0, seed 2: +0.0000"),
-        ("--accent", "less, seed 0: +0.0500"),
-        ("--bad", "less, seed 1: +0.4000"),
-    ]
-    assert "lost, 1 of 3" in svg
-    assert "lost, 3 of 3" in svg
-    assert "A task: O0 1.1000, less 1.3250, none lost" in svg
-
-
-def test_panels_have_the_same_rows(tool: ModuleType) -> None:
-    panels = {name: dict(list(LOSSES.items())[: 2 + (name == "a")]) for name in "ab"}
-    with pytest.raises(ValueError, match="same variants"):
-        tool.draw(panels, title="Runs")

@@ -99,13 +99,8 @@ def test_a_saved_model_is_plain_and_loads_without_penstock(level: str, dtype: st
         loaded = torch.load(file, weights_only=True)
     for twin in (loaded, pickle.loads(pickle.dumps(model)), plain(model)):
         assert [type(module) for module in twin.modules()] == [
-            Net,
-            Locked,
-            nn.Linear,
-            nn.LSTM,
-            nn.LayerNorm,
-            nn.Linear,
-        ]
+            Net, Locked, nn.Linear, nn.LSTM, nn.LayerNorm, nn.Linear,
+        ]  # fmt: skip
         assert twin.state_dict().keys() == state.keys()
         for name, value in twin.state_dict().items():
             assert value.dtype == torch.float32

@@ -82,13 +82,10 @@ def test_a_list_comes_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("1 2 x", "'x' as its entry 3"),
-        ("-1", "entry 1"),
-        ("", "is empty"),
-        ("1 999", "token 999"),
+        ("1 2 x", "'x' as its entry 3"), ("-1", "entry 1"), ("", "is empty"), ("1 999", "token 999"),
         ("٣", "entry 1"),
     ],
-)
+)  # fmt: skip
 def test_a_list_that_is_none_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "list").write_text(text)
     with pytest.raises(ConfigError, match=said):

@@ -148,18 +148,11 @@ def _thrown_away(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        _summed,
-        _given,
-        _several_roots,
-        _twice,
-        _some_inputs,
-        _penalty,
-        _reentrant,
-        _changed_by_hand,
+        _summed, _given, _several_roots, _twice, _some_inputs, _penalty, _reentrant, _changed_by_hand,
         _thrown_away,
     ],
     ids=lambda use: use.__name__.strip("_"),
-)
+)  # fmt: skip
 def test_gradients_are_true(use: Callable[[nn.Module], Any], level: str) -> None:
     expected = _reference_gradients(use)
     found = _gradients(use, level)

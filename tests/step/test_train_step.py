@@ -53,15 +53,8 @@ def batches(count: int = 1, *, device: str = "cpu", soft: bool = False) -> list[
 
 
 WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "is_nonzero",
-    "equal",
-    "masked_select",
-    "unique",
-    "_unique2",
-    "bincount",
-)
+    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2", "bincount",
+)  # fmt: skip
 
 
 class CountWaits(TorchDispatchMode):

@@ -13,25 +13,12 @@ from penstock.tasks import classification_loss
 from penstock.train.display import LineDisplay, RichDisplay, describe, display_for, with_prefix
 
 STEPS: dict[str, Any] = {
-    "event": "steps",
-    "step": 20,
-    "epoch": 1.5,
-    "loss": 1.25,
-    "lr": 1e-3,
-    "samples_per_second": 1234.0,
-    "model_flops_per_second": 3.1e9,
-    "mfu": 0.123,
-    "data_wait_share": 0.3,
-}
+    "event": "steps", "step": 20, "epoch": 1.5, "loss": 1.25, "lr": 1e-3, "samples_per_second": 1234.0,
+    "model_flops_per_second": 3.1e9, "mfu": 0.123, "data_wait_share": 0.3,
+}  # fmt: skip
 EVALUATION: dict[str, Any] = {
-    "event": "evaluation",
-    "step": 20,
-    "samples": 359,
-    "top1": 0.975,
-    "top5": 0.999,
-    "loss": 0.1,
-    "ema": True,
-}
+    "event": "evaluation", "step": 20, "samples": 359, "top1": 0.975, "top5": 0.999, "loss": 0.1, "ema": True,
+}  # fmt: skip
 
 
 def test_lines_say_what_matters() -> None:
@@ -55,20 +42,10 @@ def test_lines_say_what_matters() -> None:
 
 def test_the_first_lines_name_plan_and_places() -> None:
     record = {
-        "event": "resume",
-        "step": 20,
-        "plan": "precision=O1",
-        "parameters": 5018,
-        "model": "10 classes",
-        "unit": "images",
-        "data": "digits",
-        "samples": 1442,
-        "batch": 128,
-        "device": "cpu",
-        "peak": "desk bf16, measured",
-        "output": "runs/a",
-        "total": 40,
-    }
+        "event": "resume", "step": 20, "plan": "precision=O1", "parameters": 5018, "model": "10 classes",
+        "unit": "images", "data": "digits", "samples": 1442, "batch": 128, "device": "cpu",
+        "peak": "desk bf16, measured", "output": "runs/a", "total": 40,
+    }  # fmt: skip
     assert describe(record, 40).splitlines() == [
         "plan    precision=O1",
         "model   5,018 parameters, 10 classes",
@@ -83,11 +60,8 @@ def test_the_first_lines_name_plan_and_places() -> None:
 def test_predicted_stands_beside_measured() -> None:
     predicted = {"iteration_seconds": 0.012, "memory_bytes": 3e6, "samples_per_second": 700.0}
     measured = {
-        "step_seconds_median": 1.5,
-        "step_seconds_p95": 2.5,
-        "memory_bytes": 4e9,
-        "memory_kind": "allocated",
-    }
+        "step_seconds_median": 1.5, "step_seconds_p95": 2.5, "memory_bytes": 4e9, "memory_kind": "allocated",
+    }  # fmt: skip
     record = {"event": "summary", "step": 40, "predicted": predicted, "measured": measured}
     assert describe(record, 40) == (
         "step 40/40  a step took 1.50 s (median; p95 2.50 s), predicted 12.0 ms; "

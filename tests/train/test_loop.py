@@ -113,17 +113,11 @@ def final_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
 
 
 PLANS = [
-    "",
-    "optimizer=foreach",
-    "optimizer=fused",
-    "optimizer=contiguous",
-    "matmul=medium token_order=batch_second attention=plain",
-    "precision=O1 optimizer=fused attention=auto",
-    "precision=O3 optimizer=contiguous",
-    "precision=O1 dtype=fp16 optimizer=fused",
-    "precision=O3 dtype=fp16 optimizer=contiguous",
-    "precision=O1 optimizer=fused products=int8_all",
-]
+    "", "optimizer=foreach", "optimizer=fused", "optimizer=contiguous",
+    "matmul=medium token_order=batch_second attention=plain", "precision=O1 optimizer=fused attention=auto",
+    "precision=O3 optimizer=contiguous", "precision=O1 dtype=fp16 optimizer=fused",
+    "precision=O3 dtype=fp16 optimizer=contiguous", "precision=O1 optimizer=fused products=int8_all",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -160,26 +154,15 @@ def test_what_a_run_leaves(config: RunConfig) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     output = Path(config.output)
     assert sorted(p.name for p in output.iterdir()) == [
-        "checkpoints",
-        "export",
-        "lock",
-        "metrics.jsonl",
-        "names",
-        "pictures",
-        "run.toml",
-    ]
+        "checkpoints", "export", "lock", "metrics.jsonl", "names", "pictures", "run.toml",
+    ]  # fmt: skip
     assert checkpoint.steps(output / "checkpoints") == [6, 8]
     assert load(RunConfig, file=output / "run.toml") == config
     assert to_dict(config) == checkpoint.load(output / "checkpoints" / "step-8").config
     expected = [("start", 0), ("prediction", 0), ("steps", 2), ("steps", 3), ("checkpoint", 3), ("steps", 4)]
     expected += [
-        ("steps", 6),
-        ("checkpoint", 6),
-        ("steps", 8),
-        ("evaluation", 8),
-        ("checkpoint", 8),
-        ("summary", 8),
-    ]
+        ("steps", 6), ("checkpoint", 6), ("steps", 8), ("evaluation", 8), ("checkpoint", 8), ("summary", 8),
+    ]  # fmt: skip
     assert events(config) == expected
     assert (result.steps, result.resumed_at) == (8, 0)
     assert result.loss == pytest.approx(sum(losses(config)[-2:]) / 2)
@@ -190,13 +173,8 @@ def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig
     records = read_metrics(Path(config.output) / "metrics.jsonl")
     steps = next(record for record in records if record["event"] == "steps")
     names = (
-        "samples_per_second",
-        "step_seconds_median",
-        "step_seconds_p95",
-        "model_flops_per_second",
-        "mfu",
-        "hfu",
-    )
+        "samples_per_second", "step_seconds_median", "step_seconds_p95", "model_flops_per_second", "mfu", "hfu",
+    )  # fmt: skip
     assert all(steps[name] > 0 for name in (*names, "memory_bytes", "lr", "grad_norm", "epoch"))
     assert 0 <= steps["data_wait_share"] <= 1
     start, summary = records[0], records[-1]
@@ -235,11 +213,8 @@ def test_a_finished_run_has_nothing_left_to_do(config: RunConfig) -> None:
     told = events(config)
     again = train(config)
     assert (again.steps, again.resumed_at, again.loss, again.evaluation) == (
-        8,
-        8,
-        first.loss,
-        first.evaluation,
-    )
+        8, 8, first.loss, first.evaluation,
+    )  # fmt: skip
     assert [event for event in events(config) if event[0] not in ("resume", "prediction")] == [
         event for event in told if event[0] != "prediction"
     ]
@@ -616,14 +591,9 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
 
 def test_every_error_of_a_run_has_an_exit_code_of_its_own() -> None:
     kinds = (
-        ConfigError,
-        EnvironmentProblem,
-        CheckpointError,
-        NumericError,
-        OutOfMemory,
-        SavedRequeue,
+        ConfigError, EnvironmentProblem, CheckpointError, NumericError, OutOfMemory, SavedRequeue,
         SavedInterrupt,
-    )
+    )  # fmt: skip
     assert all(issubclass(kind, PenstockError) for kind in kinds)
     assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75, 130]
 

@@ -42,15 +42,8 @@ def test_a_run_by_preferences(
     )
 
     beside = [
-        "--task",
-        "preferences",
-        "--data",
-        "text:pairs.jsonl",
-        "--recipe.steps",
-        "8",
-        "--recipe.lr",
-        "2e-3",
-    ]
+        "--task", "preferences", "--data", "text:pairs.jsonl", "--recipe.steps", "8", "--recipe.lr", "2e-3",
+    ]  # fmt: skip
     given = ["--from", "base", *beside]
     records = _train("whole", *given)
     whole = _losses(records)

@@ -237,15 +237,9 @@ def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> No
     """`--from` takes sizes, weights and tokenizer from it, whatever the preset says of sizes."""
     first = _train(name, "first")
     words = [
-        "--from",
-        "first/export",
-        "--recipe.steps",
-        "2",
-        "--recipe.warmup_share",
-        "0",
-        "--plan.micro_batch",
+        "--from", "first/export", "--recipe.steps", "2", "--recipe.warmup_share", "0", "--plan.micro_batch",
         "4",
-    ]
+    ]  # fmt: skip
     words += [
         "--machine",
         "machine.json",

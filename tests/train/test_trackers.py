@@ -106,12 +106,8 @@ def test_mlflow_gets_one_run_that_a_resumed_one_goes_on_with(
     monkeypatch.setitem(sys.modules, "mlflow", seen)
     follow(trackers("mlflow")[0], records(tmp_path))
     assert [name for name, _, _ in seen.calls] == [
-        "start_run",
-        "log_params",
-        "log_metrics",
-        "log_metrics",
-        "end_run",
-    ]
+        "start_run", "log_params", "log_metrics", "log_metrics", "end_run",
+    ]  # fmt: skip
     assert seen.calls[2][1:] == (({"steps/loss": 0.5},), {"step": 2})
     follow(trackers("mlflow")[0], records(tmp_path, resumed_at=2))
     assert [name for name, _, _ in seen.calls[5:]] == ["start_run", "log_metrics", "log_metrics", "end_run"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +33,3 @@ def test_every_version_by_hand_is_the_script_with_its_edits(by_hand: Any) -> Non
     wrong = by_hand.Subject(script="plain.py", arguments=(), by_hand={}, size=(("no such words", ""),))
     with pytest.raises(ValueError, match="'no such words' 0 times"):
         wrong.text()
-
-
-def test_a_version_steps_when_it_is_asked(by_hand: Any, tmp_path: Path) -> None:
-    script = tmp_path / "plain.py"
-    script.write_text((by_hand.SCRIPTS / "plain.py").read_text())
-    words = ["run", "--plan", "optimizer=fused", str(script), "1000000"]
-    started: list[str] = []
-
-    def start(name: str, begin: int) -> Any:
-        started.append(name)
-        return by_hand.Version(words[begin:], {}, tmp_path / f"{name}.log")
-
-    starts = {"penstock tune": partial(start, "penstock tune", 0), "as it is": partial(start, "as it is", 3)}
-    joint = by_hand.raced(starts, 0.01, 3, 2)
-    assert started == [*starts, *starts]
-    assert joint.ratio("penstock tune", "as it is").value > 0
-    assert "applied optimizer=fused" in (tmp_path / "penstock tune.log").read_text()
-    with pytest.raises(RuntimeError, match="ended with"):
-        by_hand.Version([str(script), "no number"], {}, tmp_path / "wrong.log")

@@ -36,14 +36,14 @@ def _loss(out: str) -> float:
 @pytest.mark.parametrize(
     ("plan", "words", "applied"),
     [
-        ("optimizer=fused", "plain.py 8", "optimizer=fused to Sequential"),
+        ("optimizer=fused matmul=highest", "plain.py 8", "optimizer=fused matmul=highest to Sequential"),
         (
             "optimizer=fused recompute=early",
             "nanogpt.py --max_iters=4 --log_interval=1",
             "recompute=early to GPT",
         ),
-        ("optimizer=foreach recompute=full", "mingpt.py 3", "recompute=full to GPT"),
-        ("offload=activations", "mingpt.py 3", "offload=activations to GPT"),
+        ("optimizer=foreach recompute=full", "nanogpt.py --max_iters=3", "recompute=full to GPT"),
+        ("offload=activations", "nanogpt.py --max_iters=3", "offload=activations to GPT"),
         (
             "padding=remove optimizer=fused",
             "run_glue.py --max_steps 2",
@@ -57,7 +57,6 @@ def _loss(out: str) -> float:
         ),
         ("attention=sdpa", "no_trainer.py 3", "attention=sdpa to GPT2LMHeadModel"),
         ("attention=plain", "timm_train.py 3", "attention=plain to VisionTransformer"),
-        ("optimizer=fused matmul=highest", "imagenet.py --epochs 1", "matmul=highest to Sequential"),
         ("optimizer=foreach", "mnist.py --epochs 1", "optimizer=foreach to Net"),
         ("optimizer=fused", "seq2seq.py 3", "optimizer=fused to Seq2Seq"),
         ("optimizer=fused precision=O1", "amp.py 3", "optimizer=fused to Sequential"),

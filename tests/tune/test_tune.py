@@ -133,12 +133,11 @@ def test_bad_command_lines(
     assert message in capsys.readouterr().err
 
 
-STANDS_FOR = {"mingpt.py": "nanogpt.py", "imagenet.py": "mnist.py", "plain.py": "test_a_plain_loop"}
+STANDS_FOR = {"plain.py": "test_a_plain_loop"}
 """Scripts that `make test-sweeps` tunes, and what stands for them in `make test-all`."""
 KNOWN: dict[str, dict[str, Any]] = {
     f"plain.py {ENDLESS}": {"attention": [], "blocks": 0},
     f"nanogpt.py --max_iters={ENDLESS}": {"blocks": 2},
-    f"mingpt.py {ENDLESS}": {"attention": [], "blocks": 2},
     f"run_glue.py --max_steps {ENDLESS} --output_dir OUT": {
         "padding": ["remove"],
         "padded": True,
@@ -149,7 +148,6 @@ KNOWN: dict[str, dict[str, Any]] = {
     f"lightning_fit.py {ENDLESS}": {"optimizer": "AdamW", "model": "Classifier"},
     f"lightning_fit.py {ENDLESS} manual": {"optimizer": "AdamW", "model": "Classifier"},
     f"timm_train.py {ENDLESS}": {"blocks": 2},
-    f"imagenet.py --epochs {ENDLESS}": {"optimizer": "SGD", "attention": []},
     f"mnist.py --epochs {ENDLESS}": {"optimizer": "Adadelta"},
     f"seq2seq.py {ENDLESS}": {"optimizer": "Adam"},
     f"amp.py {ENDLESS}": {"mixed": "it scales its loss with a GradScaler of its own"},

@@ -17,7 +17,7 @@ gradient_accumulation_steps, batch_size, block_size = 2, 4, 32
 n_layer, n_head, n_embd, dropout = 2, 2, 32, 0.0
 learning_rate, max_iters, weight_decay, beta1, beta2, grad_clip = 6e-4, 300, 1e-1, 0.9, 0.95, 1.0
 warmup_iters, lr_decay_iters, min_lr = 5, 100, 6e-5
-device, dtype, compile = "cpu", "float32", False
+device, dtype, compile, backend = "cpu", "float32", False, "inductor"
 for argument in sys.argv[1:]:
     key, value = argument.removeprefix("--").split("=")
     assert key in globals(), f"Unknown config key: {key}"
@@ -121,7 +121,7 @@ def get_batch():
 model = GPT(GPTConfig(block_size, 256, n_layer, n_head, n_embd, dropout)).to(device)
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2))
 if compile:
-    model = torch.compile(model)
+    model = torch.compile(model, backend=backend)
 
 
 @torch.no_grad()

@@ -168,7 +168,10 @@ def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
-    ["run_glue.py --max_steps 2 --output_dir OUT --bf16", "sft_in_style.py --output_dir OUT --use_cpu True"],
+    [
+        "run_glue.py --max_steps 2 --output_dir OUT --use_cpu True --bf16",
+        "sft_in_style.py --output_dir OUT --use_cpu True",
+    ],
 )
 def test_a_trainer_that_is_mixed_already_is_told_what_to_type(line: str, tmp_path: Path) -> None:
     name, *words = line.replace("OUT", str(tmp_path / "out")).split()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.config.layer import LayerSizes
+from penstock.config.layer import LayerSizes, Rotary
 from penstock.config.model import (
     DecoderConfig,
     DiffusionConfig,
@@ -79,6 +79,12 @@ ENROLLED = {
     "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
     "llama": Enrolled(small("llama-tiny"), "AutoModelForCausalLM"),
     "qwen": Enrolled(small("qwen-tiny"), "AutoModelForCausalLM"),
+    "phi": Enrolled(
+        small("phi-tiny", rotary=Rotary(
+            share=0.75, scaling="longrope", factor=4.0, trained=4, short=(1.0, 1.1, 1.3), long=(1.5, 3.0, 7.0)
+        )),
+        "AutoModelForCausalLM",
+    ),
     "gemma": Enrolled(small("gemma3-tiny"), "AutoModelForCausalLM"),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.config.layer import LayerSizes
+from penstock.config.layer import LayerSizes, Rotary
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.data.text.tokenizers import Bytes, Numbers
 from penstock.decode.engine import Engine, Request
@@ -25,6 +25,10 @@ DECODERS: dict[str, dict[str, Any]] = {
     "alibi": {"positions": "alibi"},
     "window": {
         "depth": 4, "window": 4, "positions": "rotary", "window_base": 30.0, "global_every": 3, "first_norm": False,
+    },
+    "phi": {
+        "kv_heads": 2,
+        "rotary": Rotary(share=0.5, scaling="longrope", factor=4.0, trained=7, short=(1.3,), long=(5.0,)),
     },
     "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
@@ -54,7 +58,7 @@ def tiny(
     """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
-    base = "gemma3-tiny" if name == "gemma" else base
+    base = {"gemma": "gemma3-tiny", "phi": "phi-tiny"}.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
         stack = replace(config.encoder, **sizes)

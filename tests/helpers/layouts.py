@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import OTHERS, TOKENS, WORDS, batches, loss, small
+from penstock.config.layer import Rotary
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
@@ -131,6 +132,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "gpt with alibi": _own(_wider("gpt-tiny", positions="alibi"), summed),
     "llama": _own(_wider("llama-tiny"), summed),
     "gemma": _own(_wider("gemma3-tiny"), summed),
+    "phi": _own(_wider("phi-tiny", rotary=Rotary(share=0.5)), summed),
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
     "modernbert": _own(_wider("modernbert-tiny"), summed),

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from penstock.config.activations import UNGATED, Mlp
-from penstock.config.convert import Count, Positive, Range
+from penstock.config.convert import Positive, PositiveShare, Range
 
 Norm = Literal["layer", "rms"]
 Placement = Literal["before", "after", "both"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
-Scaling = Literal["none", "linear", "llama3", "yarn"]
+Scaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
 Router = Literal["softmax", "sigmoid", "given"]
 
 
@@ -27,15 +27,31 @@ class Rotary:
     """The slowest pair turns once in about 2π times so many positions."""
     scaling: Scaling = "none"
     """How longer texts than those of training are fitted in: `linear` slows all pairs down (Chen et al., 2023);
-    `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only."""
+    `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only; `longrope` (Ding et al.,
+    ICML 2024) each pair as `short` and `long` say."""
     factor: Annotated[float, Range(1, 1 << 20)] = 1.0
     """How many times longer texts become."""
-    trained: Count = 8192
-    """Positions of training, for `llama3` and `yarn`."""
+    trained: Annotated[int, Range(2, 1 << 31)] = 8192
+    """Positions of training, for `llama3`, `yarn` and `longrope`."""
     low: Positive = 1.0
     """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
     high: Positive = 4.0
     """Pairs that turn more often are left as they are; those between are slowed down in part."""
+    short: tuple[Positive, ...] = ()
+    """How many times each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
+    long: tuple[Positive, ...] = ()
+    """The same in longer samples, and in texts that may become longer as they are continued."""
+    share: PositiveShare = 1.0
+    """Share of a head's features that turn, the first ones; the others stay as they are."""
+
+    def turned(self, features: int) -> int:
+        """How many of a head's features turn."""
+        return int(features * self.share)
+
+
+def unscaled(rotary: Rotary, base: float) -> Rotary:
+    """The same positions with another base, for texts of the length of training."""
+    return Rotary(base=base, share=rotary.share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

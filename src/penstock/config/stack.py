@@ -22,6 +22,7 @@ from penstock.config.layer import (
     NormKind,
     Rotary,
     Router,
+    unscaled,
 )
 
 Depth = Annotated[int, Range(1, 1 << 14)]
@@ -245,7 +246,7 @@ class Stack:
         rotary = self.rotary if self.positions == "rotary" else None
         if rotary is not None and sizes.window:
             base = self.window_base or rotary.base
-            rotary = replace(rotary, base=base) if self.window_scaled else Rotary(base=base)
+            rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
         names = ("qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
         return Layer(
@@ -285,27 +286,31 @@ class Stack:
                 "because each serves as many query heads."
             )
         features = self.head_features or self.width // self.heads
-        if self.positions == "rotary" and features % 2:
+        turned, rotary = self.rotary.turned(features), self.rotary
+        if self.positions == "rotary" and (turned % 2 or not turned):
             yield (
-                f"{where}.positions rotary turns pairs of features, but a head has {features}; choose "
-                f"{where}.heads or {where}.head_features so that it has an even number."
+                f"{where}.positions rotary turns pairs of features, but {turned} of a head's {features} turn; choose "
+                f"{where}.heads, {where}.head_features or {where}.rotary.share so that it is an even number."
             )
-        if self.rotary.low >= self.rotary.high:
+        pairs = turned // 2 if rotary.scaling == "longrope" else 0
+        if self.positions == "rotary" and (len(rotary.short), len(rotary.long)) != (pairs, pairs):
             yield (
-                f"{where}.rotary.low is {self.rotary.low:g}, but must be below {where}.rotary.high "
-                f"{self.rotary.high:g}."
+                f"{where}.rotary.short and long have {len(rotary.short)} and {len(rotary.long)} numbers, but must have "
+                f"{pairs} each: one for each pair of features that turns, with {where}.rotary.scaling longrope alone."
             )
+        if rotary.low >= rotary.high:
+            yield f"{where}.rotary.low is {rotary.low:g}, but must be below {where}.rotary.high {rotary.high:g}."
         if not self.first_norm and not self.norm_first:
             yield (
                 f"{where}.first_norm false leaves out the norm before the first block's attention, which only blocks "
                 f"with {where}.norm_first true have; leave it out, or set that to true."
             )
-        turned = (
+        alone = (
             "window_base" if self.window_base is not None else "" if self.window_scaled else "window_scaled"
         )
-        if turned and (self.positions != "rotary" or self.window is None):
+        if alone and (self.positions != "rotary" or self.window is None):
             yield (
-                f"{where}.{turned} is for blocks with rotary positions and a window; set {where}.positions to "
+                f"{where}.{alone} is for blocks with rotary positions and a window; set {where}.positions to "
                 f"rotary and {where}.window to a number of tokens, or leave it out."
             )
         if self.global_offset >= max(1, self.global_every):

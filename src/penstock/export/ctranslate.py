@@ -106,6 +106,10 @@ def _unconverted(config: Any) -> Iterator[str]:
         yield "sliding windows"
     if any(stack.sandwich_norms or stack.norm_zero_centred for stack in all_stacks):
         yield "norms before and after, or of weights around zero"
+    if any(
+        layer.rotary and layer.rotary.scaling == "longrope" for stack in all_stacks for layer in stack.kinds
+    ):
+        yield "rotary positions that each pair of features scales by itself"
     if len({stack.norm_eps for stack in all_stacks}) > 1:
         yield "two norm_eps in one model"
 

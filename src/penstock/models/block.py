@@ -130,8 +130,12 @@ def make_norm(
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back."""
+    """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back. Of
+    fewer angles than pairs, the features behind theirs stay as they are."""
     cosine, sine = rotation
+    turns = 2 * cosine.shape[-1]
+    if turns < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turns], rotation), x[..., turns:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)

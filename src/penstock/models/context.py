@@ -117,7 +117,7 @@ class _Tokens:
         self.cut, self.count, self.memories, self.sees = cut, count, memories, sees
         self._known: dict[str, Any] = {"lengths": lengths, "documents": documents}
         places = places_of(count, documents, device)
-        self.places = cut.take(places, places.dim() - 1)
+        self.places, self.last = cut.take(places, places.dim() - 1), places.amax(-1, keepdim=True)
 
     def context(self, stack: TokenStack, x: Tensor, memory: Tensor | None) -> Context:
         sizes = stack.sizes
@@ -133,7 +133,9 @@ class _Tokens:
         if stack.padding == "remove" and lengths is not None and not stack.causal:
             own_places = self.cut.places(self.cut.rank, self.count, x.device)
             real = Real.of(lengths, own_places, sequence_first=stack.sequence_first)
-        turns: dict[str, Any] = rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
+        turns: dict[str, Any] = rotations(
+            stack.turns, self.places, sequence_first=stack.sequence_first, last=self.last
+        )
         return Context(
             real=real, memory=memory, memory_mask=sight, mask=Shared(self.cut, self.count, **known),
             near=Shared(self.cut, self.count, window=sizes.window, **known), **turns,

@@ -82,28 +82,41 @@ def turns_of(sizes: Stack) -> Turns:
     return tuple((*key, tuple(names)) for key, names in entries.items())
 
 
-def rotations(turns: Turns, places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
-    """The entries of a stack's `Context` for rotary positions; none for other stacks."""
-    made = [_rotation(*turn[:2], places, sequence_first=sequence_first) for turn in turns]
+def rotations(
+    turns: Turns, places: Tensor, *, sequence_first: bool, last: Tensor | None = None
+) -> dict[str, Rotation]:
+    """The entries of a stack's `Context` for rotary positions; none for other stacks. `last` (1,) or (B, 1) are the
+    last places of the samples; none: the last of `places`."""
+    made = [_rotation(*turn[:2], places, last, sequence_first=sequence_first) for turn in turns]
     return {name: rotation for (_, _, names), rotation in zip(turns, made) for name in names}
 
 
-def _rotation(rotary: Rotary, features: int, places: Tensor, *, sequence_first: bool) -> Rotation:
-    angles = places.unsqueeze(-1) * frequencies(rotary, features, places.device)  # (…, N, K/2)
+def _rotation(
+    rotary: Rotary, features: int, places: Tensor, last: Tensor | None, *, sequence_first: bool
+) -> Rotation:
+    rates = frequencies(rotary, rotary.turned(features), places.device)
+    if rotary.scaling == "longrope":
+        last = places.amax(-1, keepdim=True) if last is None else last
+        short, long = (rates.new_tensor(factors) for factors in (rotary.short, rotary.long))
+        rates = rates / torch.where(last.unsqueeze(-1) < rotary.trained, short, long)
+    angles = places.unsqueeze(-1) * rates  # (…, N, K/2)
     if angles.dim() == 2:
         angles = angles.unsqueeze(0)
     if sequence_first:
         angles = angles.transpose(0, 1)
     angles = angles.unsqueeze(2)  # over heads
     longer = 0.1 * math.log(rotary.factor) + 1.0 if rotary.scaling == "yarn" else 1.0
+    if rotary.scaling == "longrope":
+        longer = math.sqrt(1 + math.log(rotary.factor) / math.log(rotary.trained))
     return angles.cos() * longer, angles.sin() * longer
 
 
 def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
-    """Radians per position of each pair of features: (K/2,), fp32, slowed down as `rotary.scaling` says."""
+    """Radians per position of each pair of features: (K/2,), fp32, slowed down as `rotary.scaling` says, if it says
+    so for samples of all lengths."""
     exponents = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     rates = torch.pow(rotary.base, -exponents)
-    if rotary.scaling == "none":
+    if rotary.scaling in ("none", "longrope"):
         return rates
     slow = rates / rotary.factor
     if rotary.scaling == "linear":

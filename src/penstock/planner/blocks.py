@@ -170,8 +170,9 @@ def _attend(
     # The gradients of queries, keys and values become one of the packed projection.
     to.behind(Op(f"{name}.stack", "copy", False, read=kept, written=kept))
     if layer.rotary and not cross:
-        each = c if t.fused else ROTARY_EAGER_BYTES
-        to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6)
+        share, joins = layer.rotary.share, layer.rotary.share < 1.0
+        each = c * share if t.fused else ROTARY_EAGER_BYTES * share + c * joins
+        to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6 + 2 * joins)
     if heads != kv_heads and not cross and not layer.rotary:
         # The queries of a group are copied together, and keys and values stay where the projection has put them.
         kept += queries * c

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import ConfigError
+from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import (
     from_pretrained,
@@ -61,6 +62,10 @@ DISTILBERT: dict[str, Any] = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60, "max_position_embeddings": 16,
 }  # fmt: skip
 ROPE: dict[str, Any] = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+PARTIAL: dict[str, Any] = {
+    "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8, "pad_token_id": 0,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 3, 7.0]},
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-options": (
@@ -86,6 +91,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2ForCausalLM", {**LLAMA, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0}
     ),
     "qwen3": ("Qwen3ForCausalLM", {**LLAMA, "head_dim": 16}),
+    "phi3": ("Phi3ForCausalLM", {**LLAMA, "sliding_window": 5, "pad_token_id": 0}),
+    "phi3-plain": ("Phi3ForCausalLM", {**LLAMA, "num_key_value_heads": 4, "pad_token_id": 0}),
+    "phi3-long": ("Phi3ForCausalLM", {**LLAMA, **PARTIAL, "tie_word_embeddings": True, "sliding_window": 262144}),
+    "phi3-short": ("Phi3ForCausalLM", {**LLAMA, **PARTIAL, "original_max_position_embeddings": 14}),
     "gemma3": (
         "Gemma3ForCausalLM",
         {**LLAMA, "num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4,
@@ -292,6 +301,33 @@ def test_a_model_is_saved_in_files_of_a_size_that_transformers_reads(name: str, 
         assert torch.equal(_run(back, False), _run(theirs, False))
 
 
+@pytest.mark.parametrize("name", ["phi3", "phi3-long"])
+def test_losses_gradients_and_greedy_texts_of_padded_prompts_are_theirs(name: str, tmp_path: Path) -> None:
+    """Texts are longer than windows, and than the samples from which positions are scaled."""
+    theirs = _theirs(name).double()
+    theirs.save_pretrained(tmp_path)
+    ours = from_pretrained(tmp_path).double()
+    tokens = torch.randint(2, 60, (2, 12))
+    theirs(input_ids=tokens, labels=tokens).loss.backward()
+    loss = F.cross_entropy(ours(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    grads = text_to_hf({n: p.grad for n, p in ours.named_parameters() if p.grad is not None}, ours.config)  # type: ignore[arg-type]
+    expected = {n: p.grad for n, p in theirs.named_parameters()}
+    assert grads.keys() == expected.keys()
+    for key, gradient in grads.items():
+        torch.testing.assert_close(
+            gradient, expected[key], rtol=1e-4, atol=1e-7, msg=lambda t, n=key: f"{n}: {t}"
+        )
+    rows = [tokens[0].tolist(), tokens[1, :9].tolist()]
+    padded = torch.tensor([rows[0], [0] * 3 + rows[1]])
+    theirs.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
+    wanted = theirs.eval().generate(
+        padded, attention_mask=torch.tensor([[1] * 12, [0] * 3 + [1] * 9]), max_new_tokens=4, do_sample=False
+    )[:, 12:]
+    found = Generator(ours.eval(), ends=()).generate(rows, max_tokens=4)
+    assert [list(one.ids) for one in found] == wanted.tolist()
+
+
 LABELS = {"architectures": ["BertForSequenceClassification"]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
@@ -311,6 +347,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"attention_bias": True}, "attention_bias"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 8.0}}}, "way of their own"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope' without its short_factor and long_factor"),
+    ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_normalised"),
     ("switch_transformers", {"router_dtype": "bfloat16"}, "router_dtype 'bfloat16'"),
@@ -390,7 +428,7 @@ def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT2", "Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Bert", "Roberta", "XLMRoberta",
+    ["GPT2", "Llama", "Mistral", "Phi3", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Bert", "Roberta", "XLMRoberta",
      "Camembert", "DistilBert", "ModernBert", "T5", "MT5", "SwitchTransformers", "NllbMoe",
      "Bart", "Marian"],
 )  # fmt: skip
@@ -408,7 +446,9 @@ def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: 
 HELD = {
     name
     for name, config in PRESETS.items()
-    if re.match("gpt2|llama|gemma3|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb", name)
+    if re.match(
+        "gpt2|llama|gemma3|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb", name
+    )
     and not name.startswith(("t5-moe", "marian-moe"))
 }
 

@@ -93,6 +93,13 @@ def _qwen(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **c
     )  # fmt: skip
 
 
+def _phi(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any) -> DecoderConfig:
+    config = _llama(
+        width, depth, heads, kv_heads, mlp_width, vocabulary=32064, sequence=4096, rotary=Rotary(), saved_as="phi3"
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
 def _gemma(width: int, depth: int, mlp_width: int, **changes: Any) -> DecoderConfig:
     """Norms around each part, and of queries and keys; the last of six blocks sees all tokens."""
     config = _llama(
@@ -286,6 +293,11 @@ PRESETS |= {
     # Qwen Team 2024, "Qwen2.5", Table 1; Yang et al. 2025, "Qwen3", Table 1.
     "qwen2-0.5b": _qwen(896, 24, 14, 2, 4864, qkv_bias=True),
     "qwen3-0.6b": _qwen(1024, 28, 16, 8, 3072, head_features=128, qk_norm=True),
+    # Abdin et al. 2024, "Phi-3" and "Phi-4", and the published config.json, where the factors of Phi-4-mini's positions
+    # stand: the preset is without.
+    "phi-3-mini": _phi(3072, 32, 32, 32, 8192, window=2047),
+    "phi-4": _phi(5120, 40, 40, 10, 17920, vocabulary=100352, sequence=16384, rotary=Rotary(base=250000.0)),
+    "phi-4-mini": _phi(3072, 32, 24, 8, 8192, vocabulary=200064, rotary=Rotary(share=0.75), tied=True),
     # Gemma Team 2025, "Gemma 3 Technical Report", and the published config.json of the two.
     "gemma3-270m": _gemma(640, 18, 2048),
     "gemma3-1b": _gemma(1152, 26, 6912),
@@ -347,6 +359,7 @@ PRESETS |= {
     "llama-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
     "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
     "mixtral-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, **{**_MIXTRAL, "experts": 4}),
+    "phi-tiny": _phi(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, rotary=Rotary(share=0.75)),
     "gemma3-tiny": _gemma(
         128, 4, 352, kv_heads=2, head_features=None, window=32, global_every=3, global_offset=2, vocabulary=2048,
         sequence=128,

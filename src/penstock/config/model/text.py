@@ -63,6 +63,9 @@ class DecoderConfig(Stack, TextFamily):
     """A causal language model (Radford et al., 2019, "Language Models are Unsupervised Multitask Learners")."""
 
     family: Literal["decoder"] = "decoder"
+    saved_as: Literal["phi3"] | None = None
+    """The model_type of transformers' config.json that the model is saved as, where several compute the same but name
+    and join weights otherwise; none: the first of these."""
 
     @cached_property
     def graph(self) -> Graph:

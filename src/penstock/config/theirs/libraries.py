@@ -166,6 +166,20 @@ LIBRARIES: tuple[Library, ...] = (
         **_LIKE_LLAMA, window="always",
     ),
     Library(
+        model_type="phi3",
+        architectures={"words": "Phi3ForCausalLM"},
+        base=DecoderConfig(**_ROPED),
+        options={
+            **_LLAMA, "vocab_size": (32064, ("vocabulary",)), "hidden_size": (3072, ("width",)),
+            "intermediate_size": (8192, ("mlp_width",)), "rms_norm_eps": (1e-5, ("norm_eps",)),
+            "max_position_embeddings": (4096, ("sequence",)),
+        },
+        must={"is_encoder_decoder": (False,), "resid_pdrop": (0.0,)},
+        free=frozenset({"embd_pdrop", "full_attn_mod", "interpolate_factor"}),
+        **{**_LIKE_LLAMA, "names": tables.phi_names}, window="given", partial=True, saves_itself=True,
+        last_token=("pad_token_id",),
+    ),
+    Library(
         model_type="qwen2",
         architectures={"words": "Qwen2ForCausalLM"},
         base=DecoderConfig(**{**_ROPED, "qkv_bias": True}),

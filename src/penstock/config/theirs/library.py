@@ -75,6 +75,10 @@ class Library:
     ignored: str = r"(?!)"
     """Weights that may be left out: a regular expression."""
     rotary: bool = False
+    partial: bool = False
+    """Whether rotary positions may turn a share of a head's features, or be scaled pair by pair."""
+    saves_itself: bool = False
+    """Whether what it reads is written as this one, though another computes the same."""
     last_token: tuple[str, ...] = ()
     """Options that name a token, written as the vocabulary's last: defaults of theirs may lie outside it."""
     own: tuple[str, ...] = ()
@@ -87,9 +91,9 @@ class Library:
     """Options that some versions of transformers call otherwise, with the names in `options`."""
     free: frozenset[str] = frozenset()
     """Options besides `FREE` that change nothing that its models compute."""
-    window: Literal["none", "flagged", "always"] | WindowTurns = "none"
-    """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, or always; or
-    all blocks have one but every n-th."""
+    window: Literal["none", "flagged", "always", "given"] | WindowTurns = "none"
+    """Whether models have the `sliding_window` that config.json names: with `use_sliding_window` alone, always, or if
+    it is given; or all blocks have one but every n-th."""
     mixtures: Mapping[str, str] = field(default_factory=dict)
     """Options that count the blocks with mixtures out of those that another option counts. Ours say every how many."""
     shift: int = 0

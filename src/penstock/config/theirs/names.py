@@ -42,6 +42,11 @@ def _heads(place: str, *names: str) -> WeightPlaces:
     return WeightPlaces(tuple(place + name for name in names), "heads")
 
 
+_QKV = WeightPlaces(("model.layers.{i}.self_attn.qkv_proj",), "heads")
+_GATE_UP = WeightPlaces(("model.layers.{i}.mlp.gate_up_proj",))
+"""Projections that some families have in one, where Llama has several."""
+
+
 def gpt2_names(config: TextConfig) -> Names:
     here = "transformer.h.{i}."
     return {
@@ -72,6 +77,15 @@ def llama_names(config: TextConfig) -> Names:
         "decoder.blocks.{i}.norm2": _one(here + "post_attention_layernorm"),
         "decoder.blocks.{i}.mlp.up": WeightPlaces((here + "mlp.gate_proj", here + "mlp.up_proj"), "rows"),
         "decoder.blocks.{i}.mlp.down": _one(here + "mlp.down_proj"),
+    }
+
+
+def phi_names(config: TextConfig) -> Names:
+    """Llama's, with one projection to queries, keys and values, and one to gate and up."""
+    return {
+        **llama_names(config),
+        "decoder.blocks.{i}.attention.qkv": _QKV,
+        "decoder.blocks.{i}.mlp.up": _GATE_UP,
     }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
-from penstock.config.convert import Count, Natural, NotNegative, Positive, Range, shown_value
-from penstock.config.layer import Rotary, Scaling
+from penstock.config.convert import Count, Natural, NotNegative, Positive, PositiveShare, Range, shown_value
+from penstock.config.layer import Rotary, Scaling, unscaled
 from penstock.config.theirs.library import Library, WindowTurns
 
 
@@ -28,7 +28,9 @@ class _Rope:
     mscale: NotNegative | None = None
     mscale_all_dim: NotNegative | None = None
     truncate: bool | None = None
-    partial_rotary_factor: NotNegative | None = None
+    partial_rotary_factor: PositiveShare | None = None
+    short_factor: tuple[Positive, ...] | None = None
+    long_factor: tuple[Positive, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,11 @@ _TURNING: dict[str, tuple[Any, Any]] = {
     "rope_parameters": (_Rope | None, None),
 }
 """Options of libraries with rotary positions."""
+_PARTIAL: dict[str, tuple[Any, Any]] = {
+    "partial_rotary_factor": (PositiveShare | None, None),
+    "original_max_position_embeddings": (Count | None, None),
+}
+"""Options of libraries whose positions may turn a share of the features, or be scaled by pair."""
 _WINDOWED: dict[str, tuple[Any, Any]] = {
     "use_sliding_window": (bool | None, None),
     "sliding_window": (Count | None, None),
@@ -53,7 +60,7 @@ _WINDOWED: dict[str, tuple[Any, Any]] = {
 }
 """Options of libraries where a flag turns windows on."""
 _WINDOW: dict[str, tuple[Any, Any]] = {"sliding_window": (Count | None, 4096)}
-"""Options of libraries whose blocks always have a window."""
+"""Options of libraries whose blocks always have a window, or where they have one if it is given."""
 
 
 def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
@@ -65,8 +72,9 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
         own = {name: (kind, default) for kind, (name, default) in kinds}
         scaling = {"rope_scaling": _TURNING["rope_scaling"], "rope_parameters": (_Ropes | None, None)}
         return {**own, **scaling, "layer_types": _WINDOWED["layer_types"]}
-    windowed = {"flagged": _WINDOWED, "always": _WINDOW}.get(str(library.window), {})
-    return (_TURNING if library.rotary else {}) | windowed
+    given = {"sliding_window": (Count | None, None)}
+    windowed = {"flagged": _WINDOWED, "always": _WINDOW, "given": given}.get(str(library.window), {})
+    return (_TURNING if library.rotary else {}) | (_PARTIAL if library.partial else {}) | windowed
 
 
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
@@ -76,7 +84,7 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
     if not library.rotary:
         return {}
     settings: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
-    if library.window == "always":
+    if library.window in ("always", "given"):
         settings["window"] = given.sliding_window
     elif library.window == "flagged" and given.use_sliding_window:
         settings["window"] = _window(given, problems)
@@ -92,37 +100,52 @@ def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
     """Rotary positions as transformers writes them: rope_theta and rope_scaling (version 4), or rope_parameters (5)."""
     base: Any = library.base
     given = config.rope_parameters or config.rope_scaling or _Rope()
-    return _turning(given, config.rope_theta or base.rotary.base, config.max_position_embeddings, problems)
+    share, trained = base.rotary.share, given.original_max_position_embeddings
+    if library.partial:
+        share = given.partial_rotary_factor or config.partial_rotary_factor or share
+        trained = trained or config.original_max_position_embeddings
+    given = replace(given, original_max_position_embeddings=trained)
+    base = config.rope_theta or base.rotary.base
+    return _turning(given, base, config.max_position_embeddings, problems, share)
 
 
-def _turning(given: _Rope, base: float, positions: int, problems: list[str]) -> Rotary:
-    """`base` and `positions` hold where the record does not say them."""
-    base = given.rope_theta or base
+def _turning(given: _Rope, base: float, positions: int, problems: list[str], share: float = 1.0) -> Rotary:
+    """`base`, `positions` and `share` hold where the record does not say them."""
+    plain = Rotary(base=given.rope_theta or base, share=share)
     kind = given.rope_type or given.type or "default"
+    kind = "longrope" if kind == "su" else kind
     same: dict[str, tuple[Any, ...]] = {
         "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True),
-        "partial_rotary_factor": (None, 1.0),
+        "partial_rotary_factor": (None, share),
     }  # fmt: skip
     problems += [
         f"config.json has {name} {getattr(given, name)!r} for its rotary positions, which Penstock's do not have."
         for name, allowed in same.items()
         if getattr(given, name) not in allowed
     ]
-    if kind == "default":
-        return Rotary(base=base)
-    if kind not in ("linear", "llama3", "yarn"):
-        problems.append(
-            f"config.json has rope_type {shown_value(kind)}; Penstock's rotary positions have default, linear, llama3 "
-            "and yarn."
-        )
-        return Rotary(base=base)
-    if given.factor is None:
-        problems.append(f"config.json has rope_type {kind!r} without its factor; add it.")
-        return Rotary(base=base)
-    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     trained = given.original_max_position_embeddings or positions
-    return Rotary(
-        base=base, scaling=cast(Scaling, kind), factor=given.factor,
+    lacks = () if given.factor else ("factor",)
+    if kind == "default":
+        return plain
+    if kind not in ("linear", "llama3", "yarn", "longrope"):
+        problems.append(
+            f"config.json has rope_type {shown_value(kind)}; Penstock's rotary positions have default, linear, llama3, "
+            "yarn and longrope."
+        )
+        return plain
+    if kind == "longrope":
+        lacks = tuple(name for name in ("short_factor", "long_factor") if not getattr(given, name))
+    if lacks:
+        problems.append(f"config.json has rope_type {kind!r} without its {' and '.join(lacks)}; add it.")
+        return plain
+    if kind == "longrope":
+        return replace(
+            plain, scaling="longrope", factor=given.factor or max(1.0, positions / trained), trained=trained,
+            short=given.short_factor, long=given.long_factor,
+        )  # fmt: skip
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    return replace(
+        plain, scaling=cast(Scaling, kind), factor=given.factor,
         trained=trained if kind != "linear" else Rotary.trained,
         low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
         high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
@@ -153,7 +176,7 @@ def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, 
     bases = getattr(given, turns.base[0]), getattr(given, turns.near_base[0])
     rotary = _turning(ropes.full_attention or given.rope_scaling or _Rope(), bases[0], length, problems)
     near = _turning(ropes.sliding_attention or _Rope(), bases[1], length, problems)
-    if near not in (replace(rotary, base=near.base), Rotary(base=near.base)):
+    if near not in (replace(rotary, base=near.base), unscaled(rotary, near.base)):
         problems.append(
             "config.json scales the rotary positions of blocks with a window in a way of their own; Penstock's are "
             "scaled as in the other blocks, or not at all."
@@ -196,7 +219,7 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
     if not library.rotary:
         return {}
     values = _written_rotary(stack.rotary)
-    if library.window == "always":
+    if library.window in ("always", "given"):
         values["sliding_window"] = stack.window
     elif library.window == "flagged" and stack.window is not None:
         kinds = [_kind(True)] * stack.depth
@@ -208,7 +231,7 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
 def _written_by_turns(stack: Any, turns: WindowTurns) -> dict[str, Any]:
     """As version 5 of transformers has it, and what version 4 reads of it besides."""
     base = stack.window_base or stack.rotary.base
-    near = replace(stack.rotary, base=base) if stack.window_scaled else Rotary(base=base)
+    near = replace(stack.rotary, base=base) if stack.window_scaled else unscaled(stack.rotary, base)
     ropes = {}
     for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
         written = _written_rotary(rotary)
@@ -226,8 +249,15 @@ def _written_by_turns(stack: Any, turns: WindowTurns) -> dict[str, Any]:
 
 def _written_rotary(rotary: Rotary) -> dict[str, Any]:
     values: dict[str, Any] = {"rope_theta": rotary.base}
+    if rotary.share != 1.0:
+        values["partial_rotary_factor"] = rotary.share
     if rotary.scaling == "none":
         return values
+    if rotary.scaling == "longrope":  # in no more entries: version 4 of transformers refuses others
+        factors = {"short_factor": list(rotary.short), "long_factor": list(rotary.long)}
+        values["rope_scaling"] = {"type": "longrope", **factors}
+        values["original_max_position_embeddings"] = rotary.trained
+        return {**values, "max_position_embeddings": round(rotary.factor * rotary.trained)}
     scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}
     if rotary.scaling != "linear":
         low, high = (

@@ -16,7 +16,15 @@ from penstock.config.convert import shown_value
 from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
-from penstock.config.model import EncoderConfig, Seq2SeqConfig, TextConfig, Tokens, Words, stacks
+from penstock.config.model import (
+    DecoderConfig,
+    EncoderConfig,
+    Seq2SeqConfig,
+    TextConfig,
+    Tokens,
+    Words,
+    stacks,
+)
 from penstock.config.theirs.libraries import LIBRARIES
 from penstock.config.theirs.library import FREE, Library
 from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
@@ -81,6 +89,8 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     settings |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
     if library.shift:
         settings["max_positions"] = max(1, settings["max_positions"] - library.shift)
+    if library.saves_itself:
+        settings["saved_as"] = library.model_type
     if isinstance(library.base, EncoderConfig):
         settings |= _head(given, library, values)
     own = {name: getattr(given.penstock, name) for name in _own(library)}
@@ -269,12 +279,16 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
     for library in LIBRARIES:
         if type(library.base) is not type(config) or not library.written:
             continue
+        if (kind := getattr(config, "saved_as", None)) not in (None, library.model_type):
+            continue
         values = _written(config, library)
         try:
             readable = read_text_config(values)
             wanted: Any = settled(config)
             if isinstance(readable, EncoderConfig) and readable.head != "classes":
                 wanted = replace(wanted, pooler=readable.pooler)  # which it does not have
+            if isinstance(readable, DecoderConfig) and kind is None:
+                wanted = replace(wanted, saved_as=readable.saved_as)
             lacks = list(_differences(wanted, readable, "model"))
         except ConfigError as error:
             lacks = [str(error)]

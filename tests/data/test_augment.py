@@ -107,7 +107,7 @@ def test_colour_is_applied_as_drawn() -> None:
     config = Augment(crop_scale_min=1, flip=0, color=0.8)
     x = images()
     draws = draw(config, stored=(16, 16), image_size=16, channels=3, seed=0, positions=np.arange(6))
-    expected = augmenting.color.apply(x.permute(0, 3, 1, 2).float(), draws.operations, draws.factors)
+    expected = augmenting.randaugment.apply(x.permute(0, 3, 1, 2).float(), draws.operations, draws.factors)
     torch.testing.assert_close(run(config, x)[0], expected / 127.5 - 1)
 
 

@@ -11,9 +11,21 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from penstock.config.run import Augment
 from penstock.data.augment import augment_batch, draw
-from penstock.data.randaugment import BLEND, DEGREES, OPERATIONS, SHEAR, SHIFT
+from penstock.data.randaugment import (
+    BLEND,
+    COLOR_OPERATIONS,
+    DEGREES,
+    OPERATIONS,
+    SHEAR,
+    SHIFT,
+    apply,
+    operations,
+    saturation,
+    sharpness,
+)
 
 AMOUNTS = torch.tensor([-1.0, -0.7, -0.33, -0.1, 0.0, 0.05, 0.2, 0.5, 0.9, 1.0])
+FACTORS = [0.1, 0.6, 1.0, 1.4, 1.9]
 SHAPES = [(1, 12, 9), (3, 32, 32), (3, 37, 53)]
 
 
@@ -97,3 +109,36 @@ def test_it_changes_images_and_nothing_else_that_is_drawn() -> None:
     # The same whatever batch an image is in, and off by default.
     torch.testing.assert_close(run(Augment(erase=0.5, randaugment=2), slice(3, 6)), changed[3:6])
     assert torch.equal(run(Augment(erase=0.5, randaugment=0, randaugment_magnitude=1)), plain)
+
+
+# Operations on colours alone.
+
+
+@pytest.mark.parametrize("operation", COLOR_OPERATIONS, ids=lambda operation: operation.__name__)
+def test_factor_one_changes_nothing(operation: Callable[..., torch.Tensor]) -> None:
+    images = torch.randint(0, 256, (len(FACTORS), 3, 12, 9)).float()
+    torch.testing.assert_close(operation(images, torch.ones(len(images))), images, rtol=0, atol=1e-4)
+
+
+def test_each_image_gets_its_own_operations_in_turn() -> None:
+    images = torch.randint(0, 256, (len(FACTORS), 3, 12, 9)).float()
+    chosen = np.array([[0, 1, 2, 3, 5], [4, 0, 0, 1, 2]])
+    factors = np.array([FACTORS, FACTORS[::-1]], np.float32)
+    expected = []
+    for number, image in enumerate(images):
+        changed = image[None]
+        for turn in range(2):
+            factor = torch.tensor(factors[turn, number : number + 1])
+            changed = COLOR_OPERATIONS[chosen[turn, number]](changed, factor)
+        expected.append(changed[0])
+    torch.testing.assert_close(apply(images.clone(), chosen, factors), torch.stack(expected))
+
+
+def test_tiny_images_have_no_sharpness() -> None:
+    images = torch.rand(2, 3, 2, 2)
+    assert torch.equal(sharpness(images, torch.tensor([0.1, 1.9])), images)
+
+
+def test_grey_images_never_draw_saturation() -> None:
+    assert operations(3) == 6
+    assert COLOR_OPERATIONS[operations(1) :] == (saturation,)

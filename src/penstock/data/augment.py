@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config.run import Augment
-from penstock.data import color, randaugment
+from penstock.data import randaugment
 from penstock.data.hashing import BATCH, SAMPLE, generator, uniforms
 from penstock.data.resample import Boxes, resample, to_device
 
@@ -71,7 +71,7 @@ def draw(
     rounds = config.color_ops if config.color else 0
     start, turns = 13 + 2 * rounds, config.randaugment
     table = uniforms(seed, SAMPLE, counters=positions, columns=start + 2 * turns)
-    picked = table[:, 13 : 13 + rounds].T * color.operations(channels)
+    picked = table[:, 13 : 13 + rounds].T * randaugment.operations(channels)
     swing = 2 * table[:, 13 + rounds : start].T - 1
     amount = config.randaugment_magnitude / randaugment.GREATEST_MAGNITUDE
     erased = _draw_boxes(table[:, 6:10], ERASE_AREA, ERASE_RATIO, image_size, image_size)
@@ -178,9 +178,9 @@ def augment_batch(
     with torch.autocast(images.device.type, enabled=False):
         x = resample(images, draws.boxes, draws.flips, image_size)
         if len(draws.operations):
-            x = color.apply(x, draws.operations, draws.factors)
+            x = randaugment.apply(x, draws.operations, draws.factors)
         if len(draws.moves):
-            x = color.apply(x, draws.moves, draws.amounts, tuple(randaugment.OPERATIONS.values()))
+            x = randaugment.apply(x, draws.moves, draws.amounts, tuple(randaugment.OPERATIONS.values()))
         x = erase(normalize_(x), draws.erased, draws.fill)
         if draws.mix is not None:
             x = mix_images(x, draws.mix)

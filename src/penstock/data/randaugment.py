@@ -1,20 +1,24 @@
-"""RandAugment whole: all 14 operations on a batch on its device, in grey levels 0..255, each image by its own draw.
+"""RandAugment's 14 operations on a batch on its device, in grey levels 0..255, each image by its own draw; those on
+colours are also drawn alone.
 
 Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3 and the operations of AutoAugment (CVPR 2019, table 6). Each
-takes (B, C, H, W) float and one signed amount in [-1, 1] per image, (B,), and keeps the shape. Those that move pixels
-do as Pillow's `Image.transform` and `rotate` with the nearest pixel, to the pixel; those that change levels do as
-`ImageOps` and `ImageEnhance`, without rounding to whole levels in between.
+takes (B, C, H, W) float and one signed amount in [-1, 1] per image, (B,), those on colours a factor around 1, and keeps
+the shape. Those that move pixels do as Pillow's `Image.transform` and `rotate` with the nearest pixel, to the pixel;
+those that change levels do as `ImageOps` and `ImageEnhance`, without rounding to whole levels in between.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.data import color
+from penstock.data.resample import to_device
 
 GREATEST_MAGNITUDE = 10
 BLEND = 0.9
@@ -96,18 +100,107 @@ def _equalize(images: Tensor, amount: Tensor) -> Tensor:
     return torch.where((step > 0)[..., None], changed, images)
 
 
+def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
+    """`base` at factor 0, the image at 1, and an extrapolation above 1."""
+    return torch.lerp(base, images, factor[:, None, None, None]).clamp_(0, 255)
+
+
+def grey(images: Tensor) -> Tensor:
+    """(B, 1, H, W): the luma of ITU-R BT.601, as in Pillow's mode L."""
+    if images.shape[1] == 1:
+        return images
+    red, green, blue = images.unbind(1)
+    return (0.299 * red + 0.587 * green + 0.114 * blue)[:, None]
+
+
+def brightness(images: Tensor, factor: Tensor) -> Tensor:
+    return (images * factor[:, None, None, None]).clamp_(0, 255)
+
+
+def contrast(images: Tensor, factor: Tensor) -> Tensor:
+    return _blend(grey(images).mean((1, 2, 3), keepdim=True).expand_as(images), images, factor)
+
+
+def saturation(images: Tensor, factor: Tensor) -> Tensor:
+    return _blend(grey(images).expand_as(images), images, factor)
+
+
+def sharpness(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend with the 3 × 3 smoothing (1 1 1, 1 5 1, 1 1 1) / 13. The outermost pixels stay."""
+    if min(images.shape[-2:]) < 3:
+        return images
+    channels = images.shape[1]
+    kernel = torch.full((channels, 1, 3, 3), 1 / 13, device=images.device)
+    kernel[:, :, 1, 1] = 5 / 13
+    smooth = images.clone()
+    smooth[:, :, 1:-1, 1:-1] = F.conv2d(images, kernel, groups=channels)
+    return _blend(smooth, images, factor)
+
+
+def solarize(images: Tensor, factor: Tensor) -> Tensor:
+    """Invert what is at or above the threshold 256 × (1 − |factor − 1|)."""
+    threshold = 256 * (1 - (factor - 1).abs())
+    return torch.where(images < threshold[:, None, None, None], images, 255 - images)
+
+
+def posterize(images: Tensor, factor: Tensor) -> Tensor:
+    """Keep the highest 8 − round(4 |factor − 1|) bits."""
+    step = torch.exp2((4 * (factor - 1).abs()).round())[:, None, None, None]
+    return (images.round() / step).floor_() * step
+
+
 def _by_factor(
     operation: Callable[[Tensor, Tensor], Tensor], reach: float = BLEND
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """An operation of `color` whose factor is 1, give or take `reach` times the amount."""
+    """An operation on colours whose factor is 1, give or take `reach` times the amount."""
     return lambda images, amount: operation(images, 1 + reach * amount)
+
+
+COLOR_OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    brightness, contrast, sharpness, solarize, posterize, saturation,
+)  # fmt: skip
+"""Saturation is last, because grey images draw from the others only."""
+
+
+def operations(channels: int) -> int:
+    """How many of the operations on colours change an image of that many channels."""
+    return len(COLOR_OPERATIONS) - (channels != 3)
+
+
+def apply(
+    images: Tensor,
+    chosen: NDArray[np.int64],
+    factors: NDArray[np.float32],
+    operations: Sequence[Callable[[Tensor, Tensor], Tensor]] = COLOR_OPERATIONS,
+) -> Tensor:
+    """In each round apply its operation to each image: `chosen` and `factors` are (rounds, B) host arrays.
+
+    Images that share an operation are gathered and changed together, so that each operation is computed once. The host
+    knows which they are, so that nothing waits for the device. Changes `images` in place.
+    """
+    order = np.argsort(chosen, axis=1, kind="stable")
+    order_on_device = to_device(order, images.device)
+    factors_on_device = to_device(np.take_along_axis(factors, order, axis=1), images.device)
+    for turn in range(len(chosen)):
+        start = 0
+        for operation, count in zip(
+            operations, np.bincount(chosen[turn], minlength=len(operations)).tolist()
+        ):
+            if count:
+                rows = order_on_device[turn, start : start + count]
+                changed = operation(
+                    images.index_select(0, rows), factors_on_device[turn, start : start + count]
+                )
+                images.index_copy_(0, rows, changed)
+                start += count
+    return images
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "identity": _identity, "autocontrast": _autocontrast, "equalize": _equalize, "rotate": _rotate,
-    "solarize": _by_factor(color.solarize, 1.0), "saturation": _by_factor(color.saturation),
-    "posterize": _by_factor(color.posterize, 1.0), "contrast": _by_factor(color.contrast),
-    "brightness": _by_factor(color.brightness), "sharpness": _by_factor(color.sharpness),
+    "solarize": _by_factor(solarize, 1.0), "saturation": _by_factor(saturation),
+    "posterize": _by_factor(posterize, 1.0), "contrast": _by_factor(contrast),
+    "brightness": _by_factor(brightness), "sharpness": _by_factor(sharpness),
     "shear_x": _moving(shear_x=SHEAR), "shear_y": _moving(shear_y=SHEAR), "shift_x": _moving(shift_x=SHIFT),
     "shift_y": _moving(shift_y=SHIFT),
 }  # fmt: skip

@@ -152,26 +152,19 @@ def _merges(model: SentencePieceModel, numbers: dict[str, int]) -> list[tuple[st
 
 def _parsed(raw: memoryview) -> SentencePieceModel:
     model = SentencePieceModel()
+    trainer, letters = dict[int, int | memoryview](), dict[int, int | memoryview]()
     for number, value in _fields(raw):
         if number == 1:
             _add_piece(model, _message(value))
         elif number == 2:
-            for key, entry in _fields(_message(value)):
-                if key == 3:
-                    model.kind = _signed(entry)
-                elif key == 35:
-                    model.byte_fallback = bool(entry)
-                elif 40 <= key <= 43:
-                    role = ("unk_token", "bos_token", "eos_token", "pad_token")[key - 40]
-                    model.roles[role] = _signed(entry)
+            trainer |= dict(_fields(_message(value)))
         elif number == 3:
-            for key, entry in _fields(_message(value)):
-                if key == 2:
-                    model.letters = _letters(bytes(_message(entry)))
-                elif key == 3:
-                    model.prefix = bool(entry)
-                elif key == 4:
-                    model.single_spaces = bool(entry)
+            letters |= dict(_fields(_message(value)))
+    model.kind, model.byte_fallback = _signed(trainer.get(3, model.kind)), bool(trainer.get(35, False))
+    for key, role in enumerate(model.roles, start=40):
+        model.roles[role] = _signed(trainer.get(key, model.roles[role]))
+    model.letters = _letters(bytes(_message(letters.get(2, memoryview(b"")))))
+    model.prefix, model.single_spaces = (bool(letters.get(key, True)) for key in (3, 4))
     return model
 
 
@@ -185,18 +178,13 @@ def _letters(raw: bytes) -> bytes:
 
 
 def _add_piece(model: SentencePieceModel, raw: memoryview) -> None:
-    word, score, kind = "", 0.0, 1
-    for number, value in _fields(raw):
-        if number == 1:
-            word = str(_message(value), "utf-8")
-        elif number == 2:
-            (score,) = struct.unpack("<f", _message(value))
-        elif number == 3:
-            kind = _signed(value)
+    fields = dict(_fields(raw))
+    word = str(_message(fields.get(1, memoryview(b""))), "utf-8")
+    (score,) = struct.unpack("<f", _message(fields.get(2, memoryview(bytes(4)))))
     if not word or len(word) > _LONGEST_PIECE or not math.isfinite(score):
         raise ValueError(f"piece {len(model.pieces)} is no word with a score")
     model.pieces.append((word, score))
-    model.kinds.append(kind)
+    model.kinds.append(_signed(fields.get(3, 1)))
 
 
 def _signed(value: int | memoryview) -> int:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.commit import steps
-from penstock.checkpoint.index import Chunk
 from penstock.checkpoint.reader import Checkpoint, open_verified
-from penstock.checkpoint.snapshot import Piece
-from penstock.checkpoint.storage import read_pieces, write_json
+from penstock.checkpoint.storage import write_json
+from penstock.config.load import from_dict
+from penstock.config.removed import without_removed
+from penstock.config.run import RunConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model, write_tensors
 
@@ -63,14 +63,6 @@ def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
     return open_verified(last)
 
 
-def _fetch(checkpoint: Checkpoint, name: str, chunk: Chunk) -> Tensor:
-    entry = checkpoint.index[name]
-    values = torch.empty(chunk.sizes, dtype=entry.torch_dtype)
-    piece = Piece(values, torch.Size(entry.shape), torch.Size(chunk.offsets))
-    read_pieces(checkpoint.path, {name: entry}, checkpoint.world, {name: [piece]})
-    return values
-
-
 def weight_sets(checkpoint: Checkpoint) -> list[str]:
     """The sets of weights it holds: `weights`, and `ema` where there was an average."""
     return list(checkpoint.document["weights"])
@@ -100,8 +92,14 @@ def export_plain(
 
     Returns the files. Raises ConfigError where there is no such set, and as `penstock.tensorfile.write_model`.
     """
-    names = _names(checkpoint, which)
-    return write_model(folder, _whole(checkpoint, which, names), shard_bytes=shard_bytes)
+
+    def tensor(name: str) -> Pending:
+        place = f"{which}/{name}"
+        entry = checkpoint.index[place]
+        return Pending(name, entry.torch_dtype, entry.shape, lambda: checkpoint.read({place: None})[place])
+
+    tensors = map(tensor, _names(checkpoint, which))
+    return write_model(folder, tensors, shard_bytes=shard_bytes)
 
 
 def export_model(
@@ -120,17 +118,12 @@ def export_model(
     Raises:
         ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
     """
-    from penstock.config.load import from_dict
-    from penstock.config.removed import without_removed
-    from penstock.config.run import RunConfig
     from penstock.models import create
     from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
     from penstock.models.lora import merged
     from penstock.models.rounded import without_clips
 
-    config = from_dict(
-        RunConfig, without_removed(checkpoint.config), origin=f"the checkpoint {checkpoint.path}"
-    )
+    config = _settings(checkpoint)
     places = _places(checkpoint, which)
     elements = sum(  # of 4 bits two in each byte
         math.prod(checkpoint.index[place].shape) * (1 + (f"{name}_offset" in places))
@@ -163,16 +156,11 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
 
     Raises ConfigError where the run has no adapters, or more than they learned, and where there is no such set.
     """
-    from penstock.config.load import from_dict
-    from penstock.config.removed import without_removed
-    from penstock.config.run import RunConfig
     from penstock.models import create
     from penstock.models.convert.adapter import adapter_files
     from penstock.models.lora import gives_classes
 
-    config = from_dict(
-        RunConfig, without_removed(checkpoint.config), origin=f"the checkpoint {checkpoint.path}"
-    )
+    config = _settings(checkpoint)
     lora = config.recipe.lora
     if not lora.rank:
         raise ConfigError(
@@ -193,20 +181,17 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
     write_json(folder / "adapter_config.json", values)
 
 
+def _settings(checkpoint: Checkpoint) -> RunConfig:
+    """The settings of the run that saved it."""
+    origin = f"the checkpoint {checkpoint.path}"
+    return from_dict(RunConfig, without_removed(checkpoint.config), origin=origin)
+
+
 def _names(checkpoint: Checkpoint, which: str) -> list[str]:
     sets: Mapping[str, list[str]] = checkpoint.document["weights"]
     if which not in sets:
         raise ConfigError(f"{checkpoint.path} has no weights '{which}'; it has {', '.join(sets)}.")
     return list(sets[which])
-
-
-def _whole(checkpoint: Checkpoint, which: str, names: Sequence[str]) -> Iterator[Pending]:
-    for name in names:
-        entry = checkpoint.index[f"{which}/{name}"]
-        chunk = Chunk(0, (0,) * len(entry.shape), entry.shape)
-        yield Pending(
-            name, entry.torch_dtype, entry.shape, partial(_fetch, checkpoint, f"{which}/{name}", chunk)
-        )
 
 
 def newest(path: Path, count: int) -> list[Checkpoint]:

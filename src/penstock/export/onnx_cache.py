@@ -19,7 +19,7 @@ Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G KV 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,8 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER
     with torch.no_grad():
-        if not module.graph.remembered:
-            outputs, expected = _continue_texts(_write_decoder(module, path), module)
-        else:
-            source = _write_source(module, target / ENCODER)
-            outputs, expected = _translate_texts(source, _write_target(module, path), module)
+        read = _write_source(module, target / ENCODER) if module.graph.remembered else None
+        outputs, expected = _continue_texts(read, _write_decoder(module, path), module)
     return path, outputs, expected
 
 
@@ -98,8 +95,8 @@ class _TensorPast(Past):
         return rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
 
 
-class _Generating(nn.Module):
-    """One pass of a model as a function of tensors alone."""
+class _Pass(nn.Module):
+    """One pass of a model as a function of tensors alone: its decoder's."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -108,83 +105,59 @@ class _Generating(nn.Module):
         self.text = model.graph.text.name
         self.source = model.graph.input_of(model.graph.remembered[0]).name if model.graph.remembered else ""
 
-
-class _Continues(_Generating):
-    """A decoder's pass."""
-
     def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
-        width = before[0].shape[2] + tokens.shape[1]
-        # Taken by number, the mask's own size need not be known to be the sum of the two.
-        mask = mask.index_select(1, torch.arange(width, device=mask.device))
-        past = _TensorPast(_in_pairs(before), mask, tokens.shape[1], self.positions)
+        """`mask` is of the tokens (B, P + N); of an encoder–decoder it is of the source (B, M), whose keys and values
+        follow each block's own."""
+        every, new = _in_pairs(before), tokens.shape[1]
+        width = before[0].shape[2] + new
+        if self.source:
+            past = _TensorPast(every[::2], tokens.new_ones(len(tokens), width), new, self.positions)
+            past.recall(every[1::2], mask)
+        else:
+            # Taken by number, the mask's own size need not be known to be the sum of the two.
+            mask = mask.index_select(1, torch.arange(width, device=mask.device))
+            past = _TensorPast(every, mask, new, self.positions)
         return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
 
 
-class _Reads(_Generating):
+class _SourcePass(_Pass):
     """Keys and values of a source in every block of the decoder: the pass of a first token, of which nothing else is
     used.
     """
 
-    def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:
+    def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:  # type: ignore[override]
         first = torch.zeros_like(source[:, :1])
         past = _TensorPast([], torch.ones_like(first), 1, self.positions)
         self.model(**{self.source: source, self.text: first}, lengths=mask.sum(1), past=past)
         return _flat(past.memory)
 
 
-class _Translates(_Generating):
-    """A pass of an encoder–decoder's decoder."""
-
-    def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
-        every = _in_pairs(before)
-        rows, new = tokens.shape
-        width = before[0].shape[2] + new
-        past = _TensorPast(every[::2], tokens.new_ones(rows, width), new, self.positions)
-        past.recall(every[1::2], mask)
-        return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
-
-
 def _write_decoder(model: Model, path: Path) -> Run:
-    tokens = _words(model, _BATCH, _NEW)
-    mask = torch.ones(_BATCH, _KEPT + _NEW, dtype=torch.int64)
-    before = _empty(model, _BATCH, _KEPT)
+    source = bool(model.graph.remembered)
     batch, new, past = _dims(model)
-    shapes = (
-        {0: batch, 1: new},
-        {0: batch, 1: torch.export.Dim("total", min=1)},
-        [{0: batch, 2: past}] * len(before),
-    )
-    names = _names(model, "key", "value")
-    return _write_program(
-        _Continues(model), path, (tokens, mask, before), shapes,
-        ["input_ids", "attention_mask", *_prefixed("past_key_values", names)], ["logits", *_prefixed("present", names)],
-    )  # fmt: skip
+    before, sizes = _empty(model, _BATCH, _KEPT), [{0: batch, 2: past}] * 2
+    mask_size, total = _KEPT + _NEW, torch.export.Dim("total", min=1)
+    if source:
+        before, mask_size, total = (
+            _with_memory(before, _empty(model, _BATCH, _SOURCE)),
+            _SOURCE,
+            _source_size(model),
+        )
+        sizes += [{0: batch, 2: total}] * 2
+    example = _words(model, _BATCH, _NEW), torch.ones(_BATCH, mask_size, dtype=torch.int64), before
+    shapes = {0: batch, 1: new}, {0: batch, 1: total}, sizes * (len(before) // len(sizes))
+    inputs = ["input_ids", "encoder_attention_mask" if source else "attention_mask", *_past_names(model)]
+    outputs = ["logits", *_names(model, "present", "decoder." if source else "")]
+    return _write_program(_Pass(model), path, example, shapes, inputs, outputs)
 
 
 def _write_source(model: Model, path: Path) -> Run:
-    batch, source = _dims(model)[0], _source_size(model)
+    size = {0: _dims(model)[0], 1: _source_size(model)}
     example = _words(model, _BATCH, _SOURCE), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
-    names = _names(model, "encoder.key", "encoder.value")
-    shapes = ({0: batch, 1: source}, {0: batch, 1: source})
+    outputs = _names(model, "present", "encoder.")
     return _write_program(
-        _Reads(model), path, example, shapes, ["input_ids", "attention_mask"], _prefixed("present", names)
+        _SourcePass(model), path, example, (size, size), ["input_ids", "attention_mask"], outputs
     )
-
-
-def _write_target(model: Model, path: Path) -> Run:
-    batch, new, past = _dims(model)
-    source = _source_size(model)
-    tokens, mask = _words(model, _BATCH, _NEW), torch.ones(_BATCH, _SOURCE, dtype=torch.int64)
-    before = _interleaved(_empty(model, _BATCH, _KEPT), _empty(model, _BATCH, _SOURCE))
-    sizes = [{0: batch, 2: past}] * 2 + [{0: batch, 2: source}] * 2
-    shapes = ({0: batch, 1: new}, {0: batch, 1: source}, sizes * (len(before) // 4))
-    every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    own_names = _names(model, "decoder.key", "decoder.value")
-    return _write_program(
-        _Translates(model), path, (tokens, mask, before), shapes,
-        ["input_ids", "encoder_attention_mask", *_prefixed("past_key_values", every)],
-        ["logits", *_prefixed("present", own_names)],
-    )  # fmt: skip
 
 
 def _write_program(
@@ -194,43 +167,29 @@ def _write_program(
     return write_onnx(program, path, inputs, outputs)
 
 
-def _continue_texts(run: Run, model: Model) -> tuple[Tensor, Tensor]:
-    """Logits (B, steps, V) of texts whose padding comes first, from a prompt in one pass and two single tokens; and the
-    model's, of each text alone and at once."""
-    tokens = _words(model, _TEXTS, _PROMPT + _STEPS)
-    mask = (torch.arange(_PROMPT + _STEPS) >= torch.arange(_TEXTS)[:, None]).long()
-    names = _prefixed("past_key_values", _names(model, "key", "value"))
-    cached, outputs = _empty(model, _TEXTS, 0), []
-    for begin, end in _passes(_PROMPT):
-        inputs = {"input_ids": tokens[:, begin:end], "attention_mask": mask[:, :end]}
-        logits, *cached = run({**inputs, **dict(zip(names, cached, strict=True))})
+def _continue_texts(read: Run | None, run: Run, model: Model) -> tuple[Tensor, Tensor]:
+    """Logits (B, steps, V) from a prompt in one pass and two single tokens, and the model's, of all tokens at once.
+    Texts have padding in front, and are computed each alone by the model; sources, which `read` reads, behind them."""
+    prompt = _PROMPT if read is None else 2
+    tokens, cached = _words(model, _TEXTS, prompt + _STEPS), _empty(model, _TEXTS, 0)
+    source, lengths = _words(model, _TEXTS, _PROMPT), _PROMPT - torch.arange(_TEXTS)
+    real = (torch.arange(_PROMPT) < lengths[:, None]).long()
+    memory = None if read is None else read({"input_ids": source, "attention_mask": real})
+    mask = (torch.arange(prompt + _STEPS) >= torch.arange(_TEXTS)[:, None]).long()
+    outputs = []
+    for begin, end in [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(_STEPS))]:
+        masks = {"attention_mask": mask[:, :end]} if memory is None else {"encoder_attention_mask": real}
+        past = cached if memory is None else _with_memory(cached, memory)
+        named = dict(zip(_past_names(model), past, strict=True))
+        logits, *cached = run({"input_ids": tokens[:, begin:end], **masks, **named})
         outputs.append(logits[:, -1])
-    text = _Generating(model).text
+    if read is not None:
+        return torch.stack(outputs, dim=1), model(source, tokens, lengths)[:, -_STEPS - 1 :]
+    text = _Pass(model).text
     expected = [
         model.logits(**{text: tokens[row : row + 1, row:]})[0, -_STEPS - 1 :] for row in range(_TEXTS)
     ]
     return torch.stack(outputs, dim=1), torch.stack(expected)
-
-
-def _translate_texts(read: Run, run: Run, model: Model) -> tuple[Tensor, Tensor]:
-    """Logits of targets to sources of several lengths, whose padding comes last, in the form of `_continue_texts`."""
-    source, target = _words(model, _TEXTS, _PROMPT), _words(model, _TEXTS, 2 + _STEPS)
-    lengths = _PROMPT - torch.arange(_TEXTS)
-    mask = (torch.arange(_PROMPT) < lengths[:, None]).long()
-    memory = read({"input_ids": source, "attention_mask": mask})
-    every = _names(model, "decoder.key", "decoder.value", "encoder.key", "encoder.value")
-    cached, outputs = _empty(model, _TEXTS, 0), []
-    for begin, end in _passes(2):
-        inputs = {"input_ids": target[:, begin:end], "encoder_attention_mask": mask}
-        past = zip(_prefixed("past_key_values", every), _interleaved(cached, memory), strict=True)
-        logits, *cached = run({**inputs, **dict(past)})
-        outputs.append(logits[:, -1])
-    return torch.stack(outputs, dim=1), model(source, target, lengths)[:, -_STEPS - 1 :]
-
-
-def _passes(prompt: int) -> Iterable[tuple[int, int]]:
-    """Where the tokens of each pass begin and end."""
-    return [(0, prompt), *((prompt + step, prompt + step + 1) for step in range(_STEPS))]
 
 
 def _dims(model: Model) -> tuple[Any, Any, Any]:
@@ -260,14 +219,16 @@ def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
     ]
 
 
-def _names(model: Model, *endings: str) -> list[str]:
-    """Names of what each block that a text goes through has."""
+def _names(model: Model, prefix: str, *kinds: str) -> list[str]:
+    """Names of the keys and values of each block that a text goes through, of each kind."""
     depth = sum(run.stack.depth for run in model.graph.written)
-    return [f"{block}.{name}" for block in range(depth) for name in endings]
+    parts = [kind + part for kind in kinds for part in ("key", "value")]
+    return [f"{prefix}.{block}.{part}" for block in range(depth) for part in parts]
 
 
-def _prefixed(prefix: str, names: Sequence[str]) -> list[str]:
-    return [f"{prefix}.{name}" for name in names]
+def _past_names(model: Model) -> list[str]:
+    kinds = ("decoder.", "encoder.") if model.graph.remembered else ("",)
+    return _names(model, "past_key_values", *kinds)
 
 
 def _in_pairs(tensors: Sequence[Tensor]) -> Pairs:
@@ -280,10 +241,8 @@ def _flat(pairs: Pairs) -> list[Tensor]:
     return [tensor for pair in pairs for tensor in pair]
 
 
-def _interleaved(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
+def _with_memory(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
     """Each block's own keys and values, then those of the source."""
     return [
-        tensor
-        for pairs in zip(_in_pairs(own), _in_pairs(memory), strict=True)
-        for tensor in _flat(list(pairs))
+        tensor for pairs in zip(_in_pairs(own), _in_pairs(memory), strict=True) for tensor in _flat([*pairs])
     ]

@@ -32,7 +32,6 @@ from penstock.errors import (
     EnvironmentProblem,
     NumericError,
     OutOfMemory,
-    PenstockError,
     SavedInterrupt,
     SavedRequeue,
 )
@@ -587,15 +586,6 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
     torch.testing.assert_close(
         torch.tensor(losses(broken)), torch.tensor(losses(whole)), rtol=1e-4, atol=1e-5
     )
-
-
-def test_every_error_of_a_run_has_an_exit_code_of_its_own() -> None:
-    kinds = (
-        ConfigError, EnvironmentProblem, CheckpointError, NumericError, OutOfMemory, SavedRequeue,
-        SavedInterrupt,
-    )  # fmt: skip
-    assert all(issubclass(kind, PenstockError) for kind in kinds)
-    assert [int(kind.exit_code) for kind in kinds] == [2, 3, 5, 6, 7, 75, 130]
 
 
 def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
 from helpers.sweeps import sweep
 from helpers.toy import desk
@@ -19,7 +20,6 @@ from penstock.config.run import RunConfig
 from penstock.config.theirs.text import settled
 from penstock.models import create
 from penstock.models.convert import from_pretrained
-from penstock.step import TrainStep
 from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
@@ -83,26 +83,12 @@ def _losses(records: list[dict[str, Any]]) -> list[float]:
     return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
-def _cut_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """Let the step of this number be interrupted."""
-    called, step = 0, TrainStep.__call__
-
-    def cut(self: TrainStep, batches: Any) -> Any:
-        nonlocal called
-        called += 1
-        if called == last:
-            raise KeyboardInterrupt
-        return step(self, batches)
-
-    monkeypatch.setattr(TrainStep, "__call__", cut)
-
-
 @pytest.mark.parametrize("line", ["loss=chunked", "padding=remove", "recompute=budget budget=0.0001"])
 def test_a_job_goes_on_with_another_plan(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, options = "bert-tiny", ("--data.packed", "false", "--model.dropout", "0")
     losses = _losses(_train(name, "whole", *options))
-    _cut_at(monkeypatch, 4)
-    _train(name, "cut", *options, code=130)
+    with cut_in_step(monkeypatch, 4):
+        _train(name, "cut", *options, code=130)
     changed = [word for each in line.split() for word in (f"--plan.{each.split('=')[0]}", each.split("=")[1])]
     again = _train(name, "cut", *options, *changed)
     assert any(record["event"] == "resume" and record["step"] == 2 for record in again)
@@ -122,8 +108,8 @@ def test_a_job_trains_resumes_exactly_and_is_read_by_transformers(
     steps = [record for record in records if record["event"] == "steps"]
     assert all(record["tokens_per_second"] > 0 and record["mfu"] > 0 for record in steps)
 
-    _cut_at(monkeypatch, 4)
-    _train(name, "cut", *options, code=130)
+    with cut_in_step(monkeypatch, 4):
+        _train(name, "cut", *options, code=130)
     again = _train(name, "cut", *options)
     assert any(record["event"] == "resume" and record["step"] == 2 for record in again)
     assert _losses(again) == losses

@@ -46,7 +46,7 @@ def test_names_and_weights_do_not_depend_on_the_plan(line: str) -> None:
     assert list(built.optimizer.state_dict()) == ["state", "param_groups"]
 
 
-@pytest.mark.parametrize("compiled", ["blocks", "whole"])
+@pytest.mark.parametrize("compiled", ["blocks", pytest.param("whole", marks=pytest.mark.slow)])
 def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
     plain, other = build(TINY, Plan()), build(TINY, Plan())
     graphs: list[Any] = []
@@ -67,6 +67,7 @@ def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 def test_many_compiled_plans_in_one_process_all_stay_compiled() -> None:
     for size in range(1, 13):
         built = build(TINY, Plan())
@@ -194,6 +195,7 @@ def test_what_a_foreign_module_cannot_do_is_refused() -> None:
         build(nn.Linear(64, 4), Plan(compile="blocks"))
 
 
+@pytest.mark.slow
 def test_transformers_vit() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(

@@ -223,6 +223,7 @@ def with_outliers(folder: Path, target: Path) -> None:
     save_pretrained(model, target)
 
 
+@pytest.mark.slow
 def test_outliers_collapse_a_scale_for_all_and_smoothing_recovers(tmp_path: Path) -> None:
     """Scored on all 1,797 digits, of which one is 0.06 points."""
     learn_digits(tmp_path / "digits")

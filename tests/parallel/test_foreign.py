@@ -151,6 +151,7 @@ def test_adapters_are_shared_out_and_trained() -> None:
         _assert_alike(name, got, expected)
 
 
+@pytest.mark.slow
 def test_logits_of_shared_out_weights_are_put_off() -> None:
     pytest.importorskip("transformers")
     names = [f"transformers {name}" for name in ("gpt2", "qwen3", "bert", "marian")]

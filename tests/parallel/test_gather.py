@@ -107,6 +107,7 @@ def _mean(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[0]).last_hidden_state.float().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_linears_of_another_class_are_known_by_their_role() -> None:
     """GPT-2's have their weights transposed, in a class of transformers."""
     types = spawn(_gathered_of_gpt2, 2)[0]
@@ -155,6 +156,7 @@ def _alike(lines: list[str]) -> list[tuple[str, float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
     """Both ranks see the same samples, and the mean of two equal gradients is exact. All that could differ from one
     process is the type of weights and of their gradients: no bit may."""
@@ -198,6 +200,7 @@ def _in_eight_bits(products: Products) -> tuple[set[torch.dtype], float, float]:
     return {dtype for name, dtype in types.items() if "fc1" in name or "qkv" in name}, worst, apart
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise", "int8_all"])
 def test_weights_on_their_way_to_eight_bits_are_gathered_in_half(products: Products) -> None:
     types, through_bf16, directly = spawn(_in_eight_bits, 2, products)[0]
@@ -243,7 +246,8 @@ def _compiled(level: str) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_gathering_does_not_cut_compiled_blocks(level: str) -> None:
     assert spawn(_compiled, 2, level, timeout=200)[0] == (1, 0), (
         "one graph serves all blocks, and it is whole"

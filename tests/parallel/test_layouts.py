@@ -89,6 +89,7 @@ def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: b
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=rtol, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_family_learns_the_same_with_split_layers() -> None:
     cases = [(name, f"{line} micro_batch=2") for name in LAYOUT_CASES for line in TENSOR]
     _hold(2, cases, steps=2, double=True)

@@ -92,6 +92,7 @@ def test_sharded_ranks_translate_together() -> None:
     assert found[0] == pytest.approx(translate("micro_batch=8"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_images_and_texts_are_compared_over_ranks_under_every_layout() -> None:
     """The contrast of all ranks' samples, captions with sharded weights, and several runs cut into stages."""
     lines = [

@@ -474,6 +474,7 @@ def _every_layout(folder: str) -> dict[tuple[str, str], Any]:
     return {(line, kind): _steps(kind, f"{folder}/{kind}", line) for line in plans for kind in TAUGHT}
 
 
+@pytest.mark.slow
 def test_steps_are_the_same_over_ranks(tmp_path: Path) -> None:
     """Ranks that shard the student's weights shard the teacher's too."""
     for kind in TAUGHT:

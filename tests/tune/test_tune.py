@@ -195,6 +195,7 @@ def test_ranks_under_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_scripts")
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["tune", "--budget", "400", "--rungs", "optimizer-fused", "--output", str(tmp_path), "--all"]
     assert main([*words, str(SCRIPTS / "plain.py"), ENDLESS]) == 0

@@ -36,10 +36,14 @@ class HubImages(ImageSource):
 
     def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
         splits = open_dataset(name)
+        import datasets
+
         name_of_train, names_of_val = hub_splits(list(splits), name)
         train = splits[name_of_train]
         rows = (
-            _together([splits[each] for each in names_of_val]) if split == "val" and names_of_val else train
+            datasets.concatenate_datasets([splits[each] for each in names_of_val])
+            if split == "val" and names_of_val
+            else train
         )
         image, label = _columns(name, rows)
         self.name = f"hf:{name} ({split})"
@@ -56,7 +60,7 @@ class HubImages(ImageSource):
         self.digest = hashlib.sha256(identity_of(rows).encode()).hexdigest()
         self._max_pixels, self.white = config.max_pixels, config.range
         # Bytes as they are stored: our own decoder looks at the header first.
-        self._data = _undecoded(rows.select_columns([image]), image)
+        self._data = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
 
     def load(self, index: int, out: Pixels) -> None:
         row = int(self._rows[index])
@@ -144,15 +148,3 @@ def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArr
             f"Column {column!r} has rows without a class (a number below 0). Use the labelled splits."
         )
     return classes, labels
-
-
-def _together(parts: list[Any]) -> Any:
-    import datasets
-
-    return datasets.concatenate_datasets(parts)
-
-
-def _undecoded(rows: Any, column: str) -> Any:
-    import datasets
-
-    return rows.cast_column(column, datasets.Image(decode=False))

@@ -132,17 +132,8 @@ def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, 
 
 def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: Form) -> TokenPack:
     content = content_of(kind, path, data, form)
-    key = [
-        (VERSION, _READING),
-        kind,
-        form,
-        data.columns,
-        data.all_labels,
-        data.limit,
-        data.bad_rows,
-        tokenizer.fingerprint,
-        content.identity,
-    ]
+    read = [kind, form, data.columns, data.all_labels, data.limit, data.bad_rows]
+    key = [(VERSION, _READING), *read, tokenizer.fingerprint, content.identity]
     key += [tokenizer.chat_template] if form in CHATS else []
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     target = cache_folder("text") / name
@@ -173,12 +164,6 @@ def _locked(target: Path) -> Iterator[None]:
 
 
 def _up_to(rows: Iterator[RowOrBad], limit: int | None) -> Iterator[RowOrBad]:
-    if limit is None:
-        return rows
-    return _first(rows, limit)
-
-
-def _first(rows: Iterator[RowOrBad], limit: int) -> Iterator[RowOrBad]:
     done = 0
     for row in rows:
         yield row

@@ -100,14 +100,12 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
         raise ConfigError(
             f"data.source=numbers needs two languages for this task, such as numbers:en,de, not {quoted(languages[0])}."
         )
-    say = speaker("numbers", languages)
-    if digits:
-        rows = [_digit_rows(languages, say, val) for val in (False, True)]
-        return Content(
-            rows, ["numbers", 1, importlib.metadata.version("num2words"), [DIGITS, *languages]], labels=True
-        )
-    parts = [_number_rows(form, languages, say, val) for val in (False, True)]
-    return Content(parts, ["numbers", 1, importlib.metadata.version("num2words"), list(languages)])
+    say, named = speaker("numbers", languages), [*([DIGITS] if digits else []), *languages]
+    parts = [
+        _digit_rows(languages, say, val) if digits else _number_rows(form, languages, say, val)
+        for val in (False, True)
+    ]
+    return Content(parts, ["numbers", 1, importlib.metadata.version("num2words"), named], labels=digits)
 
 
 def speaker(source: str, languages: Sequence[str]) -> Say:

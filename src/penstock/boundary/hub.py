@@ -13,6 +13,12 @@ from penstock.boundary.packages import package
 from penstock.errors import ConfigError, EnvironmentProblem
 
 _NAME = re.compile(r"^(?P<repo>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?$")
+_OWNED = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_MODEL_FILES = (
+    "config.json", "generation_config.json", "1_Pooling/config.json", "*.safetensors", "*.safetensors.index.json",
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "target_vocab.json", "merges.txt",
+    "*.spm", "*.model",
+)  # fmt: skip
 OFFLINE = (
     "If you mean a folder, check its path; a run's folder is there once `penstock train` has made it. If you mean a "
     "name on the hub, fetch it where there is a network, with `hf download {name}`, and set HF_HOME to a copy of that "
@@ -38,6 +44,39 @@ def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool
     options = {"repo_id": match["repo"], "revision": match["revision"], "allow_patterns": list(files)}
     folder = _cached(hub, options, enough) or _fetched(hub, options)
     return folder if enough(folder) else None
+
+
+def local_weights(source: str | Path) -> Path:
+    """A path as it is, or of a run's folder that of its export; of a name on the hub (`google/vit-base-patch16-224`,
+    with `@REVISION` if you like) the folder in the cache, to which it is fetched once. Only safetensors, what says
+    how to use them, and a tokenizer's files are fetched.
+
+    Raises:
+        ConfigError: neither a path nor a model on the hub, one without safetensors, or a checkpoint.
+        EnvironmentProblem: there is no network, or the extra `hf` is missing.
+    """
+    path = Path(source)
+    if not (path / "config.json").is_file() and (path / "export" / "config.json").is_file():
+        return path / "export"
+    if (path / "tensors.json").is_file() or any(path.glob("step-*/tensors.json")):
+        raise ConfigError(
+            f"{path} is a checkpoint, from which training goes on. Give the run's folder, or write its weights as a "
+            f"model: penstock checkpoint export {path} FOLDER."
+        )
+    if any(path.glob("checkpoints/step-*/tensors.json")):
+        raise ConfigError(
+            f"{path} is a run that has not ended, and has no export. Train it to its end, or write its newest "
+            f"checkpoint as a model: penstock checkpoint export {path} FOLDER."
+        )
+    if path.exists() or not _OWNED.fullmatch(str(source)):
+        return path
+    folder = hub_folder(str(source), _MODEL_FILES, enough=lambda folder: any(folder.glob("*.safetensors")))
+    if folder is None:
+        raise ConfigError(
+            f"{source} on the Hugging Face hub has no safetensors, and other formats can run code when they are read. "
+            f"Convert it with transformers: save_pretrained writes safetensors."
+        )
+    return folder
 
 
 def _cached(hub: Any, options: dict[str, object], enough: Callable[[Path], bool]) -> Path | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
+from penstock.boundary.hub import local_weights
 from penstock.compress.calibrate import Batches
 from penstock.config.run import DataConfig
 from penstock.config.tasks import TaskName
 from penstock.data import Loader
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.tasks import task_of
 from penstock.train.evaluate import evaluate

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.boundary.hub import local_weights
 from penstock.compress.prune import State, made_like, with_layers
 from penstock.config.graph import Run
 from penstock.config.layer import Layer
@@ -21,7 +22,6 @@ from penstock.errors import ConfigError, NumericError
 from penstock.export.export import inputs_of
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import require_theirs, rounded_weights, save_values
 from penstock.models.model import Model
 

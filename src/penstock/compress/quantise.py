@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.boundary.hub import local_weights
 from penstock.compress.calibrate import InputRecord, record, watch
 from penstock.compress.control import NOISE, Controlled, keep_within, seconds_of
 from penstock.compress.data import QuantiseData
@@ -28,7 +29,6 @@ from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import rounded_weights, save_rounded, save_values
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
 from penstock.products.convert import STORED, AnyLinear, left_out, suited

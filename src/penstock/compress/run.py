@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import own_file, read_bytes, write_text
+from penstock.boundary.hub import local_weights
 from penstock.boundary.trees import parse_json
 from penstock.compress.cut import multiple_of, sized
 from penstock.compress.measure import Workbench
@@ -27,7 +28,6 @@ from penstock.config.model import ModelConfig, stacks, title
 from penstock.config.recipes import require_startable
 from penstock.errors import CheckpointError, ConfigError
 from penstock.ladder.statistics import Journal
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.report.record import environment
 from penstock.train.lock import RunLock

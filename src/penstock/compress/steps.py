@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.boundary.hub import local_weights
 from penstock.compress.cut import cuts, multiple_of
 from penstock.compress.data import task_data
 from penstock.compress.measure import Workbench
@@ -17,7 +18,6 @@ from penstock.config.load import to_dict
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, save_values
 from penstock.train.loop import train
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import printable
+from penstock.boundary.hub import local_weights
 from penstock.boundary.packages import package
 from penstock.config.decoding import Decoding
 from penstock.config.formats import FORMATS
@@ -28,7 +29,6 @@ from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.export import ExportType
 from penstock.infer.load import Loaded, loaded
-from penstock.models.convert.hub import local_weights
 
 _NEVER = -1e4
 """Bias of a token that must not be generated; fp16 holds it."""

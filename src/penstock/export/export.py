@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import printable, quoted, shown
+from penstock.boundary.hub import local_weights
 from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.model import ModelConfig, stacks, vocabulary_of
 from penstock.config.quantise import StoredFormat
@@ -45,7 +46,6 @@ from penstock.infer.usual import usual_in
 from penstock.models.anatomy import set_switch
 from penstock.models.convert import from_pretrained, model_in
 from penstock.models.convert.files import settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import rounded_weights, save_compressed, save_values
 from penstock.models.model import Model
 from penstock.models.rounded import RoundedWeight

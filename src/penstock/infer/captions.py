@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.files import quoted
+from penstock.boundary.hub import local_weights
 from penstock.config.decoding import Decoding
 from penstock.config.graph import PatchInput, TokenInput
 from penstock.config.plan import Plan
@@ -20,7 +21,6 @@ from penstock.errors import ConfigError
 from penstock.infer.encode import read_images
 from penstock.infer.load import loaded
 from penstock.infer.text import needed
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.models.model import Model
 from penstock.tasks.text import padded

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.files import quoted
+from penstock.boundary.hub import local_weights
 from penstock.config.decoding import Weights
 from penstock.config.graph import TokenInput
 from penstock.config.machine import Machine
@@ -24,7 +25,6 @@ from penstock.infer.labels import labels_of
 from penstock.infer.load import loaded
 from penstock.infer.samplers import SAMPLERS, Sampler, ddim, even_times, guide
 from penstock.models.convert.files import settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.prediction import predict_pass

@@ -13,6 +13,7 @@ from torch import nn
 
 from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
+from penstock.boundary.hub import local_weights
 from penstock.config.decoding import Weights
 from penstock.config.formats import Products
 from penstock.config.numerics import numerics_of
@@ -30,7 +31,6 @@ from penstock.infer.usual import usual_of
 from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.rounded import RoundedWeight, plain_state
 from penstock.parallel import ALONE, ParallelDims

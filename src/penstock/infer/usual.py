@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.boundary.files import quoted
+from penstock.boundary.hub import local_weights
 from penstock.config.decoding import USUAL_TOKENS, Decoding
 from penstock.config.load import from_dict
 from penstock.config.model import vocabulary_of
 from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.models.convert.files import settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 
 _log = logging.getLogger(__name__)

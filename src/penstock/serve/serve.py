@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.boundary.files import read_text
+from penstock.boundary.hub import local_weights
 from penstock.boundary.packages import package
 from penstock.data.text.chat import template_of
 from penstock.data.text.open import found_in
@@ -37,13 +38,7 @@ def serve(
         raise ConfigError(
             "penstock serve needs a model: a run's folder, one that transformers wrote, or a name on the hub."
         )
-    folder = Path(config.model)
-    if not (folder / "config.json").is_file():
-        from penstock.models.convert.hub import (
-            local_weights,  # this process is light: the hub's part knows torch
-        )
-
-        folder = local_weights(config.model)
+    folder = local_weights(config.model)
     if not folder.is_dir():
         raise ConfigError(
             f"There is no folder {folder}. Give a run's folder, or one that transformers wrote."

@@ -258,8 +258,8 @@ class _Classes:
     are asked for: a server that is asked for none keeps no second copy of what a branch that writes shares with it."""
 
     def __init__(self, settings: dict[str, Any], plan: Any) -> None:
+        from penstock.boundary.hub import local_weights
         from penstock.models.convert.files import settings_in
-        from penstock.models.convert.hub import local_weights
         from penstock.models.convert.pretrained import read_config
 
         self._settings, self._plan = settings, plan

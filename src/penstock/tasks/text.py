@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.boundary.hub import local_weights
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.run import DataConfig
 from penstock.data.loader import HostBatch
@@ -25,7 +26,6 @@ from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert.files import first_token, settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.tasks.task import Fullness, Task, read_samples
 
 _log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
+from penstock.boundary.hub import local_weights
 from penstock.checkpoint import rewrite
 from penstock.checkpoint.commit import steps
 from penstock.checkpoint.manifest import MANIFEST
@@ -33,7 +34,6 @@ from penstock.errors import ConfigError
 from penstock.models.anatomy import evaluating
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.parallel import ALONE, ParallelDims

@@ -21,6 +21,7 @@ import torch
 
 from penstock import checkpoint
 from penstock.boundary.files import explained, own_file, write_text
+from penstock.boundary.hub import local_weights
 from penstock.build import build
 from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import main_first
@@ -35,7 +36,6 @@ from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
 from penstock.models import create
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import require_fitting
 from penstock.models.convert.upcycle import Upcycling
 from penstock.optim import learning_rate, set_learning_rate

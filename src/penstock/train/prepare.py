@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.boundary.hub import local_weights
 from penstock.config.formats import PRODUCTS
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, vocabulary_of
@@ -25,7 +26,6 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.models import create
 from penstock.models.convert.files import described
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.pretrained import read_config
 from penstock.models.lora import add_adapters, gives_classes
 from penstock.models.rounded import rounded_in

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.boundary.hub import local_weights
 from penstock.config.model import ViTConfig
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models import create
 from penstock.models.convert import from_pretrained, load_weights
-from penstock.models.convert.hub import local_weights
 
 NAME = "somebody/vit-tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -55,7 +55,7 @@ print(from_pretrained("somebody/vit-tiny@main").config.classes)
 REFUSED = """
 import time
 from penstock.errors import EnvironmentProblem
-from penstock.models.convert.hub import local_weights
+from penstock.boundary.hub import local_weights
 started = time.process_time()
 try:
     local_weights("somebody/other")

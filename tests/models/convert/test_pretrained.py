@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.boundary.hub import local_weights
 from penstock.config.model import ViTConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import Model
 from penstock.models.convert import from_pretrained, model_in, read_state_dict, save_pretrained
-from penstock.models.convert.hub import local_weights
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
 VARIANTS: list[dict[str, Any]] = [

@@ -14,13 +14,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from penstock.boundary.hub import local_weights
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.config.theirs.backbones import backbone_in
 from penstock.errors import ConfigError, PenstockError
 from penstock.models import create
 from penstock.models.anatomy import WHOLE
 from penstock.models.convert.files import described, read_state_dict, settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit, respelled, text_from_hf
 from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copies, upcycled
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.boundary.hub import local_weights
 from penstock.config.activations import PLAIN_NAMES
 from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput, VectorHead
 from penstock.config.model import ModelConfig
 from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.names import misfit
 from penstock.models.convert.pretrained import from_pretrained
 from penstock.models.model import Model, part_of

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import quoted, shown
+from penstock.boundary.hub import local_weights
 from penstock.config.load import to_dict
 from penstock.config.model import ModelConfig, TextConfig, ViTConfig
 from penstock.config.quantise import StoredFormat
@@ -24,7 +25,6 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.compressed_tensors import compressed_tensors
 from penstock.models.convert.files import described, read_state_dict, settings_in
-from penstock.models.convert.hub import local_weights
 from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.names import text_pending
 from penstock.models.convert.upcycle import gated, read_gated

@@ -50,10 +50,10 @@ def test_the_cache_holds_what_was_promised_and_nobody_overtakes() -> None:
     one.submit(Job(1, 20, 13))  # does not fit beside it
     one.submit(Job(2, 1, 1))  # would, but must wait its turn
     assert [read.job.number for read in one.turn().reads] == [0]
-    assert one.held == 48
+    assert one._held == 48
     assert one.remove(0) is not None
     assert [read.job.number for read in one.turn().reads] == [1, 2]
-    assert one.held == 64
+    assert one._held == 64
 
 
 @pytest.mark.parametrize(("prompt", "most"), [(40, 30), (0, 5), (5, 0), (10**9, 1)])
@@ -97,7 +97,7 @@ def test_jobs_can_be_taken_out_wherever_they_are() -> None:
     one.turn()
     assert one.remove(0) is not None
     assert one.remove(1) is not None
-    assert (one.running, one.waiting, one.held) == (0, 1, 0)
+    assert (one.running, one.waiting, one._held) == (0, 1, 0)
     assert one.remove(1) is None
 
 
@@ -122,13 +122,13 @@ def test_whatever_happens_the_bounds_hold_and_all_ends() -> None:
                 assert one.remove(gone) is not None
                 left.discard(gone)
             left -= set(take(one))
-            assert one.held <= limits.cache
+            assert one._held <= limits.cache
             assert one.running <= limits.slots
-            assert one.held == sum(limits.blocks(job.tokens) for job in list(one.jobs())[: one.running])
-            assert {job.number for job in one.jobs()} == left
+            assert one._held == sum(limits.blocks(job.tokens) for job in one._running.values())
+            assert {job.number for job in (*one._running.values(), *one._waiting)} == left
         while left:
             left -= set(take(one))
-        assert one.held == 0
+        assert one._held == 0
 
 
 def test_it_has_no_tensors() -> None:

@@ -10,7 +10,6 @@ OSDI 2024, "Sarathi-Serve", section 4).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -103,6 +102,7 @@ class Scheduler:
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._held = 0
+        """Tokens of the cache that running jobs have or may come to need."""
 
     @property
     def waiting(self) -> int:
@@ -113,16 +113,6 @@ class Scheduler:
     def running(self) -> int:
         """Jobs with a slot."""
         return len(self._running)
-
-    @property
-    def held(self) -> int:
-        """Tokens of the cache that running jobs have or may come to need."""
-        return self._held
-
-    def jobs(self) -> Iterator[Job]:
-        """All that are running or wait."""
-        yield from self._running.values()
-        yield from self._waiting
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises TooLong for one that can never run, QueueFull where too many wait."""

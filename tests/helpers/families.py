@@ -85,6 +85,7 @@ ENROLLED = {
         )),
         "AutoModelForCausalLM",
     ),
+    "gemma 2": Enrolled(small("gemma2-tiny"), "AutoModelForCausalLM"),
     "gemma": Enrolled(small("gemma3-tiny"), "AutoModelForCausalLM"),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(

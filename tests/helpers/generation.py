@@ -30,6 +30,7 @@ DECODERS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "rotary": Rotary(share=0.5, scaling="longrope", factor=4.0, trained=7, short=(1.3,), long=(5.0,)),
     },
+    "gemma 2": {"depth": 4, "kv_heads": 2, "window": 4},
     "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
     "pair": {"experts": 2, "experts_per_token": 1},
@@ -58,7 +59,7 @@ def tiny(
     """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
-    base = {"gemma": "gemma3-tiny", "phi": "phi-tiny"}.get(name, base)
+    base = {"gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny"}.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
         stack = replace(config.encoder, **sizes)

@@ -132,6 +132,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "gpt with alibi": _own(_wider("gpt-tiny", positions="alibi"), summed),
     "llama": _own(_wider("llama-tiny"), summed),
     "gemma": _own(_wider("gemma3-tiny"), summed),
+    "gemma 2": _own(_wider("gemma2-tiny"), summed),
     "phi": _own(_wider("phi-tiny", rotary=Rotary(share=0.5)), summed),
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),

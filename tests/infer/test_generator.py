@@ -40,7 +40,9 @@ def logits_after(model: Model, ids: Sequence[int], source: Sequence[int] = ()) -
         return model(given)[0, -1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", ["gpt", "qwen", "alibi", "window", "gemma", "phi", "pruned", *BOTH])
+@pytest.mark.parametrize(
+    "name", ["gpt", "qwen", "alibi", "window", "gemma", "gemma 2", "phi", "pruned", *BOTH]
+)
 def test_one_beam_is_greedy_and_company_changes_nothing(name: str) -> None:
     made = generator(name)
     greedy = made.generate(ROWS, max_tokens=9)

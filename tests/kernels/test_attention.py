@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.config.plan import AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels.attention import (
+    Scores,
     attention,
     plain_attention,
     split_heads,
@@ -51,6 +52,25 @@ def test_backends_agree_forward_and_backward(backend: AttentionBackend, dtype: t
     for narrow, full in zip(inputs, wide):
         assert narrow.grad is not None
         torch.testing.assert_close(narrow.grad.double(), full.grad, **tolerance)
+
+
+@pytest.mark.parametrize("backend", [*ON_CPU, "native"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_capped_scores_are_the_definition_whatever_the_backend(
+    backend: AttentionBackend, masked: bool
+) -> None:
+    q, k, v = _qkv(tokens=280 if masked else 7)  # long enough for blocks
+    tokens = q.shape[2]
+    later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    scores = (2.0 * torch.tanh(q @ k.transpose(2, 3) * 0.7 / 2.0)).masked_fill(later & masked, -torch.inf)
+    expected, gradient = scores.softmax(-1) @ v, torch.randn_like(v)
+    out = attention(q, k, v, backend, Scores(causal=masked, scale=0.7, cap=2.0))
+    torch.testing.assert_close(out, expected)
+    inputs = [q, k, v]
+    for one, other in zip(
+        torch.autograd.grad(out, inputs, gradient), torch.autograd.grad(expected, inputs, gradient)
+    ):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("backend", ON_CPU)

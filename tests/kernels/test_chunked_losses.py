@@ -5,6 +5,7 @@ Each is held to its plain form, forward and backward, and to its budget of memor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,11 +67,14 @@ def _taught(inputs: list[Tensor], targets: Tensor, scale: float = 1.0, **options
     x, weight, bias = (
         torch.randn(sizes, generator=generator).to(dtype) for sizes in ((ROWS, 30), (WORDS, 30), (WORDS,))
     )
-    taught = Taught(x, weight, bias if len(inputs) > 2 else None, 0.3, 2.5)
+    taught = Taught(x, weight, bias if len(inputs) > 2 else None, 0.3, 2.5, options.get("cap", 0.0) / 2)
     return _run(inputs, targets, 0.7 * scale, taught=taught, **options)
 
 
-LOSSES = {"whole": _run, "of samples": _samples, "taught": _taught}
+LOSSES = {
+    "whole": _run, "of samples": _samples, "taught": _taught, "capped": partial(_run, cap=2.0),
+    "of samples, capped": partial(_samples, cap=2.0), "taught, capped": partial(_taught, cap=2.0),
+}  # fmt: skip
 CHUNKS = [
     (torch.float64, True, 0.1, 1), (torch.float32, False, 0.0, BUDGET), (torch.float64, False, 0.1, BUDGET),
     (torch.float32, True, 0.1, BUDGET), (torch.float32, True, 0.0, 1 << 30),
@@ -94,6 +98,12 @@ def test_chunks_are_exact_padded_or_not(
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float64 else 1e-5, atol=1e-5)
             assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_a_cap_is_its_formula() -> None:
+    (x, weight, bias), targets = _case(torch.float64)
+    loss = F.cross_entropy(2.0 * torch.tanh((x @ weight.T + bias) / 2.0), targets, reduction="sum")
+    torch.testing.assert_close(_run([x, weight, bias], targets, cap=2.0)[0], loss.detach())
 
 
 @pytest.mark.parametrize(("dtype", "smoothing"), [(torch.bfloat16, 0.1), (torch.float16, 0.0)])

@@ -137,6 +137,8 @@ CONFIGS: dict[str, Any] = {
 CASES = [
     ("alibi", "cp=2 micro_batch=2 accumulate=2", "words", True),
     ("vit", "cp=2 micro_batch=2", "plain", True),
+    ("phi", "cp=2 micro_batch=2", "words", True),
+    ("gemma 2", "cp=2 micro_batch=2", "words", True),
     ("llama", "cp=2 micro_batch=1 accumulate=3", "plain", True),
     ("bert of classes", "cp=2 micro_batch=2", "plain", True),
     ("modernbert", "cp=2 micro_batch=2", "words", True),

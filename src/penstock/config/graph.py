@@ -157,6 +157,8 @@ class WordHead:
     """Whether its inputs are divided by √width."""
     transform: bool = False
     """Whether a dense layer, its activation and a norm come before it (BERT)."""
+    cap: float = 0.0
+    """Logits z become c·tanh(z / c); 0: they stay as they are."""
     target_share: float = 1.0
     """Share of the tokens of its run whose words the loss asks for, where its task does not say so for all heads."""
 

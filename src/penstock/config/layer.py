@@ -155,6 +155,7 @@ class Layer:
     """Whether attention has such a norm."""
     qk_norm: bool = False
     attention_scale: float | None = None
+    score_cap: float | None = None
     rotary: Rotary | None = None
     """How queries and keys are turned; none: they are not."""
     window: int = 0

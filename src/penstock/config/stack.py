@@ -92,6 +92,9 @@ class Stack:
     """Distance from which on relative biases are all the same."""
     attention_scale: Positive | None = None
     """Factor of the scores; none: 1 / √(features of a head)."""
+    score_cap: Positive | None = None
+    """Scores s of self-attention become c·tanh(s / c) before they are masked (Gemma Team, 2024, "Gemma 2", section 2);
+    none: they stay as they are."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
     parallel: bool = False
@@ -248,7 +251,7 @@ class Stack:
             base = self.window_base or rotary.base
             rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
-        names = ("qk_norm", "attention_scale", "parallel", "bias", "qkv_bias", "layer_scale")
+        names = ("qk_norm", "attention_scale", "score_cap", "parallel", "bias", "qkv_bias", "layer_scale")
         return Layer(
             heads=sizes.heads, kv_heads=sizes.kv, head_width=self.head_features or self.width // self.heads,
             feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,
@@ -313,6 +316,8 @@ class Stack:
                 f"{where}.{alone} is for blocks with rotary positions and a window; set {where}.positions to "
                 f"rotary and {where}.window to a number of tokens, or leave it out."
             )
+        if self.score_cap is not None and self.biased:
+            yield f"{where}.score_cap is for scores without biases, and not for {where}.positions {self.positions}."
         if self.global_offset >= max(1, self.global_every):
             yield (
                 f"{where}.global_offset is {self.global_offset}, but blocks that attend to all tokens come every "

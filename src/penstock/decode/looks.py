@@ -159,15 +159,16 @@ def rotations_at(tables: dict[str, Rotation], places: Tensor, *, sequence_first:
 
 
 def grouped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scores: Scores
 ) -> Tensor:
-    """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once."""
+    """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once.
+    `scores` are its options besides the mask."""
     texts, heads, tokens, features = q.shape
     if torch.compiler.is_exporting():  # the program of what is below would hold for one number of tokens
         k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
     groups = k.shape[1]
     if groups == heads:
-        return attention(q, k, v, backend, Scores(mask, scale=scale))
+        return attention(q, k, v, backend, Scores(mask, scale=scores.scale, cap=scores.cap))
     queries_per_group = heads // groups
     if mask is not None:
         if mask.shape[1] == 1:
@@ -175,5 +176,5 @@ def grouped_attention(
         else:
             mask = torch.unflatten(mask, 1, (groups, queries_per_group)).flatten(2, 3)
     together = q.reshape(texts, groups, queries_per_group * tokens, features)
-    outputs = attention(together, k, v, backend, Scores(mask, scale=scale))
+    outputs = attention(together, k, v, backend, Scores(mask, scale=scores.scale, cap=scores.cap))
     return outputs.reshape(texts, heads, tokens, features)

@@ -205,8 +205,8 @@ class Past(Continuing):
         """See `Continuing.attend`."""
         keys, values = self.store.keep(layer, k, v, self)
         if self.causal:
-            return attention(q, k, v, backend, Scores(mask, causal=mask is None, scale=scores.scale))
-        return grouped_attention(q, keys, values, mask, backend, scores.scale)
+            return attention(q, k, v, backend, scores._replace(mask=mask, causal=mask is None, dropout=0.0))
+        return grouped_attention(q, keys, values, mask, backend, scores)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend_across(
@@ -229,7 +229,7 @@ class Past(Continuing):
             keys, values = keys[self.rows], values[self.rows]
             mask = mask if mask is None else mask[self.rows]
         mask = mask if mask is None else mask.to(q.dtype)
-        return grouped_attention(q, keys, values, mask, backend, scores.scale)
+        return grouped_attention(q, keys, values, mask, backend, scores)
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
         """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""

@@ -110,6 +110,8 @@ def _unconverted(config: Any) -> Iterator[str]:
         layer.rotary and layer.rotary.scaling == "longrope" for stack in all_stacks for layer in stack.kinds
     ):
         yield "rotary positions that each pair of features scales by itself"
+    if any(stack.score_cap for stack in all_stacks) or getattr(config, "logit_cap", None):
+        yield "caps of scores or logits"
     if len({stack.norm_eps for stack in all_stacks}) > 1:
         yield "two norm_eps in one model"
 

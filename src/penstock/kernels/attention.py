@@ -61,6 +61,8 @@ class Scores(NamedTuple):
     """Probability of leaving a weight out."""
     scale: float | None = None
     """Factor of the scores; none: 1 / √K."""
+    cap: float | None = None
+    """Scores s become c·tanh(s / c) before they are masked; none: they stay as they are."""
 
 
 _PLAIN = Scores()
@@ -76,6 +78,7 @@ def kernel_for(
     return choices.attention_kernel(
         backend, q.device.type, format_of(q.dtype), q.shape[-2] if queries is None else queries,
         avx512=this_cpu().avx512, dropout=scores.dropout > 0, learned_bias=learned, shared=shared,
+        capped=scores.cap is not None,
     )  # fmt: skip
 
 
@@ -166,8 +169,13 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     added = _added(scores, q, k, samples)
     unread = q.new_zeros(1, 1, 1) if added is None else added
     scale = 1.0 / math.sqrt(width) if scores.scale is None else scores.scale
-    beta = 0 if added is None else 1
+    if scores.cap is not None:
+        unread, scale = q.new_zeros(1, 1, 1), scale / scores.cap
+    beta = 0 if added is None or scores.cap is not None else 1
     products = torch.baddbmm(unread, q, k.transpose(1, 2), beta=beta, alpha=scale)
+    if scores.cap is not None:
+        products = products.tanh()
+        products = products * scores.cap if added is None else torch.add(added, products, alpha=scores.cap)
     # The type is given because autocast would otherwise widen the (N, M) scores to fp32.
     weights = torch.softmax(products, dim=-1, dtype=products.dtype)
     if scores.dropout:

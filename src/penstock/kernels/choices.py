@@ -55,12 +55,15 @@ def auto_attention(
 
 def attention_kernel(
     backend: AttentionBackend, device: str, dtype: Dtype, queries: int, *, avx512: bool, dropout: bool = False,
-    learned_bias: bool = False, shared: bool = False,
+    learned_bias: bool = False, shared: bool = False, capped: bool = False,
 ) -> AttentionBackend:  # fmt: skip
     """The kernel that computes attention: what `auto` means, and on a CPU what `sdpa` does. torch's fused kernel there
     has neither dropout of weights nor gradients of biases (`learned_bias`). torch would compose several operators, with
     its own dropout and half types in fp32; the plain form is quicker with dropout, where products are. Samples that
-    several devices have are `shared`: `auto` puts their parts together from torch's kernel, at whatever length."""
+    several devices have are `shared`: `auto` puts their parts together from torch's kernel, at whatever length. Every
+    kernel gives way to the plain form where scores are `capped`."""
+    if capped:
+        return "plain"
     backend = "sdpa" if shared and backend == "auto" else backend
     backend = auto_attention(backend, device, dtype, queries, avx512=avx512)
     if device != "cpu" or backend in ("plain", "math", "native"):

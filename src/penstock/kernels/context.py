@@ -65,7 +65,12 @@ class Shared:
         # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it again.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
         how = _How(
-            self, scale, scores.dropout, seed, holds_scores(kernel_for(backend, q, scores, shared=True))
+            self,
+            scale,
+            scores.dropout,
+            seed,
+            holds_scores(kernel_for(backend, q, scores, shared=True)),
+            scores.cap,
         )
         return _Exchanged.apply(q, k, v, self.biases, how)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -166,6 +171,7 @@ class _How(NamedTuple):
     dropout: float
     seed: int
     composed: bool
+    cap: float | None = None
 
     def fused(self, q: Tensor, piece: _Piece) -> bool:
         """Whether torch has a kernel for a piece that tells the sums of exponentials too."""
@@ -322,6 +328,9 @@ def _backward(
         dv = dropped.to(grad.dtype).transpose(-1, -2) @ grad
         mean = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
         of_scores = weights * (inside - mean)
+        if how.cap is not None:
+            slopes = 1.0 - (products / how.cap).square()
+            of_scores = (of_scores * slopes).where(products > -math.inf, 0.0)
         if for_biases is not None and piece.distances is not None:
             for_biases.index_add_(1, piece.distances.flatten(), of_scores.sum(0).flatten(1))
         scores = (of_scores * how.scale).to(q.dtype)
@@ -357,6 +366,7 @@ def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _
     """Scores, in the type of sums: −∞ where a query does not see a key."""
     sums = torch.promote_types(q.dtype, torch.float32)
     products = (q @ k.transpose(-1, -2)).to(sums) * how.scale
+    products = products if how.cap is None else torch.tanh(products / how.cap) * how.cap
     if biases is not None and piece.distances is not None:
         products = products + biases.to(sums)[:, piece.distances]
     if piece.kind == "causal":

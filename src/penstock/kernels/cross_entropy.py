@@ -31,6 +31,11 @@ from penstock.kernels.native_losses import IGNORED as IGNORED
 from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
 
 
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """c·tanh(z / c) of logits z, in their type; with a cap of 0 the logits themselves."""
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, columns: int | None = None
 ) -> Tensor:

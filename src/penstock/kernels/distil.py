@@ -30,6 +30,8 @@ class Taught(NamedTuple):
     share: float
     """Share of the divergence in the loss, in [0, 1]."""
     temperature: float
+    cap: float = 0.0
+    """Cap of the teacher's logits; 0: they have none."""
 
 
 def divergences(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:

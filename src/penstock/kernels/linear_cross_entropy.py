@@ -29,7 +29,7 @@ from torch import Tensor
 
 from penstock.dtypes import sums_type, widened
 from penstock.kernels.choices import rows_in_chunk
-from penstock.kernels.cross_entropy import IGNORED, cross_entropy, row_losses, take_target_
+from penstock.kernels.cross_entropy import IGNORED, capped, cross_entropy, row_losses, take_target_
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
 from penstock.kernels.logit_rows import fuses_rows, logit_rows_
 from penstock.kernels.vocabulary import (
@@ -52,6 +52,8 @@ _ADDED_ENTRIES = 512
 _TAUGHT_ROWS = 4
 """A row beside a teacher's takes at most so many times the memory: the logits of both, at a temperature, and as
 probabilities."""
+CAPPED_ROWS = 2
+"""A row of capped logits takes so many times the memory: the slopes of the cap beside them."""
 FP16_SCALE = 256.0
 """Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
 by this factor."""
@@ -61,7 +63,7 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, smoothing: float = 0.0,
     budget: int | None = None, share: Share | None = None,
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear, taught: Taught | None = None,
-    z_loss: float = 0.0,
+    z_loss: float = 0.0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
 
@@ -71,36 +73,37 @@ def linear_cross_entropy(
     differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
     are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
     plain form. With `taught`, of as many rows and entries, the loss is that of a student; with a share, too, it has
-    this rank's entries and needs a budget. `z_loss` is the factor ζ of the z-loss.
+    this rank's entries and needs a budget. `z_loss` is the factor ζ of the z-loss. With a `cap` c logits
+    z are c·tanh(z / c).
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
         if taught is not None:
-            return plain_student_loss(x, weight, bias, targets, smoothing, taught, z_loss)
-        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear, z_loss)
+            return plain_student_loss(x, weight, bias, targets, smoothing, taught, z_loss, cap)
+        return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear, z_loss, cap)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
     enabled = torch.is_grad_enabled()
     wanted = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
     there = share or Share("", 0, len(weight))
-    beside = (None, None, None, 0.0, 1.0) if taught is None else tuple(taught)
+    *beside, taught_cap = (None, None, None, 0.0, 1.0, 0.0) if taught is None else tuple(taught)
     inputs = x, weight, bias, targets, smoothing, budget, dtype, *wanted, *there, *beside
-    loss: Tensor = _chunked(*inputs, z_loss=z_loss)[0]
+    loss: Tensor = _chunked(*inputs, z_loss=z_loss, cap=cap, taught_cap=taught_cap)[0]
     return loss
 
 
 def plain_linear_cross_entropy(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0,
     share: Share | None = None, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear,
-    z_loss: float = 0.0,
+    z_loss: float = 0.0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """All logits at once: the reference that the chunked form is tested against. x: (R, D), targets: (R)."""
     if share is None:
         columns = len(weight)
         if not torch.compiler.is_compiling():
             weight, bias = padded_entries(weight), None if bias is None else padded_entries(bias)
-        logits = linear(x, weight, bias)
+        logits = capped(linear(x, weight, bias), cap)
         if not z_loss:
             return cross_entropy(logits, targets, smoothing, columns)
         logits = widened(logits[:, :columns])
@@ -108,7 +111,7 @@ def plain_linear_cross_entropy(
             logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
         )
         return loss + z_loss * _squared_sums(logits, targets)
-    logits = widened(linear(x, weight, bias))
+    logits = capped(widened(linear(x, weight, bias)), cap)
     return vocabulary_cross_entropy(
         logits, targets, share, smoothing=smoothing, ignored=IGNORED, z_loss=z_loss
     )
@@ -121,10 +124,11 @@ def _squared_sums(logits: Tensor, targets: Tensor) -> Tensor:
 
 def plain_student_loss(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, taught: Taught,
-    z_loss: float = 0.0,
+    z_loss: float = 0.0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """All logits of a student and its teacher at once: the reference of the chunked form."""
-    logits, meant = widened(F.linear(x, weight, bias)), widened(F.linear(*taught[:3]))
+    logits = widened(capped(F.linear(x, weight, bias), cap))
+    meant = widened(capped(F.linear(*taught[:3]), taught.cap))
     loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
     loss = loss + z_loss * _squared_sums(logits, targets) if z_loss else loss
     divergence = divergences(logits, meant, taught.temperature).where(targets != IGNORED, 0.0).sum()
@@ -151,6 +155,7 @@ def in_chunks(
     dtype: torch.dtype, to_x: bool, to_weight: bool, to_bias: bool, group: str, start: int, whole: int,
     taught_x: Tensor | None = None, taught_weight: Tensor | None = None, taught_bias: Tensor | None = None,
     taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None, z_loss: float = 0.0,
+    cap: float = 0.0, taught_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise. With
     `row_weights`, (R,), the gradients are those of the sum of the rows' losses times these."""
@@ -166,8 +171,12 @@ def in_chunks(
                 padded_entries(taught_weight),
                 None if taught_bias is None else padded_entries(taught_bias),
             )
-            taught, budget = Taught(taught_x, table, row, taught_share, temperature), budget // _TAUGHT_ROWS
+            taught, budget = (
+                Taught(taught_x, table, row, taught_share, temperature, taught_cap),
+                budget // _TAUGHT_ROWS,
+            )
         fused = share is None and fuses_rows(x.device, dtype, taught=taught is not None)
+        budget = budget // CAPPED_ROWS if cap else budget
         step = rows_at_once(budget, len(x), len(weight), dtype, fused=fused)
         # One chunk needs no sum in fp32; but a sum over rows can leave fp16's range.
         sum_type = dtype if step >= len(x) and dtype != torch.float16 else sums_type(dtype)
@@ -177,7 +186,7 @@ def in_chunks(
             weight=cast.new_zeros(cast.shape if to_weight else (0,), dtype=sum_type),
             bias=cast.new_zeros(cast.shape[:1] if to_bias else (0,), dtype=sums_type(dtype)),
             scale=FP16_SCALE if dtype == torch.float16 else 1.0, columns=len(weight), smoothing=smoothing, share=share,
-            taught=taught, row_weights=row_weights, z_loss=z_loss,
+            taught=taught, row_weights=row_weights, z_loss=z_loss, cap=cap,
         )  # fmt: skip
         for first in range(0, len(x), step):
             here = slice(first, first + step)
@@ -222,19 +231,23 @@ class _Sums(NamedTuple):
     taught: Taught | None
     row_weights: Tensor | None
     z_loss: float
+    cap: float
 
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
         """Take some rows: x (r, D), and weight (V, D) in the type of products, which may be padded."""
-        rows = F.linear(x, weight, bias)
+        rows = capped(F.linear(x, weight, bias), self.cap)
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
         wanted = self.x.numel() or self.weight.numel() or self.bias.numel()
+        slopes = 1.0 - (logits / self.cap).square() if self.cap and wanted else None
         if self.share is None and fuses_rows(x.device, dtype, taught=self.taught is not None):
             p = self._fused(here, logits, targets, bool(wanted))
         else:
             p = self._plain(here, logits, targets.where(counted, 0), counted, bool(wanted))
         if not wanted:
             return
+        if slopes is not None:
+            p.mul_(slopes)
         # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
         counts = counted[:, None].to(dtype)
         if self.bias.numel() and p is logits:
@@ -256,7 +269,7 @@ class _Sums(NamedTuple):
         """The logits (r, V), which have become the gradient if it is asked for."""
         taught, w, temperature = None, 0.0, 1.0
         if self.taught is not None:
-            taught, (w, temperature) = self._taught_logits(here), self.taught[3:]
+            taught, (w, temperature) = self._taught_logits(here), self.taught[3:5]
         losses, _ = logit_rows_(
             logits, targets, taught=taught,
             row_weights=None if self.row_weights is None else self.row_weights[here], smoothing=self.smoothing,
@@ -267,7 +280,8 @@ class _Sums(NamedTuple):
 
     def _taught_logits(self, here: slice) -> Tensor:
         assert self.taught is not None
-        return F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
+        rows = F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
+        return capped(rows, self.taught.cap)
 
     def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> Tensor:
         """The gradient (r, V), of rows that do not count too, if it is asked for."""
@@ -276,7 +290,7 @@ class _Sums(NamedTuple):
             to_teacher: Tensor | None = None
             w = 0.0
             if self.taught is not None:
-                w, temperature = self.taught[3:]
+                w, temperature = self.taught[3:5]
                 meant = self._taught_logits(here).to(p.dtype, copy=True)
                 divergence, to_teacher = divergence_and_gradient(p.clone(), meant, temperature, self.share)
             row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
@@ -293,7 +307,7 @@ class _Sums(NamedTuple):
                 sums = torch.logsumexp(logits.to(p.dtype), 1)
                 losses = losses + self.z_loss * sums.square()
             if self.taught is not None:
-                w, temperature = self.taught[3:]
+                w, temperature = self.taught[3:5]
                 meant = self._taught_logits(here)
                 divergence, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
                 losses = losses * (1.0 - w) + divergence * w
@@ -341,7 +355,7 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
         for i, (kept, wanted, dtype) in enumerate(zip(ctx.saved_tensors, ctx.wanted, ctx.types, strict=True)):
             if wanted:
                 gradients[i] = kept.mul_(factor).to(dtype)
-    return (*gradients, *[None] * 17)
+    return (*gradients, *[None] * 19)
 
 
 _chunked.register_autograd(_scaled, setup_context=_remember)

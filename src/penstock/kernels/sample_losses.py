@@ -20,13 +20,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.dtypes import sums_type, widened
-from penstock.kernels.cross_entropy import IGNORED, row_losses
-from penstock.kernels.linear_cross_entropy import FP16_SCALE, in_chunks, padded_entries, rows_at_once
+from penstock.kernels.cross_entropy import IGNORED, capped, row_losses
+from penstock.kernels.linear_cross_entropy import (
+    CAPPED_ROWS,
+    FP16_SCALE,
+    in_chunks,
+    padded_entries,
+    rows_at_once,
+)
 
 
 def sample_losses(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, smoothing: float = 0.0,
-    budget: int | None = None,
+    budget: int | None = None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """The sum over each sample's rows of the cross entropy of x Wᵀ + b against the targets, (B,), in fp32 (fp64 of
     fp64 inputs).
@@ -37,21 +43,22 @@ def sample_losses(
     be differentiated once.
     """
     if budget is None:
-        return plain_sample_losses(x, weight, bias, targets, smoothing)
+        return plain_sample_losses(x, weight, bias, targets, smoothing, cap)
     # A product of no rows tells which type a linear layer has here.
     with torch.no_grad():
         dtype = F.linear(x[:0, 0], weight[:1]).dtype
     rows = _SampleLosses.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, 1), weight, bias, targets.flatten(), smoothing, budget, dtype
+        x.flatten(0, 1), weight, bias, targets.flatten(), smoothing, budget, dtype, cap
     )
     return rows.view(targets.shape).sum(1)  # type: ignore[no-any-return]
 
 
 def plain_sample_losses(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float = 0.0,
+    cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """All logits at once: the reference that the chunked form is tested against."""
-    logits = widened(F.linear(x, weight, bias))
+    logits = widened(capped(F.linear(x, weight, bias), cap))
     losses = F.cross_entropy(
         logits.flatten(0, 1), targets.flatten(),
         reduction="none", ignore_index=IGNORED, label_smoothing=smoothing,
@@ -65,19 +72,19 @@ class _SampleLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float, budget: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype, cap: float,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight, bias, targets)
-        ctx.smoothing, ctx.budget, ctx.dtype = smoothing, budget, dtype
+        ctx.smoothing, ctx.budget, ctx.dtype, ctx.cap = smoothing, budget, dtype, cap
         wide = sums_type(dtype)
         losses = x.new_empty(len(x), dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
             cast = padded_entries(weight.to(dtype))
             offset = None if bias is None else padded_entries(bias.to(dtype))
-            step = rows_at_once(budget, len(x), len(weight), dtype)
+            step = rows_at_once(budget // CAPPED_ROWS if cap else budget, len(x), len(weight), dtype)
             for first in range(0, len(x), step):
                 here = slice(first, first + step)
-                logits = F.linear(x[here].to(dtype), cast, offset)[:, : len(weight)]
+                logits = capped(F.linear(x[here].to(dtype), cast, offset)[:, : len(weight)], cap)
                 logs = torch.log_softmax(logits, dim=-1, dtype=wide)
                 counted = targets[here] != IGNORED
                 index = targets[here].where(counted, 0)[:, None]
@@ -94,7 +101,7 @@ class _SampleLosses(torch.autograd.Function):
         to_x, to_weight, to_bias = needed = ctx.needs_input_grad[:3]
         _, *gradients = in_chunks(
             x, weight, bias, targets, ctx.smoothing, ctx.budget, ctx.dtype, to_x, to_weight, to_bias, "", 0,
-            len(weight), row_weights=gradient / largest,
+            len(weight), row_weights=gradient / largest, cap=ctx.cap,
         )  # fmt: skip
         if ctx.dtype == torch.float16:
             largest = largest / FP16_SCALE
@@ -102,4 +109,4 @@ class _SampleLosses(torch.autograd.Function):
             made.mul_(largest).to(value.dtype) if wanted else None
             for made, value, wanted in zip(gradients, (x, weight, bias), needed, strict=True)
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, *[None] * 5)

@@ -163,7 +163,7 @@ class _Attending(nn.Module):
     def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
         self.head_width = layer.head_width
-        self.scale = layer.attention_scale
+        self.scale, self.cap = layer.attention_scale, layer.score_cap
         self.rate = sizes.weights_dropout
         self.causal, self.sequence_first = False, False
         self.backend: AttentionBackend = "sdpa"
@@ -190,7 +190,8 @@ class _Attending(nn.Module):
     def scores(self, mask: Tensor | Sight | None, causal: bool | None) -> Scores:
         """How scores are made and masked in one pass."""
         causal = self.causal if causal is None else causal
-        return Scores(mask, causal and mask is None, self.rate if self.training else 0.0, self.scale)
+        rate = self.rate if self.training else 0.0
+        return Scores(mask, causal and mask is None, rate, self.scale, cap=self.cap)
 
     def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, if they have any."""
@@ -250,6 +251,7 @@ class Attention(_Attending):
     def _stays_packed(self, context: Context) -> bool:
         """Whether one kernel takes queries, keys and values as the projection makes them."""
         plain = self.backend == "native" and self.shared == 1 and self.q_norm is None and self.looked is None
+        plain = plain and self.cap is None
         whole = context.rotation is None and context.real is None and not self.windowed
         return plain and whole and (context.mask is None or isinstance(context.mask, Tensor))
 

@@ -19,6 +19,7 @@ from penstock.config.stack import Stack
 from penstock.dtypes import widened
 from penstock.kernels.attention import autocasts
 from penstock.kernels.choices import loss_budget
+from penstock.kernels.cross_entropy import capped
 from penstock.kernels.distil import Taught
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
@@ -44,6 +45,8 @@ class Vocabulary(nn.Linear):
     taught: Taught | None = None
     """A teacher's side of the loss of the next targets. It is made in chunks whatever `chunked` is, so that the logits
     of both are never held."""
+    cap = 0.0
+    """Logits z become c·tanh(z / c); 0: they stay as they are."""
     passes = False
     """Whether it gives back the features that it gets: a teacher's, whose logits its student's head makes."""
 
@@ -56,12 +59,14 @@ class Vocabulary(nn.Linear):
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
-            return linear(x, self.weight, self.bias)
+            return capped(linear(x, self.weight, self.bias), self.cap)
         most = loss_budget(x.device.type)
         if by_sample:
             assert self.share is None
             assert self.taught is None
-            return sample_losses(x, self.weight, self.bias, targets, smoothing=smoothing, budget=most)
+            return sample_losses(
+                x, self.weight, self.bias, targets, smoothing=smoothing, budget=most, cap=self.cap
+            )
         budget, taught = most if self.chunked or self.taught else None, self.taught
         if taught is not None and self.share is not None:
             here = slice(self.share.start, self.share.start + len(self.weight))
@@ -69,7 +74,7 @@ class Vocabulary(nn.Linear):
             taught = taught._replace(weight=taught.weight[here], bias=bias)
         return linear_cross_entropy(
             x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share,
-            linear=linear, taught=taught,
+            linear=linear, taught=taught, cap=self.cap,
         )  # fmt: skip
 
 

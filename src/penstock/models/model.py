@@ -138,6 +138,7 @@ class Model(nn.Module):
             if head.transform:
                 setattr(self, part_of(head, "transform"), Transform(sizes, **where))
             setattr(self, head.name, Vocabulary(sizes.width, head.vocabulary, bias=head.bias, **where))
+            getattr(self, head.name).cap = head.cap
         elif isinstance(head, ClassHead):
             if head.before == "norm":
                 setattr(self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, **where))

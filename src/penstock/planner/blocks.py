@@ -292,6 +292,18 @@ def _composed(
     )
     if block.stack.biased and not cross:
         to.move(f"{name}.bias", scores, (each, each), (0, 0), scores=True)
+    if block.layer.score_cap is not None:
+        kept = scores * each
+        to.move(
+            f"{name}.cap",
+            scores,
+            (2 * each,) * 2,
+            (3 * each, 2 * each),
+            kept=kept,
+            group=group,
+            launches=2,
+            scores=True,
+        )
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
         to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=form == "math", scores=True)

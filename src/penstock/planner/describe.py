@@ -340,6 +340,11 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = F
             kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
             was_cast=again,
         )  # fmt: skip
+        if head.cap:
+            size = rows * columns
+            to.move(
+                "head.cap", size, (3 * c, 3 * c), (4 * c, 3 * c), kept=size * c, group="output", launches=3
+            )
     with to.inside("loss"):
         _loss_in_place(to, rows, columns) if in_place else _loss(to, rows, columns)
 
@@ -352,8 +357,9 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     t, c = to.terms, to.terms.product
     # One kernel reads the logits of a chunk twice and writes their gradient over them.
     fused = _fuses_rows(t)
-    most = rows_in_chunk(loss_budget(t.device), columns, int(c), fused=fused)
-    alive = logit_bytes(int(c), fused=fused) * columns
+    copies = 2 if head.cap else 1  # slopes of the cap lie beside capped logits
+    most = rows_in_chunk(loss_budget(t.device) // copies, columns, int(c), fused=fused)
+    alive = logit_bytes(int(c), fused=fused) * columns * copies
     chunks = math.ceil(rows / most)
     some, size, weights = rows / chunks, rows * columns, columns * d
     biases, learns = columns if head.bias else 0, not head.tied
@@ -365,7 +371,10 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if summed else 0.0) + cast
 
     # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
-    moved = size * (2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0))
+    moved = size * 13.0 * c * bool(head.cap)  # to cap, for the slopes and to multiply by them
+    moved += size * (
+        2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0)
+    )
     if cast:
         to.add(Op("cast.weights", "copy", read=4.0 * weights, written=cast))
     to.add(

@@ -33,10 +33,20 @@ operators, besides launching what computes. Fitted to our engine on CPUs with GP
 HOST_OPERATOR_SECONDS = 1.66e-6
 """The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
 PASS_OPERATORS = 37
-BLOCK_OPERATORS = {"block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10, "both": 2, "zero": 4}
+BLOCK_OPERATORS = {
+    "block": 16,
+    "rotary": 24,
+    "qk_norm": 4,
+    "mixture": 28,
+    "memory": 10,
+    "both": 2,
+    "zero": 4,
+    "capped": 8,
+}
 """Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, or has norms on
-both sides; and in each norm whose weight is around zero. Each takes a launch (`Machine.launch_seconds`)."""
+block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, has norms on
+both sides or caps scores; and in each norm whose weight is around zero. Each takes a launch (`Machine.launch_seconds`).
+"""
 CACHE_PASSES = 3.0
 """How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
 writes, and attends to them."""
@@ -178,7 +188,7 @@ def operators_of(graph: Graph) -> int:
         both, rotary, centred = layer.placement == "both", layer.rotary is not None, layer.norm.zero_centred
         every = {
             "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "memory": remembers, "both": both,
-            "zero": 2 * (1 + both + layer.qk_norm) * centred,
+            "zero": 2 * (1 + both + layer.qk_norm) * centred, "capped": layer.score_cap is not None,
         }  # fmt: skip
         operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
         operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture is not None for layer in stack.layers)

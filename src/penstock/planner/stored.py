@@ -96,6 +96,7 @@ def in_one_call(block: BlockKind) -> bool:
         or layer.norm.zero_centred
         or layer.parallel
         or layer.qk_norm
+        or layer.score_cap is not None
         or layer.layer_scale is not None
     )
     alike = (

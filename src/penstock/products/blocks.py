@@ -58,7 +58,10 @@ def _kernel_of(block: Block) -> BlockKernel | None:
     alone = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
     known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated
     heads = (
-        attention.shared == 1 and attention.q_norm is None and not (attention.causal or attention.windowed)
+        attention.shared == 1
+        and attention.q_norm is None
+        and not (attention.causal or attention.windowed)
+        and attention.cap is None
     )
     if not (plain and alone and known and heads and attention.head_width % VECTOR == 0):
         return None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import quoted, read_text
 from penstock.errors import ConfigError
+from penstock.kernels.cross_entropy import capped
 
 _MOST = 1 << 26
 """Bytes of a file of numbers."""
@@ -43,9 +44,10 @@ class Shortlist(nn.Module):
             if head.bias is not None:
                 rows.bias.copy_(head.bias[self.numbers])
         self.rows: nn.Module = rows
+        self.cap: float = getattr(head, "cap", 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        some = self.rows(x)
+        some = capped(self.rows(x), self.cap)
         every = some.new_full((*some.shape[:-1], self.out_features), -math.inf)
         logits: Tensor = every.index_copy_(-1, self.numbers, some)
         return logits

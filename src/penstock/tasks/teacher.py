@@ -126,7 +126,7 @@ class Teacher:
         head = model.get_submodule(self.student.words.name) if self.student.words else None
         assert isinstance(head, Vocabulary)  # `open_teacher` holds this
         x = taught.flatten(0, -2)
-        head.taught = Taught(x, self.head.weight, self.head.bias, self.share, self.temperature)
+        head.taught = Taught(x, self.head.weight, self.head.bias, self.share, self.temperature, self.head.cap)
         try:
             return task.loss(model(*inputs), batch)
         finally:

@@ -110,6 +110,16 @@ def _gemma(width: int, depth: int, mlp_width: int, **changes: Any) -> DecoderCon
     return replace(config, **changes)
 
 
+def _gemma2(
+    width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any
+) -> DecoderConfig:
+    """Gemma 3 with soft caps in place of norms of queries and keys, and every second block with a window."""
+    caps = {"score_cap": 50.0, "logit_cap": 30.0, "qk_norm": False, "rotary": Rotary(), "window_base": None}
+    sizes = {"heads": heads, "kv_heads": kv_heads, "vocabulary": 256000, "sequence": 8192, "window": 4096}
+    turns = {"global_every": 2, "global_offset": 1}
+    return _gemma(width, depth, mlp_width, **{**caps, **sizes, **turns, **changes})
+
+
 _LONG_GEMMA: dict[str, Any] = {
     "sequence": 131072, "window": 1024, "vocabulary": 262208, "window_scaled": False,
     "rotary": Rotary(base=1e6, scaling="linear", factor=8.0),
@@ -298,6 +308,10 @@ PRESETS |= {
     "phi-3-mini": _phi(3072, 32, 32, 32, 8192, window=2047),
     "phi-4": _phi(5120, 40, 40, 10, 17920, vocabulary=100352, sequence=16384, rotary=Rotary(base=250000.0)),
     "phi-4-mini": _phi(3072, 32, 24, 8, 8192, vocabulary=200064, rotary=Rotary(share=0.75), tied=True),
+    # Gemma Team 2024, "Gemma 2", Table 1.
+    "gemma2-2b": _gemma2(2304, 26, 8, 4, 9216),
+    "gemma2-9b": _gemma2(3584, 42, 16, 8, 14336),
+    "gemma2-27b": _gemma2(4608, 46, 32, 16, 36864, head_features=128, attention_scale=144**-0.5),
     # Gemma Team 2025, "Gemma 3 Technical Report", and the published config.json of the two.
     "gemma3-270m": _gemma(640, 18, 2048),
     "gemma3-1b": _gemma(1152, 26, 6912),
@@ -360,6 +374,9 @@ PRESETS |= {
     "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
     "mixtral-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, **{**_MIXTRAL, "experts": 4}),
     "phi-tiny": _phi(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, rotary=Rotary(share=0.75)),
+    "gemma2-tiny": _gemma2(
+        128, 4, 4, 2, 352, head_features=None, window=32, vocabulary=2048, sequence=128, score_cap=5.0, logit_cap=3.0
+    ),
     "gemma3-tiny": _gemma(
         128, 4, 352, kv_heads=2, head_features=None, window=32, global_every=3, global_offset=2, vocabulary=2048,
         sequence=128,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import Range
+from penstock.config.convert import Positive, Range
 from penstock.config.graph import Before, ClassHead, FeatureHead, Graph, Head, Init, Run, TokenInput, WordHead
 from penstock.config.model.family import EncoderHead, ModelFamily, Pooler, Tokens, Words
 from penstock.config.stack import Stack
@@ -31,6 +31,9 @@ class TextFamily(ModelFamily):
     """Whether token embeddings are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
     scale_outputs: bool = False
     """Whether what the output projection reads is divided by √width, as in T5 with `tied`."""
+    logit_cap: Positive | None = None
+    """Logits z over words become c·tanh(z / c) (Gemma Team, 2024, "Gemma 2", section 2); none: they stay as
+    they are."""
     init: Init = "normal"
     """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama); `scaled`: the same, and those that end
     residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
@@ -54,7 +57,7 @@ class TextFamily(ModelFamily):
     def _words(self, run: str, *, transform: bool = False) -> WordHead:
         return WordHead(
             run=run, vocabulary=self.vocabulary, tied="tokens" if self.tied else "", bias=self.output_bias,
-            scaled=self.scale_outputs, transform=transform,
+            scaled=self.scale_outputs, transform=transform, cap=self.logit_cap or 0.0,
         )  # fmt: skip
 
 

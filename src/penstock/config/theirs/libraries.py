@@ -37,6 +37,25 @@ _LIKE_LLAMA: dict[str, Any] = {
     "activation": ("hidden_act", GATED_NAMES), "default": "silu", "names": tables.llama_names, "prefix": "model.",
     "heads": ("lm_head.",), "ignored": r"rotary_emb\.inv_freq$", "rotary": True,
 }  # fmt: skip
+_GEMMA: dict[str, Any] = {
+    **_LIKE_LLAMA, "activation": ("hidden_activation", GATED_NAMES), "default": "gelu_pytorch_tanh",
+    "names": tables.gemma_names,
+}  # fmt: skip
+_GEMMA_BASE: dict[str, Any] = {
+    **_ROPED, "sandwich_norms": True, "norm_zero_centred": True, "scale_embeddings": True,
+}  # fmt: skip
+_GEMMA_OPTIONS: dict[str, Option] = {
+    **_LLAMA,
+    "vocab_size": (256000, ("vocabulary",)),
+    "hidden_size": (2304, ("width",)),
+    "intermediate_size": (9216, ("mlp_width",)),
+    "num_hidden_layers": (26, ("depth",)),
+    "num_attention_heads": (8, ("heads",)),
+    "num_key_value_heads": (4, ("kv_heads",)),
+    "head_dim": (256, ("head_features",)),
+    "max_position_embeddings": (8192, ("sequence",)),
+    "tie_word_embeddings": (True, ("tied",)),
+}
 _QWEN: dict[str, Option] = {
     **_LLAMA,
     "vocab_size": (151936, ("vocabulary",)),
@@ -196,27 +215,34 @@ LIBRARIES: tuple[Library, ...] = (
         **_LIKE_LLAMA, window="flagged",
     ),
     Library(
+        model_type="gemma2",
+        architectures={"words": "Gemma2ForCausalLM"},
+        base=DecoderConfig(**_GEMMA_BASE),
+        options={
+            **_GEMMA_OPTIONS, "final_logit_softcapping": (30.0, ("logit_cap",)),
+            "attn_logit_softcapping": (50.0, ("score_cap",)),
+        },
+        must={**_CAUSAL, "attention_bias": (False,), "use_bidirectional_attention": (False, None)},
+        free=frozenset({"cache_implementation"}),
+        **_GEMMA,
+        window=WindowTurns(
+            window=("sliding_window", 4096), every=("", 2), last=True, scale=("query_pre_attn_scalar", 256),
+        ),
+    ),
+    Library(
         model_type="gemma3_text",
         architectures={"words": "Gemma3ForCausalLM"},
-        base=DecoderConfig(
-            **_ROPED, qk_norm=True, sandwich_norms=True, norm_zero_centred=True, scale_embeddings=True,
-        ),
+        base=DecoderConfig(**_GEMMA_BASE, qk_norm=True),
         options={
-            **_LLAMA, "vocab_size": (262208, ("vocabulary",)), "hidden_size": (2304, ("width",)),
-            "intermediate_size": (9216, ("mlp_width",)), "num_hidden_layers": (26, ("depth",)),
-            "num_attention_heads": (8, ("heads",)), "num_key_value_heads": (4, ("kv_heads",)),
-            "head_dim": (256, ("head_features",)), "max_position_embeddings": (131072, ("sequence",)),
-            "tie_word_embeddings": (True, ("tied",)),
+            **_GEMMA_OPTIONS, "vocab_size": (262208, ("vocabulary",)),
+            "max_position_embeddings": (131072, ("sequence",)),
         },
         must={
             **_CAUSAL, "attention_bias": (False,), "use_bidirectional_attention": (False, None),
             "final_logit_softcapping": (None,), "attn_logit_softcapping": (None,),
         },
         free=frozenset({"cache_implementation"}),
-        **{
-            **_LIKE_LLAMA, "activation": ("hidden_activation", GATED_NAMES), "default": "gelu_pytorch_tanh",
-            "names": tables.gemma_names, "rotary": False,
-        },
+        **{**_GEMMA, "rotary": False, "ignored": r"^(model\.)?(vision_tower|multi_modal_projector)\."},
         window=WindowTurns(
             window=("sliding_window", 4096), every=("sliding_window_pattern", 6), last=True, base=("rope_theta", 1e6),
             near_base=("rope_local_base_freq", 1e4), scale=("query_pre_attn_scalar", 256),

@@ -39,13 +39,14 @@ Option = tuple[Any, tuple[str, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowTurns:
     """The options of models in which every n-th block sees all tokens and the others have a window, and with it other
-    rotary positions; each with its default."""
+    rotary positions or the same; each with its default."""
 
     window: tuple[str, int]
     every: tuple[str, int]
-    base: tuple[str, float]
-    """Rotary base of blocks that see all tokens."""
-    near_base: tuple[str, float]
+    """An empty name is no option: `layer_types` alone says which blocks have a window."""
+    base: tuple[str, float] = ("", 0.0)
+    """Rotary base of blocks that see all tokens; an empty name: all have the rotary positions of the library."""
+    near_base: tuple[str, float] = ("", 0.0)
     """Rotary base of blocks with a window."""
     last: bool = False
     """Whether the last of n blocks sees all tokens, and not the first."""

@@ -69,9 +69,9 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
         kinds: list[tuple[Any, tuple[str, Any]]] = [(Count, turns.window), (Count, turns.every)]
         kinds += [(Positive, turns.base), (Positive, turns.near_base)]
         kinds += [(Count, turns.scale)] if turns.scale else []
-        own = {name: (kind, default) for kind, (name, default) in kinds}
-        scaling = {"rope_scaling": _TURNING["rope_scaling"], "rope_parameters": (_Ropes | None, None)}
-        return {**own, **scaling, "layer_types": _WINDOWED["layer_types"]}
+        own = {name: (kind, default) for kind, (name, default) in kinds if name}
+        both = {"rope_scaling": _TURNING["rope_scaling"], "rope_parameters": (_Ropes | None, None)}
+        return {**own, **(_TURNING if library.rotary else both), "layer_types": _WINDOWED["layer_types"]}
     given = {"sliding_window": (Count | None, None)}
     windowed = {"flagged": _WINDOWED, "always": _WINDOW, "given": given}.get(str(library.window), {})
     return (_TURNING if library.rotary else {}) | (_PARTIAL if library.partial else {}) | windowed
@@ -80,7 +80,7 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
     """Our fields; why they cannot be is added to `problems`."""
     if isinstance(library.window, WindowTurns):
-        return _by_turns(given, library.window, problems)
+        return _by_turns(given, library, library.window, problems)
     if not library.rotary:
         return {}
     settings: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
@@ -170,18 +170,21 @@ def _window(given: Any, problems: list[str]) -> int | None:
     return None
 
 
-def _by_turns(given: Any, turns: WindowTurns, problems: list[str]) -> dict[str, Any]:
+def _by_turns(given: Any, library: Library, turns: WindowTurns, problems: list[str]) -> dict[str, Any]:
     """Which blocks have a window, rotary positions of both kinds, and the scale of scores."""
-    ropes, length = given.rope_parameters or _Ropes(), given.max_position_embeddings
-    bases = getattr(given, turns.base[0]), getattr(given, turns.near_base[0])
-    rotary = _turning(ropes.full_attention or given.rope_scaling or _Rope(), bases[0], length, problems)
-    near = _turning(ropes.sliding_attention or _Rope(), bases[1], length, problems)
+    if library.rotary:
+        rotary = near = _rotary(given, library, problems)
+    else:
+        ropes, length = given.rope_parameters or _Ropes(), given.max_position_embeddings
+        bases = getattr(given, turns.base[0]), getattr(given, turns.near_base[0])
+        rotary = _turning(ropes.full_attention or given.rope_scaling or _Rope(), bases[0], length, problems)
+        near = _turning(ropes.sliding_attention or _Rope(), bases[1], length, problems)
     if near not in (replace(rotary, base=near.base), unscaled(rotary, near.base)):
         problems.append(
             "config.json scales the rotary positions of blocks with a window in a way of their own; Penstock's are "
             "scaled as in the other blocks, or not at all."
         )
-    depth, every = given.num_hidden_layers, getattr(given, turns.every[0])
+    depth, every = given.num_hidden_layers, getattr(given, turns.every[0], turns.every[1])
     offset = every - 1 if turns.last else 0
     kinds = given.layer_types or tuple(_kind(i % every != offset) for i in range(depth))
     settings: dict[str, Any] = {"rotary": rotary, "window": None}
@@ -215,7 +218,7 @@ def _kind(windowed: bool) -> str:
 def written_places(stack: Any, library: Library) -> dict[str, Any]:
     """The entries on a stack's positions and windows in a config.json of this library."""
     if isinstance(library.window, WindowTurns):
-        return _written_by_turns(stack, library.window)
+        return _written_by_turns(stack, library, library.window)
     if not library.rotary:
         return {}
     values = _written_rotary(stack.rotary)
@@ -228,23 +231,25 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
     return values
 
 
-def _written_by_turns(stack: Any, turns: WindowTurns) -> dict[str, Any]:
+def _written_by_turns(stack: Any, library: Library, turns: WindowTurns) -> dict[str, Any]:
     """As version 5 of transformers has it, and what version 4 reads of it besides."""
+    values: dict[str, Any] = {
+        turns.window[0]: stack.window or turns.window[1],
+        "layer_types": [_kind(layer.window > 0) for layer in stack.layers],
+    }  # fmt: skip
+    if turns.scale is not None:
+        values[turns.scale[0]] = round((stack.attention_scale or stack.layers[0].head_width ** -0.5) ** -2)
+    if library.rotary:
+        return {**values, **_written_rotary(stack.rotary)}
     base = stack.window_base or stack.rotary.base
     near = replace(stack.rotary, base=base) if stack.window_scaled else unscaled(stack.rotary, base)
     ropes = {}
     for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
         written = _written_rotary(rotary)
         ropes[kind] = {"rope_type": "default", **written.pop("rope_scaling", {}), **written}
-    values: dict[str, Any] = {
-        turns.window[0]: stack.window or turns.window[1],
-        "layer_types": [_kind(layer.window > 0) for layer in stack.layers],
-        turns.every[0]: max(1, stack.global_every if stack.window else 1),
-        "rope_parameters": ropes, turns.base[0]: stack.rotary.base, turns.near_base[0]: near.base,
-    }  # fmt: skip
-    if turns.scale is not None:
-        values[turns.scale[0]] = round((stack.attention_scale or stack.layers[0].head_width ** -0.5) ** -2)
-    return values
+    every = max(1, stack.global_every if stack.window else 1)
+    bases = {turns.base[0]: stack.rotary.base, turns.near_base[0]: near.base}
+    return {**values, turns.every[0]: every, "rope_parameters": ropes, **bases}
 
 
 def _written_rotary(rotary: Rotary) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import cache, reduce
@@ -30,12 +31,19 @@ from penstock.config.theirs.library import FREE, Library
 from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
 from penstock.errors import ConfigError
 
+_log = logging.getLogger(__name__)
 _OWN = ("init", "sequence", "decoder_sequence")
 """Fields that any library keeps under `penstock`, where its models have them."""
 
 
+_TEXTS_OF = {"gemma3": "gemma3_text"}
+"""The model_type of the language model in each that reads images too, whose options are its `text_config`."""
+
+
 def library_of(model_type: Any) -> Library:
-    """The entry of a config.json's model_type. Raises ConfigError for one that is not known."""
+    """The entry of a config.json's model_type, or of its language model's. Raises ConfigError for one that is not
+    known."""
+    model_type = _TEXTS_OF.get(str(model_type), model_type)
     for library in LIBRARIES:
         if library.model_type == model_type:
             return library
@@ -49,6 +57,14 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     Raises ConfigError with every option that our models cannot honour.
     """
     library = library_of(values.get("model_type"))
+    if values.get("model_type") in _TEXTS_OF:
+        inner = values.get("text_config")
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                "config.json is of a model of images and texts, but has no text_config; add it."
+            )
+        _log.info("Of the %s in config.json the language model is read alone.", values["model_type"])
+        values = inner
     values = {library.renamed.get(name, name): value for name, value in values.items()}
     kind = _record(library.model_type)
     options = {name: value for name, value in values.items() if name in field_types(kind)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,7 +60,7 @@ class Loaded:
             "experts start as copies of the dense weights": self.upcycled,
             f"positions of {self.resized_from} tokens were interpolated": self.resized_from is not None,
             f"initialised at random: {', '.join(self.drawn)}": self.drawn,
-            f"left out: {', '.join(self.ignored)}": self.ignored,
+            f"left out: {_some(self.ignored)}": self.ignored,
         }
         return "; ".join(
             [f"weights in the names of {library}", *(note for note, holds in notes.items() if holds)]
@@ -95,7 +95,7 @@ def load_weights(
             starts = {f"{name}.{CLIP}": clip_of(scales[name]) for name in clips & scales.keys()}
             state = held | state | {name: start for name, start in starts.items() if name in held}
         if loaded.ignored:
-            log.info("Left out, because the model does not need them: %s.", ", ".join(loaded.ignored))
+            log.info("Left out, because the model does not need them: %s.", _some(loaded.ignored))
         with torch.no_grad():
             model.load_state_dict(state)
         return loaded
@@ -343,6 +343,6 @@ def _check(
     raise ConfigError(problems)
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -196,11 +196,16 @@ _DISTILLED = (
     (r"^vocab_projector\.bias$", _WORDS + "bias"),
     (r"^pre_classifier\.", "classifier.pre."),
 )
+_INSIDE = (
+    (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
+    (r"^language_model\.lm_head", "lm_head"),
+)
 _SPELLINGS: dict[str, tuple[str, Sequence[tuple[str, str]]]] = {
     "roberta": ("roberta.", _ROBERTA),
     "xlm-roberta": ("roberta.", _ROBERTA),
     "camembert": ("roberta.", _ROBERTA),
     "distilbert": ("distilbert.", _DISTILLED),
+    "gemma3": ("language_model.", _INSIDE),
 }
 """Beginnings of names of weights with a head, and the replacement of each pattern, by model_type."""
 _PLACES = "embeddings.position_embeddings.weight"

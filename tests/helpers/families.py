@@ -87,6 +87,7 @@ ENROLLED = {
     ),
     "gemma 2": Enrolled(small("gemma2-tiny"), "AutoModelForCausalLM"),
     "gemma": Enrolled(small("gemma3-tiny"), "AutoModelForCausalLM"),
+    "gpt-oss": Enrolled(small("gpt-oss-tiny"), "AutoModelForCausalLM"),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(
         small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"

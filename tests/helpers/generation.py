@@ -32,6 +32,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "gemma 2": {"depth": 4, "kv_heads": 2, "window": 4},
     "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
+    "gpt-oss": {"depth": 4, "kv_heads": 2, "window": 4},
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
     "pair": {"experts": 2, "experts_per_token": 1},
     "sigmoid": {
@@ -59,7 +60,8 @@ def tiny(
     """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
-    base = {"gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny"}.get(name, base)
+    bases = {"gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny", "gpt-oss": "gpt-oss-tiny"}
+    base = bases.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
         stack = replace(config.encoder, **sizes)

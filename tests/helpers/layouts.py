@@ -134,6 +134,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "gemma": _own(_wider("gemma3-tiny"), summed),
     "gemma 2": _own(_wider("gemma2-tiny"), summed),
     "phi": _own(_wider("phi-tiny", rotary=Rotary(share=0.5)), summed),
+    "gpt-oss": _own(_wider("gpt-oss-tiny"), summed),
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
     "modernbert": _own(_wider("modernbert-tiny"), summed),

@@ -22,7 +22,7 @@ from penstock.infer.usual import usual_in
 from penstock.models.convert import save_pretrained
 
 transformers = pytest.importorskip("transformers")
-FAMILIES = ("gpt", "llama", "qwen2", "qwen", "t5-tiny", "marian-tiny", "bart-tiny")
+FAMILIES = ("gpt", "llama", "qwen2", "qwen", "gpt-oss", "t5-tiny", "marian-tiny", "bart-tiny")
 END, PAD = 7, 3
 _NAMES = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "beams": "num_beams",
@@ -47,7 +47,9 @@ def _pair(family: str, seed: int) -> tuple[Generator, Any]:
     folder = _folder() / f"{family}-{seed}"
     save_pretrained(model, folder)
     kind = transformers.AutoModelForSeq2SeqLM if model.graph.remembered else transformers.AutoModelForCausalLM
-    theirs = kind.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
+    forms = dict.fromkeys(("attn_implementation", "experts_implementation"), "eager")
+    forms = forms if family == "gpt-oss" else {"attn_implementation": "sdpa"}
+    theirs = kind.from_pretrained(folder, dtype=torch.float64, **forms).eval()
     theirs.generation_config = transformers.GenerationConfig()
     return Generator(model, start=PAD, ends=(END,)), theirs
 
@@ -126,7 +128,9 @@ def _cut(expected: list[list[int]], found: list[list[int]]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if each == "gpt-oss" else ()) for each in FAMILIES]
+)
 def test_tokens_equal_those_of_transformers(family: str) -> None:
     texts, odd = cases(family, 8)
     assert texts >= 32

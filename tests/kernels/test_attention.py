@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.plan import AttentionBackend
+from penstock.config.plan import WITH_SINKS, AttentionBackend
 from penstock.errors import ConfigError
 from penstock.kernels.attention import (
     Scores,
@@ -117,6 +117,41 @@ def test_auto_is_plain_only_where_that_is_faster() -> None:
     assert attention_kernel("auto", "cuda", "bf16", 197, avx512=True) == "sdpa"
     assert attention_kernel("auto", "cpu", "bf16", 197, avx512=False) == "flash"
     assert attention_kernel("auto", "cpu", "bf16", 197, avx512=True, shared=True) == "flash"
+
+
+def test_sinks_are_one_more_term_of_each_head() -> None:
+    q, k, v = _qkv()
+    sinks = torch.randn(3, 1, dtype=torch.float64, requires_grad=True)
+
+    def defined(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, hidden: Tensor) -> Tensor:
+        scores = (q @ k.transpose(2, 3) / 8**0.5).exp() * ~hidden
+        return scores @ v / (scores.sum(-1) + sinks.exp())[..., None]
+
+    later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    gradient = torch.randn(2, 3, 7, 8, dtype=torch.float64)
+    for hidden, scores in (
+        (later, Scores(causal=True)), (later & False, Scores()), (later.T, Scores(mask=~later.T[None, None])),
+    ):  # fmt: skip
+        given = (q, k, v, sinks)
+        expected = defined(*given, hidden)
+        wanted = torch.autograd.grad(expected, given, gradient)
+        for backend in WITH_SINKS:
+            out = attention(q, k, v, backend, scores._replace(sinks=sinks))
+            torch.testing.assert_close(out, expected)
+            torch.testing.assert_close(torch.autograd.grad(out, given, gradient), wanted)
+            turned = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+            first = token_attention(
+                *turned, backend, sequence_first=True, scores=scores._replace(sinks=sinks)
+            )
+            torch.testing.assert_close(first, expected.permute(2, 0, 1, 3).flatten(2))
+    with pytest.raises(ConfigError, match="'math' has no kernel of attention sinks; use auto, sdpa, plain"):
+        attention(q, k, v, "math", Scores(sinks=sinks))
+    kernels = {
+        attention_kernel("sdpa", "cuda", dtype, 9, avx512=True, sinks=True, masked=masked)
+        for dtype, masked in (("fp32", False), ("bf16", True))
+    }  # fmt: skip
+    assert kernels == {"plain"}
+    assert attention_kernel("auto", "cuda", "bf16", 9, avx512=True, sinks=True) == "flash"
 
 
 def test_a_backend_without_kernel_is_said() -> None:

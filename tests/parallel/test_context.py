@@ -132,6 +132,7 @@ def _check(world: int, cases: list[tuple[Any, str, str, bool]], timeout: float =
 CONFIGS: dict[str, Any] = {
     **{name: one.config for name, one in ENROLLED.items()},
     "alibi": small("gpt-tiny", positions="alibi"),
+    "sinks": small("gpt-oss-tiny", experts=0),
     "causal texts": replace(ENROLLED["multimodal"].config, text_causal=True),
 }
 CASES = [
@@ -146,6 +147,7 @@ CASES = [
     ("marian", "cp=2 micro_batch=2 accumulate=2 padding=remove", "plain", True),
     ("bert of classes", "cp=2 micro_batch=3 padding=remove token_order=batch_second", "plain", True),
     ("t5", "cp=2 micro_batch=2", "plain", True),
+    ("sinks", "cp=2 micro_batch=2", "words", True),
     ("bart", "cp=2 micro_batch=2 token_order=batch_second loss=chunked", "plain", True),
     ("causal texts", "cp=2 micro_batch=2", "plain", True),
     (

@@ -20,12 +20,20 @@ from penstock.planner.collectives import exposed_seconds, gather_seconds, group_
 from penstock.planner.describe import describe, totals
 from penstock.planner.pipeline import evenly, stage_blocks, stage_counts, zero_bubble_idle
 from penstock.planner.rates import rates_of
-from penstock.planner.search import explore
+from penstock.planner.search import base_of, explore
 from penstock.planner.software import Software
 from penstock.schedules import Costs, generate, simulate
 
 A100 = load_machine("a100-80g")
 HALF = Plan(precision="O2", optimizer="fused", compile="blocks", attention="flash")
+
+
+def test_a_search_begins_with_attention_that_the_model_has() -> None:
+    bases = {name: base_of(None, PRESETS[name], A100, 8) for name in ("gpt2", "gpt-oss-20b")}
+    assert {name: base.plan.attention for name, base in bases.items()} == {
+        "gpt2": "flash",
+        "gpt-oss-20b": "sdpa",
+    }
 
 
 def test_the_bubble_of_equal_stages_is_exact() -> None:

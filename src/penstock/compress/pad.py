@@ -93,6 +93,9 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
         name, more = f"{run.name}.blocks.{number}", kv - layer.kv_heads
         _grow(state, f"{name}.attention.qkv", 0, more * (shared + 2) * features)
         _grow(state, f"{name}.attention.out", 1, more * shared * features)
+        if layer.sinks:
+            sinks = f"{name}.attention.sinks.weight"
+            state[sinks] = F.pad(state[sinks], (0, more * shared))
         if run.memories:
             _grow(state, f"{name}.cross.q", 0, more * shared * features)
             _grow(state, f"{name}.cross.kv", 0, more * 2 * features)

@@ -80,6 +80,7 @@ def keep_heads(
         _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv_heads)
         _take_rows(state, f"{name}.attention.qkv", kept[number], (shared + 2) * features)
         _take_columns(state, f"{name}.attention.out", kept[number], shared * features)
+        _take_rows(state, f"{name}.attention.sinks", kept[number], shared)
         if beside:
             _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv_heads)
             if len(beside[number]) != len(kept[number]):

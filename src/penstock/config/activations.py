@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Mlp = Literal["gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh"]
+Mlp = Literal[
+    "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu", "swiglu", "geglu", "geglu_tanh", "swiglu_clamped",
+]  # fmt: skip
 
 
 class Pass(NamedTuple):
@@ -33,6 +35,8 @@ class ActivationRow:
     """Classes of its modules in torch, timm and transformers."""
     gate: Mlp | None = None
     """The function that a gated one computes of its gate; None: it has none."""
+    limit: float | None = None
+    """Largest gate, and largest magnitude of what it multiplies, to which 1 is then added; None: neither is done."""
     kernel: int | None = None
     """Its number in the C++ kernels, which compute a gated one by its gate's; None: torch's operators compute it."""
     merged: str = ""
@@ -66,11 +70,14 @@ ACTIVATIONS: dict[Mlp, ActivationRow] = {
     "swiglu": ActivationRow(names=("silu", "swish"), gate="silu"),
     "geglu": ActivationRow(names=("gelu",), gate="gelu"),
     "geglu_tanh": ActivationRow(names=("gelu_pytorch_tanh",), gate="gelu_tanh"),
+    "swiglu_clamped": ActivationRow(gate="gelu_quick", limit=7.0),
 }  # fmt: skip
 UNGATED: dict[Mlp, Mlp] = {name: row.gate for name, row in ACTIVATIONS.items() if row.gate is not None}
 """The function that a gated activation computes of its gate."""
 KERNELS = frozenset(
-    name for name, row in ACTIVATIONS.items() if ACTIVATIONS[row.gate or name].kernel is not None
+    name
+    for name, row in ACTIVATIONS.items()
+    if row.limit is None and ACTIVATIONS[row.gate or name].kernel is not None
 )
 """Activations that a fused kernel computes; torch's operators compute the others."""
 PLAIN_NAMES: dict[str, Mlp] = {

@@ -37,6 +37,8 @@ class Rotary:
     """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
     high: Positive = 4.0
     """Pairs that turn more often are left as they are; those between are slowed down in part."""
+    truncate: bool = True
+    """Whether `yarn` rounds the numbers of the first and the last of these outwards to whole ones."""
     short: tuple[Positive, ...] = ()
     """How many times each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
     long: tuple[Positive, ...] = ()
@@ -93,6 +95,7 @@ class ExpertMixture:
     experts_per_token: int
     shared_experts: int
     router: Router
+    router_bias: bool
     router_groups: int
     groups_per_token: int
     router_normalised: bool
@@ -160,6 +163,7 @@ class Layer:
     """How queries and keys are turned; none: they are not."""
     window: int = 0
     """Tokens that a token attends to; 0 is all."""
+    sinks: bool = False
     parallel: bool = False
     bias: bool = True
     qkv_bias: bool = True

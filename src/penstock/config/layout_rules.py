@@ -10,7 +10,7 @@ from penstock.config.fused import FUSED
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
-from penstock.config.plan import Plan
+from penstock.config.plan import WITH_SINKS, Plan
 from penstock.config.rule import Rules, divisors
 
 CPU_ATTENTION = ("auto", "plain", "sdpa", "flash", "math", "native")
@@ -239,6 +239,16 @@ def _flash_takes_narrow_heads(plan: Plan, model: ModelConfig) -> Iterator[str]:
         yield (
             f"plan.attention=flash takes heads of at most {FLASH_HEAD_WIDTH} features, but this model's have "
             f"{widest}; use more model.heads, or attention=math."
+        )
+
+
+@LAYOUT_RULES.of("types")
+def _sinks_are_in_the_plain_form_and_torchs(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Attention sinks need `attention` plain, sdpa or auto."""
+    if plan.attention not in WITH_SINKS and any(stack.sinks for stack in stacks(model)):
+        yield (
+            f"plan.attention={plan.attention} has no attention sinks, which this model has; use "
+            f"attention={' or '.join(WITH_SINKS)}."
         )
 
 

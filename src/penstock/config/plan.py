@@ -23,6 +23,8 @@ Norms = Literal["fp32", "half"]
 Matmul = Literal["highest", "high", "medium"]
 TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
+WITH_SINKS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "plain")
+"""Backends that have attention sinks."""
 LossForm = Literal["whole", "chunked"]
 Padding = Literal["keep", "remove"]
 ExpertProducts = Literal["grouped", "loop"]

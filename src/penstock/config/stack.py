@@ -55,7 +55,7 @@ class Stack:
     mlp: Mlp = "gelu"
     """Activation of the MLP; `_tanh` is GELU's tanh approximation, `gelu_quick` x·σ(1.702·x), as in CLIP, and `relu2`
     ReLU squared (So et al., NeurIPS 2021). `swiglu` and `geglu` have a third weight matrix, the gate (Shazeer,
-    2020)."""
+    2020); `swiglu_clamped` is min(g, 7)·σ(1.702·min(g, 7)) · (1 + x), x between −7 and 7 (OpenAI, 2025, "gpt-oss")."""
     norm: Norm = "layer"
     """Kind of norm: LayerNorm, or `rms`, without mean and bias (Zhang & Sennrich, NeurIPS 2019)."""
     norm_eps: Positive = 1e-5
@@ -107,6 +107,9 @@ class Stack:
     """Every n-th block attends to all tokens in spite of `window`; 0: none does."""
     global_offset: Annotated[int, Range(0, 1 << 14)] = 0
     """The first of these blocks, counted from 0."""
+    sinks: bool = False
+    """Whether the softmax of each head of self-attention has the exponential of a learned number in its denominator
+    besides those of the scores, so that a token may attend to nothing (OpenAI, 2025, "gpt-oss")."""
     dropout: Probability = 0.0
     """Dropout probability of the embeddings and of both residual branches."""
     attention_dropout: Probability | None = None
@@ -136,6 +139,8 @@ class Stack:
     """How experts are chosen. `softmax`: those with the highest softmax (Fedus et al., JMLR 2022). `sigmoid`: those
     with the highest sigmoid plus a bias that balances them (Wang et al., 2024, "Auxiliary-Loss-Free Load Balancing").
     `given`: by a number that comes with each sample, such as that of its language."""
+    router_bias: bool = False
+    """Whether the linear layer of a router has a bias."""
     router_groups: Annotated[int, Range(1, 1 << 16)] = 1
     """Equal groups of consecutive experts. A token's experts are among those of the `groups_per_token` groups whose two
     best experts have the highest sum of scores (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); with router `given`
@@ -251,7 +256,9 @@ class Stack:
             base = self.window_base or rotary.base
             rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
-        names = ("qk_norm", "attention_scale", "score_cap", "parallel", "bias", "qkv_bias", "layer_scale")
+        names = (
+            "qk_norm", "attention_scale", "score_cap", "sinks", "parallel", "bias", "qkv_bias", "layer_scale",
+        )  # fmt: skip
         return Layer(
             heads=sizes.heads, kv_heads=sizes.kv, head_width=self.head_features or self.width // self.heads,
             feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,

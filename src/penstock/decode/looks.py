@@ -168,13 +168,16 @@ def grouped_attention(
         k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
     groups = k.shape[1]
     if groups == heads:
-        return attention(q, k, v, backend, Scores(mask, scale=scores.scale, cap=scores.cap))
+        return attention(q, k, v, backend, scores._replace(mask=mask, causal=False, dropout=0.0))
     queries_per_group = heads // groups
     if mask is not None:
         if mask.shape[1] == 1:
             mask = mask.repeat(1, 1, queries_per_group, 1)
         else:
             mask = torch.unflatten(mask, 1, (groups, queries_per_group)).flatten(2, 3)
-    together = q.reshape(texts, groups, queries_per_group * tokens, features)
-    outputs = attention(together, k, v, backend, Scores(mask, scale=scores.scale, cap=scores.cap))
+    together, sinks = q.reshape(texts, groups, queries_per_group * tokens, features), scores.sinks
+    if sinks is not None:
+        sinks = sinks.expand(-1, tokens).reshape(groups, -1)
+    options = scores._replace(mask=mask, causal=False, dropout=0.0, sinks=sinks)
+    outputs = attention(together, k, v, backend, options)
     return outputs.reshape(texts, heads, tokens, features)

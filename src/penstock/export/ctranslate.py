@@ -104,6 +104,8 @@ def _unconverted(config: Any) -> Iterator[str]:
     all_stacks = stacks(config)
     if any(stack.window is not None for stack in all_stacks):
         yield "sliding windows"
+    if any(stack.sinks for stack in all_stacks):
+        yield "attention sinks"
     if any(stack.sandwich_norms or stack.norm_zero_centred for stack in all_stacks):
         yield "norms before and after, or of weights around zero"
     if any(

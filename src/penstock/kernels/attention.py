@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.config.plan import AttentionBackend
+from penstock.config.plan import WITH_SINKS, AttentionBackend
 from penstock.cpu import this_cpu
 from penstock.dtypes import format_of
 from penstock.errors import ConfigError
@@ -29,6 +29,7 @@ from penstock.kernels import choices
 from penstock.kernels.choices import CAUSAL_BLOCK
 from penstock.kernels.dropout import dropout
 from penstock.kernels.native_attention import native_attention, native_packed_attention
+from penstock.kernels.sinks import fused_attention_with_sinks
 
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
@@ -63,6 +64,8 @@ class Scores(NamedTuple):
     """Factor of the scores; none: 1 / √K."""
     cap: float | None = None
     """Scores s become c·tanh(s / c) before they are masked; none: they stay as they are."""
+    sinks: Tensor | None = None
+    """(H, 1) or (H, N): logarithms of what the softmax of each row has in its denominator besides."""
 
 
 _PLAIN = Scores()
@@ -74,11 +77,13 @@ def kernel_for(
 ) -> AttentionBackend:  # fmt: skip
     """The kernel that computes attention of q, whose samples have `queries` tokens, by default those of (…, N, K).
     `shared` is as in `penstock.kernels.choices.attention_kernel`."""
-    learned = isinstance(scores.mask, Tensor) and scores.mask.requires_grad
+    mask = scores.mask
+    learned = isinstance(mask, Tensor) and mask.requires_grad
+    masked = (mask is not None and getattr(mask, "keeps_scores", True)) or q.shape[-1] % 8 > 0
     return choices.attention_kernel(
         backend, q.device.type, format_of(q.dtype), q.shape[-2] if queries is None else queries,
         avx512=this_cpu().avx512, dropout=scores.dropout > 0, learned_bias=learned, shared=shared,
-        capped=scores.cap is not None,
+        capped=scores.cap is not None, sinks=scores.sinks is not None, masked=masked,
     )  # fmt: skip
 
 
@@ -100,9 +105,17 @@ def attention(
         return scores.mask.attend(q, k, v, backend, scores)
     if backend not in BACKENDS:
         raise ConfigError(f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}.")
+    if scores.sinks is not None and backend not in WITH_SINKS:
+        raise ConfigError(
+            f"plan.attention {backend!r} has no kernel of attention sinks; use {', '.join(WITH_SINKS)}."
+        )
     kernel = kernel_for(backend, q, scores)
-    if kernel == "plain":
+    if kernel == "plain" or (scores.sinks is not None and torch.compiler.is_exporting()):
         return plain_attention(q, k, v, scores)
+    if scores.sinks is not None:
+        return fused_attention_with_sinks(
+            q, k, v, scores.sinks, scores.mask, causal=scores.causal, scale=scores.scale
+        )
     if kernel == "native":
         return native_attention(
             q, k, v, scores.mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
@@ -177,7 +190,12 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         products = products.tanh()
         products = products * scores.cap if added is None else torch.add(added, products, alpha=scores.cap)
     # The type is given because autocast would otherwise widen the (N, M) scores to fp32.
+    if scores.sinks is not None:
+        column = scores.sinks.to(products.dtype).expand(samples, heads, tokens).reshape(-1, tokens, 1)
+        products = torch.cat([products, column], dim=-1)
     weights = torch.softmax(products, dim=-1, dtype=products.dtype)
+    if scores.sinks is not None:
+        weights = weights[..., :-1]
     if scores.dropout:
         weights = dropout(weights, scores.dropout)
     return torch.bmm(weights, v).view(samples, heads, tokens, v.shape[-1])
@@ -268,6 +286,8 @@ def token_attention(
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:2] == (1, 1)):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
         return attention(q, k, v, backend, scores).permute(2, 0, 1, 3).flatten(2)
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=scores.sinks.repeat(batch, 1))
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     out = attention(q, k, v, backend, scores)
     return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)

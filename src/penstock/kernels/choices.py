@@ -55,17 +55,22 @@ def auto_attention(
 
 def attention_kernel(
     backend: AttentionBackend, device: str, dtype: Dtype, queries: int, *, avx512: bool, dropout: bool = False,
-    learned_bias: bool = False, shared: bool = False, capped: bool = False,
+    learned_bias: bool = False, shared: bool = False, capped: bool = False, sinks: bool = False, masked: bool = False,
 ) -> AttentionBackend:  # fmt: skip
     """The kernel that computes attention: what `auto` means, and on a CPU what `sdpa` does. torch's fused kernel there
     has neither dropout of weights nor gradients of biases (`learned_bias`). torch would compose several operators, with
     its own dropout and half types in fp32; the plain form is quicker with dropout, where products are. Samples that
     several devices have are `shared`: `auto` puts their parts together from torch's kernel, at whatever length. Every
-    kernel gives way to the plain form where scores are `capped`."""
+    kernel gives way to the plain form where scores are `capped`. With `sinks` it is torch's kernel that reports sums of
+    exponentials (`penstock.kernels.sinks`), or the plain form: with dropout, and on a GPU in fp32, where attention is
+    `masked`, or of heads that are no multiple of 8 wide."""
     if capped:
         return "plain"
     backend = "sdpa" if shared and backend == "auto" else backend
     backend = auto_attention(backend, device, dtype, queries, avx512=avx512)
+    if sinks:
+        fused = not dropout and (device == "cpu" or (BYTES[dtype] == 2 and not masked))
+        return "flash" if fused and backend != "plain" else "plain"
     if device != "cpu" or backend in ("plain", "math", "native"):
         return backend
     if dropout and (BYTES[dtype] >= 4 or (dtype == "bf16" and avx512)):

@@ -24,6 +24,13 @@ from torch import Tensor, distributed
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, kernel_for
 from penstock.kernels.choices import holds_scores
+from penstock.kernels.sinks import (
+    add_sinks,
+    for_each_query,
+    fused_gradients,
+    fused_with_sums,
+    sink_gradients,
+)
 from penstock.kernels.token_cut import Cut
 
 QUERIES = 1024
@@ -72,7 +79,7 @@ class Shared:
             holds_scores(kernel_for(backend, q, scores, shared=True)),
             scores.cap,
         )
-        return _Exchanged.apply(q, k, v, self.biases, how)  # type: ignore[no-any-return, no-untyped-call]
+        return _Exchanged.apply(q, k, v, self.biases, scores.sinks, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
         """Which of this rank's queries look at which keys of a rank, in rectangles."""
@@ -184,7 +191,9 @@ class _How(NamedTuple):
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, how: _How) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, sinks: Tensor | None, how: _How
+    ) -> Tensor:  # fmt: skip
         shared, sums = how.shared, torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape, dtype=sums)
         logs = q.new_full(q.shape[:-1], -math.inf, dtype=sums)
@@ -201,14 +210,16 @@ class _Exchanged(torch.autograd.Function):
                 before, now = (logs[:, :, rows] - base).exp(), (log - base).exp()
                 out[:, :, rows] = out[:, :, rows] * before[..., None] + one * now[..., None]
                 logs[:, :, rows] = both
+        if sinks is not None:
+            out, logs = add_sinks(out, logs, sinks)
         made = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, made, logs, biases)
+        ctx.save_for_backward(q, k, v, made, logs, biases, sinks)
         ctx.how = how
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, logs, biases = ctx.saved_tensors
+        q, k, v, out, logs, biases, sinks = ctx.saved_tensors
         how: _How = ctx.how
         for_biases = torch.zeros_like(biases, dtype=logs.dtype) if ctx.needs_input_grad[3] else None
         cut, kv = how.shared.cut, torch.stack((k, v))
@@ -242,7 +253,8 @@ class _Exchanged(torch.autograd.Function):
             own = own + passed.received()
         assert own is not None
         learned = None if for_biases is None else for_biases.to(biases.dtype)
-        return for_queries.to(q.dtype), own[0], own[1], learned, None
+        for_sinks = None if sinks is None else sink_gradients(grad, out, logs, sinks)
+        return for_queries.to(q.dtype), own[0], own[1], learned, for_sinks, None
 
 
 def _number(source: int, at: int) -> int:
@@ -289,16 +301,10 @@ def _forward(
     """Attention to some keys: the mean of their values (B, H, n, K), and the logarithm of the sum of exponentials of
     the scores (B, H, n), both in the type of sums."""
     sums = torch.promote_types(q.dtype, torch.float32)
-    k, v = _for_each_query(k, q), _for_each_query(v, q)
+    k, v = (for_each_query(x, q.shape[1]) for x in (k, v))
     if how.fused(q, piece):
-        causal = piece.kind == "causal"
-        if q.is_cuda:
-            pairs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=how.scale)
-        else:
-            pairs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, scale=how.scale
-            )
-        return pairs[0].to(sums), pairs[1].to(sums)
+        made, logs = fused_with_sums(q, k, v, None, causal=piece.kind == "causal", scale=how.scale)
+        return made.to(sums), logs.to(sums)
     products = _products(q, k, biases, piece, how)
     logs = torch.logsumexp(products, -1)
     weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
@@ -314,9 +320,10 @@ def _backward(
     """Gradients of queries, keys and values of one part, given the whole output and sum of exponentials; those of
     biases are added to what others have found."""
     groups = k.shape[1]
-    wide_k, wide_v = _for_each_query(k, q), _for_each_query(v, q)
+    wide_k, wide_v = (for_each_query(x, q.shape[1]) for x in (k, v))
     if how.fused(q, piece):
-        dq, dk, dv = _fused_backward(grad, q, wide_k, wide_v, out, logs, piece, how)
+        causal = piece.kind == "causal"
+        dq, dk, dv = fused_gradients(grad, q, wide_k, wide_v, out, logs, None, causal=causal, scale=how.scale)
     else:
         products = _products(q, wide_k, biases, piece, how)
         weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
@@ -338,28 +345,6 @@ def _backward(
     # What several queries share adds up.
     dk, dv = (torch.unflatten(t, 1, (groups, -1)).sum(2) if t.shape[1] != groups else t for t in (dk, dv))
     return dq, dk, dv
-
-
-def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, piece: _Piece, how: _How
-) -> tuple[Tensor, Tensor, Tensor]:
-    causal = piece.kind == "causal"
-    out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
-    if q.is_cuda:
-        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, logs, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0],
-            scale=how.scale,
-        )  # fmt: skip
-    else:
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, logs, 0.0, causal, scale=how.scale
-        )
-    return gradients[0], gradients[1], gradients[2]
-
-
-def _for_each_query(x: Tensor, q: Tensor) -> Tensor:
-    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _How) -> Tensor:

@@ -171,6 +171,7 @@ class _Attending(nn.Module):
         """Whether the backward pass computes scores again, where they would be kept for it."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
+        self.sinks: Sinks | None = None
         if layer.qk_norm:
             self.q_norm = make_norm(layer.norm, layer.head_width, **where)
             self.k_norm = make_norm(layer.norm, layer.head_width, **where)
@@ -190,8 +191,8 @@ class _Attending(nn.Module):
     def scores(self, mask: Tensor | Sight | None, causal: bool | None) -> Scores:
         """How scores are made and masked in one pass."""
         causal = self.causal if causal is None else causal
-        rate = self.rate if self.training else 0.0
-        return Scores(mask, causal and mask is None, rate, self.scale, cap=self.cap)
+        rate, sinks = self.rate if self.training else 0.0, None if self.sinks is None else self.sinks()
+        return Scores(mask, causal and mask is None, rate, self.scale, cap=self.cap, sinks=sinks)
 
     def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, if they have any."""
@@ -208,6 +209,20 @@ def _of_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
         x = x.to(norm.weight.dtype)
     normed: Tensor = norm(x)
     return normed
+
+
+class Sinks(nn.Module):
+    """A number for each head of attention, (H,): see `penstock.kernels.sinks`."""
+
+    def __init__(self, heads: int, **where: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, **where))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self) -> Tensor:
+        return self.weight.unsqueeze(1)
 
 
 class Attention(_Attending):
@@ -228,6 +243,7 @@ class Attention(_Attending):
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
         self.qkv = nn.Linear(sizes.width, rows, bias=layer.qkv_bias, **where)
         self.out = nn.Linear(layer.heads * layer.head_width, sizes.width, bias=layer.bias, **where)
+        self.sinks = Sinks(layer.heads, **where) if layer.sinks else None
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
         packed = self.qkv(x)
@@ -251,7 +267,7 @@ class Attention(_Attending):
     def _stays_packed(self, context: Context) -> bool:
         """Whether one kernel takes queries, keys and values as the projection makes them."""
         plain = self.backend == "native" and self.shared == 1 and self.q_norm is None and self.looked is None
-        plain = plain and self.cap is None
+        plain = plain and self.cap is None and self.sinks is None
         whole = context.rotation is None and context.real is None and not self.windowed
         return plain and whole and (context.mask is None or isinstance(context.mask, Tensor))
 

@@ -167,7 +167,7 @@ class _GatedPerceptron(_Swapped):
         return down(bias_activation(gate(x), None, own.gate_activation, second=up(x)))  # type: ignore[no-any-return]
 
 
-GATED: dict[Mlp, Mlp] = {activation: gated for gated, activation in UNGATED.items()}
+GATED: dict[Mlp, Mlp] = {gate: gated for gated, gate in UNGATED.items() if gated in KERNELS}
 """The variant of a gated perceptron by the activation of its gate."""
 _KINDS: dict[str, Mlp] = {word: name for name in KERNELS for word in ACTIVATIONS[name].classes}
 """Activations by the class of their module."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.config.activations import UNGATED, Mlp
+from penstock.config.activations import ACTIVATIONS, UNGATED, Mlp
 from penstock.config.layer import Layer
 from penstock.config.stack import Stack
 from penstock.kernels.bias_activation import apply_activation, gelu_tanh_in_inference
@@ -20,6 +20,9 @@ def activate(x: Tensor, activation: Mlp) -> Tensor:
     if activation not in UNGATED:
         return apply_activation(x, activation)
     gate, x = x.chunk(2, dim=-1)
+    limit = ACTIVATIONS[activation].limit
+    if limit is not None:
+        gate, x = gate.clamp(max=limit), x.clamp(-limit, limit) + 1.0
     return apply_activation(gate, UNGATED[activation]) * x
 
 

@@ -127,7 +127,9 @@ def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
         return slow + share * (rates - slow)
     # YaRN blends by the pair's number, between the pairs that turn `high` and `low` times (its section 3.2).
     first, last = (_pair_that_turns(turns, rotary, features) for turns in (rotary.high, rotary.low))
-    first, last = max(math.floor(first), 0), min(math.ceil(last), features - 1)
+    if rotary.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, features - 1)
     pairs = torch.arange(features // 2, dtype=torch.float32, device=device)
     share = 1 - ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return slow + share * (rates - slow)

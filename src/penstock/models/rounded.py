@@ -11,6 +11,10 @@ An offset is a whole number of scales, so that one of the numbers is zero.
 
 The layout of compressed-tensors (`penstock.models.convert.compressed_tensors`) is read as well: there `input_scale` is
 (1,), and `NAME.weight_packed` holds numbers in int32.
+
+So is MXFP4 (OCP, 2023, "Microscaling Formats", section 5.3), in which gpt-oss has its experts, (E, K, N), as
+`NAME_blocks`, uint8 (E, N, G, 16), and `NAME_scales`, uint8 (E, N, G): each block is 32 numbers of 4 bits, the first of
+two in the low half of a byte, times 2^(scale − 127).
 """
 
 from __future__ import annotations
@@ -240,9 +244,37 @@ def _unpacked(state: Mapping[str, Tensor], name: str) -> RoundedWeight:
     return RoundedWeight(numbers.to(torch.int8), scales, offsets)
 
 
+_FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of MXFP4: a sign, two bits of exponent, one of mantissa."""
+
+
+def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """The weight (E, K, N) that is stored in MXFP4, in bf16, which holds each value exactly."""
+    fits = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, 16)
+    if not fits or scales.ndim != 3:
+        raise CheckpointError(
+            f"{name}_blocks {tuple(blocks.shape)} does not go with {name}_scales {tuple(scales.shape)}: MXFP4 has a "
+            f"scale for each 16 bytes. {_REMEDY}"
+        )
+    experts, outputs, groups = scales.shape
+    made = torch.empty(experts, outputs, groups, 32, dtype=torch.bfloat16, device=blocks.device)
+    if not made.is_meta:
+        pairs = [(_FOUR_BITS[byte & 15], _FOUR_BITS[byte >> 4]) for byte in range(256)]
+        table = torch.tensor(pairs, dtype=torch.bfloat16).view(torch.int32).squeeze(1).to(blocks.device)
+        powers = torch.ldexp(torch.ones(256), torch.arange(256) - 127).to(made)
+        for expert, (own, scale) in enumerate(zip(blocks, scales)):
+            values = table.index_select(0, own.flatten().int()).view(torch.bfloat16)
+            torch.mul(values.view(made[expert].shape), powers[scale.int()][..., None], out=made[expert])
+    return made.flatten(2).mT
+
+
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with values in fp32 in place of weights in few bits. Raises as `rounded_in`."""
+    """The state dict with values in place of weights in few bits: in fp32, or in bf16 of MXFP4. Raises as
+    `rounded_in`."""
     plain = dict(state)
+    for name in (key.removesuffix("_blocks") for key in state if key.endswith("_blocks")):
+        if f"{name}_scales" in state:
+            plain[name] = _of_blocks(name, plain.pop(f"{name}_blocks"), plain.pop(f"{name}_scales"))
     for name, weight in rounded_in(state).items():
         for end in (_SCALE, _OFFSET, _INPUT, _PACKED, _ZERO, _SHAPE):
             plain.pop(name + end, None)

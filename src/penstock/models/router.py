@@ -19,7 +19,7 @@ class Router(nn.Linear):
     """The logits of tokens over experts, in fp32 under every precision (fp64 stays)."""
 
     def __init__(self, width: int, mixture: ExpertMixture, **where: Any) -> None:
-        super().__init__(width, mixture.experts, bias=False, **where)
+        super().__init__(width, mixture.experts, bias=mixture.router_bias, **where)
         self.jitter = mixture.router_jitter
 
     def forward(self, x: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ class Router(nn.Linear):
         if self.training and self.jitter:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, widened(self.weight))
+            return F.linear(x, widened(self.weight), None if self.bias is None else widened(self.bias))
 
 
 class _Choices(threading.local):

@@ -182,7 +182,7 @@ class TokenStack(nn.Module):
     def _knows_lengths(self, x: Tensor) -> bool:
         """Whether attention of x goes through a kernel of variable lengths."""
         drops, dtype = self.training and self.sizes.weights_dropout > 0, format_of(type_of_scores(x))
-        biased = self.sizes.biased or self.sizes.score_cap is not None
+        biased = self.sizes.biased or self.sizes.sinks or self.sizes.score_cap is not None
         return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=biased)
 
     def _context(

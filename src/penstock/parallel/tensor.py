@@ -6,7 +6,7 @@
 | perceptron | the same, by hidden features | the same |
 | table of tokens | by entries of the vocabulary | sums of what is found |
 | output over the vocabulary | by entries | gradients of what comes in; three numbers a row for the loss |
-| relative positions | by heads | nothing |
+| relative positions, sinks | by heads | nothing |
 | mixture | each expert as a perceptron; with `ep` experts are whole, and a rank routes some tokens | the same |
 | adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
 | all else | each rank has it whole | nothing |
@@ -165,8 +165,8 @@ class _Splitter:
 
     def run(self) -> None:
         for role in walk(self.anatomy.stacks):
-            if isinstance(role, Embedding) and role.kind == "relative":
-                self._split(role, {"weight": 1})
+            if isinstance(role, Embedding) and role.kind in ("relative", "sink"):
+                self._split(role, {"weight": role.split_dim or 0})
         tokens = self._vocabulary()
         for number, stack in enumerate(self.anatomy.stacks):
             line = self.line.sibling()

@@ -6,6 +6,8 @@ width, A features of the device's query heads, K those of its KV heads, M hidden
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.config.activations import ACTIVATIONS, KERNELS
 from penstock.config.layer import ExpertMixture, Layer
 from penstock.config.stack import Stack
@@ -207,6 +209,8 @@ def _attend(
     if form == "fused":
         read, written = (4 * queries + 2 * keys) * c, queries * c + made
         to.add(core, core._replace(forward=False, read=read, written=written))
+        # Outputs are scaled by what the kernel's sums of exponentials say; behind, their mean gradient is made.
+        _sinks(to, layer, core, queries, (c, c), (2 * c + 4, 4), launches=5, cross=cross)
     elif form == "plain":
         _composed(to, block, core, form, keys, own, kept, cross=cross)
     else:
@@ -221,6 +225,15 @@ def _attend(
     # A fused kernel keeps its outputs itself.
     beside = computed * a * c if form == "fused" else 0.0
     to.gemm(f"{name}.out", computed, d, a, bias=layer.bias, group="attention", beside=beside)
+
+
+def _sinks(
+    to: Lister, layer: Layer, core: Op, size: float, *moved: tuple[float, float], cross: bool, **more: Any
+) -> None:  # fmt: skip
+    """Sinks of self-attention, if it has any: operators over `size` numbers that put them into its softmax."""
+    if layer.sinks and not cross:
+        heads = max(1, layer.heads // to.terms.tp)
+        to.move(f"{core.name}.sinks", size, *moved, weights=heads, tensors=1, **more)
 
 
 def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
@@ -304,6 +317,10 @@ def _composed(
             launches=2,
             scores=True,
         )
+    # Scores are written once more, beside a column of sinks.
+    _sinks(
+        to, block.layer, core, scores, (each, each), (each, 2 * each), launches=2, cross=cross, scores=True
+    )
     _softmax(to, core, scores, each, group)
     if block.stack.weights_dropout:
         to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=form == "math", scores=True)
@@ -355,6 +372,11 @@ def _mlp(
         sums_bias=not merged,
     )  # fmt: skip
     activation = f"{name}.activation"
+    if ACTIVATIONS[mlp].limit is not None and not t.fused:
+        # Of both halves what the limit leaves is kept, too.
+        to.move(
+            f"{name}.clamp", size, (3 * c, 3 * c), (5 * c + 4, 2 * c + 4), kept=2 * size * c, group="mlp", launches=3
+        )  # fmt: skip
     if gated and (t.fused or merged):
         kept = 2 * size * c
         to.activate(activation, size, mlp, (2 * c, c), (3 * c, 2 * c), kept=kept, group="mlp", fused=merged)
@@ -472,7 +494,7 @@ def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again
     with to.inside("router"), to.exact():
         again = again and to.terms.stream == 4.0 and not mixture.router_jitter
         kept = halved + rows * width * 4.0 * (not again) * (2 if mixture.router_jitter else 1)
-        to.gemm("router", rows, experts, width, kept=kept)
+        to.gemm("router", rows, experts, width, bias=mixture.router_bias, kept=kept)
         # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
         few = mixture.router == "sigmoid" or mixture.router_normalised
         share = k if few else experts

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from penstock.config import rules
 from penstock.config.convert import Count, require
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig, title
+from penstock.config.model import ModelConfig, stacks, title
 from penstock.config.plan import BASELINE, Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner.describe import describe_on, totals
@@ -90,17 +90,16 @@ def search(
     return Layouts(result)
 
 
-def default_base(machine: Machine, *, trainable: bool = False) -> Plan:
-    """The Plan that a search starts from by default: half precision with master weights, and fused kernels.
-
-    `trainable` keeps to what `penstock train` can run: autocast in place of master weights.
+def default_base(model: ModelConfig, machine: Machine, gpus: int) -> Plan:
+    """The Plan that a search starts from by default: half precision with master weights, or autocast of a model of
+    images on one device, and fused kernels.
     """
     if machine.device == "cpu":
         return Plan(optimizer="fused")
-    bf16 = "bf16" in machine.peak_flops
+    bf16, sinks = "bf16" in machine.peak_flops, any(stack.sinks for stack in stacks(model))
     return Plan(
-        precision="O1" if trainable and bf16 else "O2", dtype="bf16" if bf16 else "fp16", optimizer="fused",
-        attention="flash" if bf16 else "efficient", compile="blocks",
+        precision="O1" if gpus == 1 and model.graph.vision and bf16 else "O2", dtype="bf16" if bf16 else "fp16",
+        optimizer="fused", attention="sdpa" if sinks else "flash" if bf16 else "efficient", compile="blocks",
     )  # fmt: skip
 
 
@@ -117,7 +116,7 @@ class Base(NamedTuple):
 def base_of(line: str | None, model: ModelConfig, machine: Machine, gpus: int) -> Base:
     """The settings that a line asks for. One that names no precision gets what `default_base` has besides it, unless it
     is the word `baseline`. Raises ConfigError as `Plan.parse`."""
-    usual = default_base(machine, trainable=gpus == 1 and model.graph.vision)
+    usual = default_base(model, machine, gpus)
     plan, fixed = Plan.parse(line or ""), Plan.named(line or "")
     if "precision" in fixed or BASELINE in (line or "").split():
         return Base(plan, fixed, "")
@@ -134,7 +133,7 @@ def explore(
 ) -> SearchResult:  # fmt: skip
     """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
-    base = base or default_base(machine, trainable=gpus == 1 and model.graph.vision)
+    base = base or default_base(model, machine, gpus)
     problems = rules.problems(base, model, machine, degrees=False)
     if problems:
         raise ConfigError(problems)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.config import rules
+from penstock.config.activations import ACTIVATIONS
 from penstock.config.convert import Count, Natural, Positive, check_fields
 from penstock.config.decoding import RECORDED, bucket
 from penstock.config.formats import Products
@@ -34,19 +35,13 @@ HOST_OPERATOR_SECONDS = 1.66e-6
 """The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
 PASS_OPERATORS = 37
 BLOCK_OPERATORS = {
-    "block": 16,
-    "rotary": 24,
-    "qk_norm": 4,
-    "mixture": 28,
-    "memory": 10,
-    "both": 2,
-    "zero": 4,
-    "capped": 8,
-}
+    "block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6,
+    "clamp": 5, "biases": 6,
+}  # fmt: skip
 """Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, has norms on
-both sides or caps scores; and in each norm whose weight is around zero. Each takes a launch (`Machine.launch_seconds`).
-"""
+block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, or has norms on
+both sides, capped scores, sinks, a clamped activation or biases of experts; and in each norm whose weight is around
+zero. Each takes a launch (`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
 """How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
 writes, and attends to them."""
@@ -189,6 +184,8 @@ def operators_of(graph: Graph) -> int:
         every = {
             "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "memory": remembers, "both": both,
             "zero": 2 * (1 + both + layer.qk_norm) * centred, "capped": layer.score_cap is not None,
+            "sinks": layer.sinks, "clamp": ACTIVATIONS[stack.mlp].limit is not None,
+            "biases": layer.bias and layer.mixture is not None,
         }  # fmt: skip
         operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
         operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture is not None for layer in stack.layers)

@@ -97,6 +97,7 @@ def in_one_call(block: BlockKind) -> bool:
         or layer.parallel
         or layer.qk_norm
         or layer.score_cap is not None
+        or layer.sinks
         or layer.layer_scale is not None
     )
     alike = (

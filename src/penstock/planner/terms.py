@@ -105,7 +105,8 @@ class OpTerms(NamedTuple):
             self.attention, self.device, self.compute, cut[0] if cut else queries, avx512=self.avx512,
             dropout=stack.weights_dropout > 0 and not self.serving, shared=self.cp > 1,
             learned_bias=stack.positions == "relative" and not cross and not self.serving,
-            capped=block.layer.score_cap is not None,
+            capped=block.layer.score_cap is not None, sinks=block.layer.sinks and not cross,
+            masked=window > 0 or block.layer.head_width % 8 > 0,
         )  # fmt: skip
         form: Form = "fused" if not holds_scores(kernel) else "plain" if kernel == "plain" else "math"
         if self.host and window:
@@ -116,7 +117,7 @@ class OpTerms(NamedTuple):
     def unpads(self, stack: Stack, tokens: int) -> bool:
         """Whether attention goes from sample to sample, and so computes no padding: see `penstock.kernels.padding`."""
         drops = stack.weights_dropout > 0
-        biased = stack.biased or stack.score_cap is not None
+        biased = stack.biased or stack.sinks or stack.score_cap is not None
         varlen = knows_lengths(self.attention, self.device, self.compute, dropout=drops, biased=biased)
         least = least_mean_unpadded(self.device, self.product, varlen=varlen)
         return self.cp == 1 and self.real < 1 and tokens * self.real >= least

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.infer.generator import Generator
 from penstock.models import create
 from penstock.models.convert import (
@@ -28,6 +28,7 @@ from penstock.models.convert import (
     text_to_hf,
     write_text_config,
 )
+from penstock.models.rounded import plain_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -105,6 +106,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LLAMA, "num_hidden_layers": 7, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4,
          "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                              "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}},
+    ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {**LLAMA, "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 5, "num_local_experts": 6,
+         "num_experts_per_tok": 3},
+    ),
+    "gpt-oss-options": (
+        "GptOssForCausalLM",
+        {**LLAMA, "head_dim": 16, "num_local_experts": 4, "tie_word_embeddings": True,
+         "layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     ),
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "norm_topk_prob": True}),
@@ -255,6 +266,43 @@ def test_logits_equal_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.M
     assert again.config == ours.config
     for (key, one), other in zip(ours.state_dict().items(), again.state_dict().values()):
         assert torch.equal(one, other), key
+
+
+def test_experts_in_mxfp4_are_read_exactly(tmp_path: Path) -> None:
+    """As the published gpt-oss has them, and as transformers dequantises them; what is saved is in bf16."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {**LLAMA, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 4}
+    torch.manual_seed(0)
+    theirs = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).bfloat16().eval()
+    stored = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if name.endswith(("gate_up_proj", "down_proj")):
+                experts, inputs, outputs = weight.shape
+                blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+                scales = torch.randint(119, 124, blocks.shape[:3], dtype=torch.uint8)
+                stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+                del stored[name]
+                weight.copy_(convert_moe_packed_tensors(blocks, scales))
+    save_file(stored, tmp_path / "model.safetensors")
+    values = theirs.config.to_dict() | {
+        "architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours = from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    expected = theirs.state_dict()
+    found = text_to_hf(ours.state_dict(), ours.config)  # type: ignore[arg-type]
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    _assert_alike(_run(ours.float(), True), _run(theirs.float(), False))
+    save_pretrained(ours.bfloat16(), tmp_path / "ours")
+    assert "quantization_config" not in json.loads((tmp_path / "ours" / "config.json").read_text())
+    saved = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+    wrong = {"a_blocks": torch.zeros(2, 4, 3, 16, dtype=torch.uint8), "a_scales": torch.zeros(2, 4, 2)}
+    with pytest.raises(CheckpointError, match="a scale for each 16 bytes"):
+        plain_state(wrong)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +456,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction 0.5"),
     ("deepseek_v3", {}, "model_type 'deepseek_v3'"),
     ("mixtral", {"sliding_window": 8}, "sliding_window"),
-    ("gpt_oss", {}, "model_type 'gpt_oss'"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+    ("gpt_oss", {"output_router_logits": True}, "output_router_logits True"),
+    ("llama", {"penstock": {"balance": 0.1}}, "balance under penstock, which no llama reads"),
     ("bert", {"position_embedding_type": "relative_key"}, "relative_key"),
     ("bert", {"is_decoder": True}, "is_decoder"),
     ("bert", {"classifier_dropout": 0.3}, "classifier_dropout 0.3"),
@@ -475,7 +525,7 @@ def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Bert", "Roberta",
+    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "Bert", "Roberta",
      "XLMRoberta",
      "Camembert", "DistilBert", "ModernBert", "T5", "MT5", "SwitchTransformers", "NllbMoe",
      "Bart", "Marian"],
@@ -495,7 +545,8 @@ HELD = {
     name
     for name, config in PRESETS.items()
     if re.match(
-        "gpt2|llama|gemma|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb", name
+        "gpt2|gpt-oss|llama|gemma|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb",
+        name,
     )
     and not name.startswith(("t5-moe", "marian-moe"))
 }

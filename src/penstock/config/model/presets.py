@@ -65,14 +65,13 @@ def _llama(
     width: int, depth: int, heads: int, kv_heads: int | None, mlp_width: int, **changes: Any
 ) -> DecoderConfig:
     """Llama 3, with what others change in it."""
-    return replace(
-        DecoderConfig(
-            width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, mlp="swiglu",
-            vocabulary=128256, sequence=8192, positions="rotary", rotary=Rotary(base=500000.0), norm="rms",
-            bias=False, qkv_bias=False, tied=False,
-        ),
-        **changes,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "mlp": "swiglu", "vocabulary": 128256, "sequence": 8192, "positions": "rotary", "norm": "rms", "bias": False,
+        "rotary": Rotary(base=500000.0), "qkv_bias": False, "tied": False, **changes,
+    }  # fmt: skip
+    return DecoderConfig(
+        width=width, depth=depth, heads=heads, kv_heads=kv_heads, mlp_width=mlp_width, **settings
+    )
 
 
 def _llama2(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int) -> DecoderConfig:
@@ -132,6 +131,17 @@ def _qwen_moe(
 ) -> DecoderConfig:
     sizes = {"head_features": 128, "experts": 128, "experts_per_token": 8, "balance": 0.001, "tied": False}
     return replace(_qwen(width, depth, heads, kv_heads, mlp_width, qk_norm=True), **{**sizes, **changes})
+
+
+def _gpt_oss(depth: int, experts: int, **changes: Any) -> DecoderConfig:
+    """Every second block sees all tokens; heads have sinks, and experts a clamped SwiGLU with biases."""
+    config = _llama(
+        2880, depth, 64, 8, 2880, mlp="swiglu_clamped", head_features=64, vocabulary=201088, sequence=131072,
+        rotary=Rotary(base=150000.0, scaling="yarn", factor=32.0, trained=4096, high=32.0, truncate=False),
+        window=128, global_every=2, global_offset=1, sinks=True, bias=True, qkv_bias=True, experts=experts,
+        experts_per_token=4, router_bias=True, balance=0.001,
+    )  # fmt: skip
+    return replace(config, **changes)
 
 
 def _t5(
@@ -332,6 +342,9 @@ PRESETS |= {
     # Yang et al. 2025, "Qwen3", Table 2.
     "qwen3-30b-a3b": _qwen_moe(2048, 48, 32, 4, 6144, expert_width=768),
     "qwen3-235b-a22b": _qwen_moe(4096, 94, 64, 4, 12288, expert_width=1536),
+    # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and the published config.json of the two.
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     # Devlin et al. 2019, section 3.
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
@@ -384,6 +397,10 @@ PRESETS |= {
     "qwen3-moe-tiny": _qwen_moe(
         128, 4, 4, 2, 352, vocabulary=2048, sequence=128, head_features=32, experts=8, experts_per_token=2,
         expert_width=96,
+    ),
+    "gpt-oss-tiny": _gpt_oss(
+        4, 8, width=128, heads=4, kv_heads=2, head_features=None, mlp_width=96, experts_per_token=2, window=32,
+        vocabulary=2048, sequence=128,
     ),
     "universal-tiny": _universal(
         _plain(128, 3, 4, dropout=0.0), _plain(128, 1, 4, dropout=0.0), vocabulary=2048, sequence=128, head="both",

@@ -284,6 +284,34 @@ LIBRARIES: tuple[Library, ...] = (
         **{**_LIKE_LLAMA, "names": tables.qwen_moe_names}, window="flagged",
     ),
     Library(
+        model_type="gpt_oss",
+        architectures={"words": "GptOssForCausalLM"},
+        base=DecoderConfig(
+            **{**_ROPED, "bias": True, "qkv_bias": True, "router_normalised": True}, sinks=True, router_bias=True,
+            balance=0.0,
+            rotary=Rotary(
+                base=150000.0, scaling="yarn", factor=32.0, trained=4096, low=1.0, high=32.0, truncate=False,
+            ),
+        ),
+        options={
+            **_LLAMA, "vocab_size": (201088, ("vocabulary",)), "hidden_size": (2880, ("width",)),
+            "intermediate_size": (2880, ("mlp_width",)), "num_hidden_layers": (36, ("depth",)),
+            "num_attention_heads": (64, ("heads",)), "num_key_value_heads": (8, ("kv_heads",)),
+            "head_dim": (64, ("head_features",)), "rms_norm_eps": (1e-5, ("norm_eps",)),
+            "max_position_embeddings": (131072, ("sequence",)), "num_local_experts": (128, ("experts",)),
+            "num_experts_per_tok": (4, ("experts_per_token",)),
+        },
+        # Its balance loss is added with output_router_logits alone.
+        must={
+            **_CAUSAL, "attention_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,),
+            "output_router_logits": (False,),
+        },
+        renamed={"num_experts": "num_local_experts"}, own=("balance",),
+        free=frozenset({"experts_per_token", "initial_context_length", "router_aux_loss_coef"}),
+        **{**_LIKE_LLAMA, "activation": ("hidden_act", {"silu": "swiglu_clamped"}), "names": tables.gpt_oss_names},
+        window=WindowTurns(window=("sliding_window", 128), every=("", 2), last=True),
+    ),
+    Library(
         model_type="bert",
         architectures={
             "words": "BertForMaskedLM", "classes": "BertForSequenceClassification", "none": "BertModel",

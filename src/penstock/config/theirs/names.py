@@ -20,11 +20,12 @@ class WeightPlaces:
 
     names: tuple[str, ...]
     """Modules, or parameters where ours is one."""
-    form: Literal["same", "heads", "rows", "experts"] = "same"
+    form: Literal["same", "heads", "rows", "experts", "turns"] = "same"
     """`heads`: queries, keys and values, which we order by head; `rows`: one after the other; `experts`: the same for
-    each expert `{e}`, which are our first dimension."""
+    each expert `{e}`, which are our first dimension; `turns`: of all experts in one, with outputs of gate and others by
+    turns."""
     transposed: bool = False
-    """Whether weights are stored as (in, out)."""
+    """Whether weights are stored as (in, out), of experts as (E, in, out)."""
     unused: int = 0
     """Rows of a table of positions that come before the first and are never read."""
     shape: tuple[int, ...] = ()
@@ -109,6 +110,21 @@ def qwen_moe_names(config: TextConfig) -> Names:
     up = ("gate_proj", "up_proj")
     here = "model.layers.{i}.mlp."
     return {**llama_names(config), **_mixtures(config, "decoder", here, "gate", "{e}", up, "down_proj")}
+
+
+def gpt_oss_names(config: TextConfig) -> Names:
+    """Llama's, with sinks, and the experts of a block in one parameter."""
+    here, block = "model.layers.{i}.", "decoder.blocks.{i}."
+    experts = here + "mlp.experts."
+    return {
+        **llama_names(config),
+        block + "attention.sinks.weight": _one(here + "self_attn.sinks"),
+        block + "mlp.router": _one(here + "mlp.router"),
+        block + "mlp.up.weight": _one(experts + "gate_up_proj", form="turns", transposed=True),
+        block + "mlp.up.bias": _one(experts + "gate_up_proj_bias", form="turns"),
+        block + "mlp.down.weight": _one(experts + "down_proj", transposed=True),
+        block + "mlp.down.bias": _one(experts + "down_proj_bias"),
+    }
 
 
 def _mixtures(

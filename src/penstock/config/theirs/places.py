@@ -99,14 +99,17 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
 def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
     """Rotary positions as transformers writes them: rope_theta and rope_scaling (version 4), or rope_parameters (5)."""
     base: Any = library.base
-    given = config.rope_parameters or config.rope_scaling or _Rope()
-    share, trained = base.rotary.share, given.original_max_position_embeddings
+    given = config.rope_parameters or config.rope_scaling
+    share, theta = base.rotary.share, config.rope_theta or base.rotary.base
+    if given is None and base.rotary.scaling != "none":
+        return replace(base.rotary, base=theta)
+    given = given or _Rope()
+    trained = given.original_max_position_embeddings
     if library.partial:
         share = given.partial_rotary_factor or config.partial_rotary_factor or share
         trained = trained or config.original_max_position_embeddings
     given = replace(given, original_max_position_embeddings=trained)
-    base = config.rope_theta or base.rotary.base
-    return _turning(given, base, config.max_position_embeddings, problems, share)
+    return _turning(given, theta, config.max_position_embeddings, problems, share)
 
 
 def _turning(given: _Rope, base: float, positions: int, problems: list[str], share: float = 1.0) -> Rotary:
@@ -115,7 +118,7 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str], sha
     kind = given.rope_type or given.type or "default"
     kind = "longrope" if kind == "su" else kind
     same: dict[str, tuple[Any, ...]] = {
-        "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,), "truncate": (None, True),
+        "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,),
         "partial_rotary_factor": (None, share),
     }  # fmt: skip
     problems += [
@@ -149,6 +152,7 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str], sha
         trained=trained if kind != "linear" else Rotary.trained,
         low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
         high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
+        truncate=kind != "yarn" or given.truncate is not False,
     )  # fmt: skip
 
 
@@ -221,7 +225,7 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
         return _written_by_turns(stack, library, library.window)
     if not library.rotary:
         return {}
-    values = _written_rotary(stack.rotary)
+    values = _written_rotary(stack.rotary, library)
     if library.window in ("always", "given"):
         values["sliding_window"] = stack.window
     elif library.window == "flagged" and stack.window is not None:
@@ -240,24 +244,26 @@ def _written_by_turns(stack: Any, library: Library, turns: WindowTurns) -> dict[
     if turns.scale is not None:
         values[turns.scale[0]] = round((stack.attention_scale or stack.layers[0].head_width ** -0.5) ** -2)
     if library.rotary:
-        return {**values, **_written_rotary(stack.rotary)}
+        return {**values, **_written_rotary(stack.rotary, library)}
     base = stack.window_base or stack.rotary.base
     near = replace(stack.rotary, base=base) if stack.window_scaled else unscaled(stack.rotary, base)
     ropes = {}
     for kind, rotary in (("full_attention", stack.rotary), ("sliding_attention", near)):
-        written = _written_rotary(rotary)
+        written = _written_rotary(rotary, library)
         ropes[kind] = {"rope_type": "default", **written.pop("rope_scaling", {}), **written}
     every = max(1, stack.global_every if stack.window else 1)
     bases = {turns.base[0]: stack.rotary.base, turns.near_base[0]: near.base}
     return {**values, turns.every[0]: every, "rope_parameters": ropes, **bases}
 
 
-def _written_rotary(rotary: Rotary) -> dict[str, Any]:
+def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
+    base: Any = library.base
     values: dict[str, Any] = {"rope_theta": rotary.base}
     if rotary.share != 1.0:
         values["partial_rotary_factor"] = rotary.share
     if rotary.scaling == "none":
-        return values
+        scales = library.rotary and base.rotary.scaling != "none"  # where nothing is said
+        return {**values, "rope_scaling": {"rope_type": "default"}} if scales else values
     if rotary.scaling == "longrope":  # in no more entries: version 4 of transformers refuses others
         factors = {"short_factor": list(rotary.short), "long_factor": list(rotary.long)}
         values["rope_scaling"] = {"type": "longrope", **factors}
@@ -271,4 +277,6 @@ def _written_rotary(rotary: Rotary) -> dict[str, Any]:
             else ("beta_slow", "beta_fast")
         )
         scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
+    if not rotary.truncate:
+        scaling["truncate"] = False
     return {**values, "rope_scaling": scaling}

@@ -103,8 +103,10 @@ def config_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig
 
 def require_readable(quantisation: Any) -> None:
     """Refuse a `quantization_config` whose weights `models.rounded` does not read. Raises ConfigError."""
-    known_method = isinstance(quantisation, dict) and quantisation.get("quant_method") == METHOD
-    groups = quantisation.get("config_groups") if known_method else None
+    method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+    if method == "mxfp4":
+        return
+    groups = quantisation.get("config_groups") if method == METHOD else None
     for group in groups.values() if isinstance(groups, dict) else [None]:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict) or not any(
@@ -113,8 +115,8 @@ def require_readable(quantisation: Any) -> None:
         ):
             raise ConfigError(
                 "config.json has a quantization_config of another kind than Penstock reads: int8 with a scale for each "
-                f"output, or int4 with zero points in groups, of {METHOD}. Use the model before it was quantised, or "
-                "let transformers dequantise it first."
+                f"output, or int4 with zero points in groups, of {METHOD}; or mxfp4. Use the model before it was "
+                "quantised, or let transformers dequantise it first."
             )
 
 

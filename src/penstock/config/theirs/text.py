@@ -13,7 +13,7 @@ from types import NoneType
 from typing import Any, Literal, get_args
 
 from penstock.boundary.files import quoted, shown
-from penstock.config.convert import shown_value
+from penstock.config.convert import NotNegative, shown_value
 from penstock.config.graph import Init
 from penstock.config.kinds import field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
@@ -95,10 +95,11 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     if activation not in known:
         problems.append(f"config.json has {option} {shown_value(activation)}; known are {', '.join(known)}.")
     settings |= read_places(given, library, problems)
-    if given.penstock.output_bias is not None and "output_bias" not in library.own:
-        problems.append(
-            f"config.json has output_bias under penstock, which no {library.model_type} reads; remove it there."
-        )
+    problems += [
+        f"config.json has {name} under penstock, which no {library.model_type} reads; remove it there."
+        for name in ("output_bias", "balance")
+        if getattr(given.penstock, name) is not None and name not in library.own
+    ]
     if problems:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)
@@ -130,6 +131,7 @@ class _Own:
     sequence: Tokens | None = None
     decoder_sequence: Tokens | None = None
     output_bias: bool | None = None
+    balance: NotNegative | None = None
 
 
 _Problem = Literal["regression", "single_label_classification", "multi_label_classification"]

@@ -43,6 +43,7 @@ _TIMM = re.compile(
 )
 _PLAIN = (
     "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
+    "sinks",
 )  # fmt: skip
 """Fields of which transformers' ViT has the default alone."""
 

@@ -55,7 +55,7 @@ def in_library(name: str, tensor: Tensor, config: TextConfig | ViTConfig, table:
         parts = [torch.cat(parts)]
     if entry.shape:
         parts = [part.reshape(entry.shape) for part in parts]
-    turned = (part.T if entry.transposed and part.ndim == 2 else part for part in parts)
+    turned = (part.mT if entry.transposed and part.ndim > 1 else part for part in parts)
     return dict(zip(names, turned))
 
 
@@ -93,7 +93,7 @@ def from_library(
             continue
         entry, _ = _places(name, table)
         parts = [state[key] for key in wanted]
-        parts = [part.T if entry.transposed and part.ndim == 2 else part for part in parts]
+        parts = [part.mT if entry.transposed and part.ndim > 1 else part for part in parts]
         joined = _joined(parts, name, entry, config)
         weights[name] = joined.reshape(tensor.shape) if entry.shape else joined
     if shares_head(config) and "tokens.weight" in weights:
@@ -133,6 +133,8 @@ def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig | 
         return list(tensor.chunk(len(entry.names)))
     if entry.form == "experts":
         return [part for one in tensor.unbind(0) for part in one.chunk(len(entry.names))]
+    if entry.form == "turns":
+        return [torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)]
     if entry.form == "same":
         return [tensor]
     features, each = _sizes(name, config)
@@ -148,6 +150,8 @@ def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextCon
     if entry.form == "experts":
         count = len(entry.names)
         return torch.stack([torch.cat(parts[at : at + count]) for at in range(0, len(parts), count)])
+    if entry.form == "turns":
+        return torch.cat([parts[0][:, ::2], parts[0][:, 1::2]], dim=1)
     if entry.form == "same":
         return parts[0]
     features, each = _sizes(name, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from penstock.config.trainable import plan_problems
 from penstock.planner import Prediction, Software, predict
 from penstock.planner.collectives import distinct_places, exchange_seconds, gather_seconds, group_of
 from penstock.planner.describe import describe
+from penstock.planner.price import collective_seconds
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import HOST_LINK_SHARE, rates_of
 from penstock.planner.states import update_bytes
@@ -81,7 +83,9 @@ def test_tokens_leave_a_node_through_each_devices_own_adapter() -> None:
     # Of eight places on four nodes 3.6 nodes and 7.18 devices are different.
     nodes, devices = 4 * (1 - 0.75**8), 32 * (1 - (31 / 32) ** 8)
     assert (distinct_places(4, 8), distinct_places(32, 8)) == (pytest.approx(nodes), pytest.approx(devices))
-    assert exchange_seconds(group, moved, 8) == pytest.approx(moved * 24 / 32 * nodes / 8 / own + latency)
+    # Sent once, tokens go on inside their node by the multiprocessors that also send them outside.
+    across, links = moved * 24 / 32 * nodes / 8 / own, moved * 31 / 32 * devices / 8 / rates.link
+    assert exchange_seconds(group, moved, 8) == pytest.approx(math.hypot(across, links) + latency)
     node = group_of(rates, 8, 1)
     inside = moved * 7 / 8 * 8 * (1 - (7 / 8) ** 8) / 8 / rates.link
     assert exchange_seconds(node, moved, 8) == pytest.approx(
@@ -109,8 +113,7 @@ def test_a_mixture_is_priced_by_what_it_does() -> None:
     assert apart > price(few, rates)
 
 
-def test_an_exchange_that_hides_costs_what_outlasts_the_computing() -> None:
-    """Behind another micro-batch it takes its share of the multiprocessors, and no time of its own."""
+def test_of_an_exchange_that_hides_the_profiled_share_is_hidden() -> None:
     plan = replace(HALF, dp=8, ep=8)
     shown, hidden = (
         step(describe(MIXTRAL, plan, software=software), rates_of(H100, plan), plan, software).seconds[
@@ -118,7 +121,18 @@ def test_an_exchange_that_hides_costs_what_outlasts_the_computing() -> None:
         ]
         for software in (Software(), Software(hides_exchange=True))
     )
-    assert hidden == pytest.approx(rates_of(H100, plan).collective_share * shown)
+    assert hidden == pytest.approx((1 - rates_of(H100, plan).constants.exchange_hidden_share) * shown)
+
+
+def test_routes_of_all_tokens_are_read_before_those_sent_once_leave() -> None:
+    plan = replace(HALF, dp=8, ep=8)
+    block = describe(MIXTRAL, plan, software=Software(sends_once=True)).blocks[0]
+    leaving, *others = [op for op in (*block.forward, *block.backward) if op.kind == "exchange"]
+    rates = rates_of(H100, plan)
+    routed, plain = (collective_seconds(op, rates, 8, 1) for op in (leaving, leaving._replace(elements=0.0)))
+    assert routed - plain == pytest.approx(8 * MIXTRAL.sequence * rates.constants.routing_seconds)
+    assert len(others) == 3
+    assert not any(op.elements for op in others)
 
 
 def test_offloaded_activations_go_over_the_link_twice() -> None:

@@ -27,9 +27,10 @@ MEGATRON_CORE = Software(
 """Its timers wait for the device. Gradients are added in products, embedding and output count as a block each where
 stages are cut, and the loss is fused (ModelZoo's configurations of these models)."""
 HOST_SECONDS = 10.6e-3
-"""The host's time for one block of Qwen3-235B-A22B, forward and backward. Fitted between the two rows whose devices
-wait for it: 1,024 tokens on each device, and exchanges that are hidden. That the host holds these back is what the
-source says: with routers captured in CUDA graphs the second ran at 320 TFLOP/s in place of 276."""
+"""The host's time for one block of a mixture, forward and backward, where no part of it is a CUDA graph. Fitted between
+the two rows of Qwen3-235B-A22B whose devices wait for it: 1,024 tokens on each device, and exchanges that are hidden.
+That the host holds these back is what the source says: with routers captured in CUDA graphs the second ran at 320
+TFLOP/s in place of 276."""
 _MIXTURE = ("router", "experts", "perceptron")
 
 
@@ -132,6 +133,29 @@ def training() -> Iterator[Row]:
             f" ep {plan.ep} dp {plan.dp}, recomputed {row['recomputed']}"
         )
         yield Row("moe_training", name, row["model"], float(row["tflops_per_gpu"]), predict)
+
+
+def bridge() -> Iterator[Row]:
+    """Seconds of a step of Qwen3-30B-A3B under Megatron-Bridge on two nodes of H100.
+
+    The host's time for a block is that of the other model's rows, and none where routers are CUDA graphs: what is left
+    of it then is not published.
+    """
+    machine, model = load_machine("h100"), replace(decoder("qwen3-30b-a3b"), sequence=4096)
+    for row in read("moe_bridge_qwen3"):
+        gpus, hidden = int(row["gpus"]), row["overlaps_exchange"] == "1"
+        plan = Plan(
+            precision="O2", gradients="half", optimizer="fused", compile="blocks", attention="cudnn",
+            token_order="batch_second", dp=gpus, ep=int(row["ep"]), sharding="zero1",
+            micro_batch=int(row["micro_batch_sequences"]), accumulate=int(row["global_batch_sequences"]) // gpus,
+        )  # fmt: skip
+        software = MEGATRON_CORE._replace(
+            sends_once=row["dispatcher"] != "A2A", hides_exchange=hidden,
+            block_host_seconds=0.0 if row["graphed_routers"] == "1" else HOST_SECONDS,
+        )  # fmt: skip
+        seconds = iteration_seconds(model, machine, plan, software)
+        words = f"{row['dispatcher']}{', overlap' if hidden else ''}"
+        yield Row("moe_bridge", words, "qwen3-30b-a3b", float(row["step_seconds"]), seconds)
 
 
 def _flops(model: DecoderConfig) -> float:

@@ -511,6 +511,7 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "attention": (blind.attention, False, "TFLOP/s"),
     "moe_layer": (experts.layers, False, "milliseconds of one mixture"),
     "moe_training": (experts.training, False, "TFLOP/s per GPU"),
+    "moe_bridge": (experts.bridge, False, "seconds per iteration"),
     "moe_exchange": (experts.exchanges, False, "GB/s through the bottleneck"),
     "moe_serving": (experts.serving, False, "tokens per second of one stream"),
 }

@@ -453,6 +453,8 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
         "exchange", "exchange", m=reach, k=once, read=sent * t.uneven, axis="expert",
         hides=t.software.hides_exchange, beside=bool(mixture.shared_experts) and _routes_parts(to),
     )  # fmt: skip
+    # Where tokens go is seen once, before they leave: all later exchanges of the block go the same ways.
+    leaving = exchange._replace(elements=rows * t.ep if once else 0.0)
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + layer.bias) + mixture.experts * 4.0
     weighed = chosen * (d + (c != 4.0)) * c if mixture.learns_routes else 0.0
@@ -461,7 +463,7 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
         if not once:
             to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
         if t.ep > 1:
-            to.add(exchange, exchange._replace(forward=False))
+            to.add(leaving, exchange._replace(forward=False))
             to.move(
                 "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=numbers * bool(once),
                 group="masks",

@@ -8,6 +8,7 @@ run beside it, so its ring has as many parts of them as it has members in a node
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: flo
     Within a node they go over the links, between nodes through each member's own share of the adapters, both at the
     same time. With `once`, `moved` is of tokens that each go to `once` places, drawn evenly from the share `reach` of
     the members: a token enters each node once, and goes on to each of the node's members once, as in DeepEP's kernels
-    for training (its README).
+    for training (its README). The same multiprocessors do both, so that each way slows the other.
     """
     n, per_node = group.size, group.rates.machine.devices_per_node
     if n == 1 or moved <= 0:
@@ -95,7 +96,8 @@ def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: flo
         across *= distinct_places(nodes * reach, once) / once
     seconds = inside / group.rates.link
     if nodes > 1:
-        seconds = max(seconds, across / (group.outward / per_node))
+        outside = across / (group.outward / per_node)
+        seconds = math.hypot(seconds, outside) if once else max(seconds, outside)
     return seconds + group.hop + _ramp(group, moved) / 2 + group.rates.call_seconds
 
 

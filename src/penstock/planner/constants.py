@@ -61,6 +61,13 @@ class Constants:
     operator's time on the host, which nothing hides. An estimate, not a fit."""
     fragmentation: float = 0.05
     """Share of activations that the allocator loses."""
+    routing_seconds: float = 3.2e-9
+    """Time to see where one token of a group goes, before those that are sent once leave: each device reads the routes
+    of all. From the README of HybridEP, 16 to 64 H100 with 4,096 tokens each: what its calls take longer than its
+    kernels in bf16 and in fp8, without what grows with the bytes."""
+    exchange_hidden_share: float = 0.3655
+    """Share of an exchange that runs beside products and attention of another micro-batch: a profile of Qwen3-30B-A3B
+    on 16 H100 (Megatron-Bridge, its page on overlap of expert parallelism)."""
     host_wait_seconds: float = 0.0457
     """Time that devices wait between two steps of a distributed run, for the host to read the loss and the norm, to
     log, and to launch ahead again. A step on one device need not wait."""

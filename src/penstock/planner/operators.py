@@ -33,7 +33,7 @@ class Op(NamedTuple):
     product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
     `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`. `k` of an
     exchange is in how many places a token is, where it is sent to each device of these once, else 0, and `m` the share
-    of the devices that they are drawn from.
+    of the devices that they are drawn from; its `elements` are the tokens of all devices whose routes are read first.
     """
 
     name: str

@@ -74,7 +74,8 @@ def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
     if op.kind == "allreduce":
         return reduce_seconds(group, op.read)
     if op.kind == "exchange":
-        return exchange_seconds(group, op.read, int(op.k), reach=op.m)
+        routing = rates.constants.routing_seconds * op.elements
+        return routing + exchange_seconds(group, op.read, int(op.k), reach=op.m)
     return gather_seconds(group, op.read, scatters=op.kind == "scatter")
 
 

@@ -170,7 +170,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[
     if ring:
         context += exposed_seconds(rates, ring, attention)
     if travel:
-        expert += exposed_seconds(rates, travel, gemm + attention + pointwise)
+        left = (1.0 - rates.constants.exchange_hidden_share) * travel
+        expert += max(left, exposed_seconds(rates, travel, gemm + attention + pointwise))
     if beside:
         expert += exposed_seconds(rates, beside, shared)
     tensor = _tensor(rates, layout, shown, hidden, weights)

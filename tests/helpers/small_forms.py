@@ -18,32 +18,13 @@ from penstock.data.text.tokenizers import Bytes
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 
-_MODEL = {
-    f"--model.{name}": value
-    for name, value in {
-        "width": "32",
-        "depth": "1",
-        "heads": "2",
-        "mlp_width": "32",
-        "image_size": "32",
-    }.items()
-}
-_TEXT = {
-    f"--model.{side}{name}": value
-    for side in ("", "encoder.", "decoder.")
-    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
-}
-_MULTIMODAL = {
-    f"--model.{run}.{name}": value
-    for run in ("vision", "text", "writer")
-    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
-}
-_UNIVERSAL = {
-    f"--model.{run}.{name}": value
-    for run in ("shared", "understanding", "generating")
-    for name, value in {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32"}.items()
-}
-_LENGTHS = {"--model.sequence": "32", "--model.decoder_sequence": "32"}
+
+def _small(*runs: str, **more: str) -> dict[str, str]:
+    sizes = {"width": "32", "depth": "1", "heads": "2", "mlp_width": "32", **more}
+    return {f"--model.{run}{name}": value for run in runs for name, value in sizes.items()}
+
+
+_MODEL = _small("", image_size="32")
 _INSTEAD: dict[str, dict[str, str]] = {
     "train": {**_MODEL, "--recipe.steps": "2", "--recipe.warmup_steps": "0",
               "--plan.micro_batch": "2"},
@@ -168,17 +149,15 @@ def lay_out(folder: Path) -> None:
 
 def _of_text(preset: ModelConfig) -> dict[str, str]:
     """Options that make a text model small, and its data few."""
+    small = {"--model.sequence": "32", "--data.limit": "2", "--plan.micro_batch": "16"}
     if isinstance(preset, MultimodalConfig):
-        return {**_MULTIMODAL, "--data.source": "captions:en,de", "--plan.micro_batch": "256"}
+        captions = {"--data.source": "captions:en,de", "--plan.micro_batch": "256"}
+        return _small("vision.", "text.", "writer.") | captions
     if isinstance(preset, UniversalConfig):
-        return {**_UNIVERSAL, "--model.sequence": "32", "--data.limit": "2", "--plan.micro_batch": "16"}
-    both = isinstance(preset, Seq2SeqConfig)
-    sizes = {
-        name: value
-        for name, value in (_TEXT | _LENGTHS).items()
-        if both == (name.count(".") == 2 or "decoder" in name)
-    }
-    return {**sizes, "--model.sequence": "32", "--data.limit": "2", "--plan.micro_batch": "16"}
+        return _small("shared.", "understanding.", "generating.") | small
+    if isinstance(preset, Seq2SeqConfig):
+        return _small("encoder.", "decoder.") | {"--model.decoder_sequence": "32"} | small
+    return _small("") | small
 
 
 _SAID = ("--recipe.warmup_share", "--recipe.epochs", "--epochs", "--steps", "--batch-size", "--distil.epochs")

@@ -310,6 +310,7 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(
             _config(teacher, tmp_path / "x", **changes)
 
 
+@pytest.mark.slow
 def test_a_mixture_whose_experts_are_given_is_compressed(tmp_path: Path) -> None:
     machine = toy_machine(tmp_path)
     options = {

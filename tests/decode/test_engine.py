@@ -31,7 +31,14 @@ def plain(model: Model, ids: Sequence[int], steps: int) -> list[int]:
     return tokens[begin:]
 
 
-@pytest.mark.parametrize("name", [*DECODERS, *BOTH])
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        [*DECODERS, *BOTH],
+        ["gpt", "llama", "window", "mixtral", "t5-tiny"],
+        slow=["alibi", "pair", "marian-tiny"],
+    ),
+)
 def test_neither_company_nor_order_nor_cache_changes_a_token(name: str) -> None:
     model = tiny(name)
     draw = random.Random(1)
@@ -131,8 +138,8 @@ def test_full_slots_and_full_caches_wait() -> None:
     "name",
     sweep(
         ["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"],
-        ["llama", "alibi", "window", "t5-tiny"],
-        slow=(),
+        ["llama"],
+        slow=["alibi", "window", "t5-tiny"],
     ),
 )
 def test_compiled_steps_of_all_slots_change_no_token(name: str) -> None:

@@ -62,7 +62,9 @@ def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(found), model(*given.values()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "bert-tiny", "t5-tiny"])
+@pytest.mark.parametrize(
+    "name", sweep(["llama-tiny", "bert-tiny", "t5-tiny"], ["llama-tiny"], slow=["t5-tiny"])
+)
 def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     set_switch(model, "attention", "sdpa")
@@ -78,7 +80,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", sweep(HEADS, ["multimodal-tiny"], slow=["universal-tiny"]))
 def test_several_heads_are_exported_together_or_each_with_its_inputs(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     assert isinstance(model, Model)

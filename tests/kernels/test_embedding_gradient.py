@@ -51,7 +51,11 @@ def gradient(model: Tied, forward: Callable[..., Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(
     ("dtype", "logits"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
+    [
+        (torch.bfloat16, True),
+        *(pytest.param(torch.float32, logits, marks=pytest.mark.slow) for logits in (False, True)),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.sweep),
+    ],
 )
 def test_gradients_are_as_near_to_fp64_as_those_of_torch(dtype: torch.dtype, logits: bool) -> None:
     model = Tied(dtype, logits=logits)

@@ -85,6 +85,7 @@ def test_one_asked_node_stops_all(tmp_path: Path) -> None:
     no_orphans(tmp_path)
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_come_are_waited_for_in_vain(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2", "12", options=("--join-seconds", "2"))
     with nodes.start("a", 1) as a:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from helpers.sweeps import sweep
+from helpers.sweeps import in_turn, sweep
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
@@ -61,11 +61,11 @@ def _grad(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.clone()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("token_order", "attention"), list(itertools.product(TOKEN_ORDERS, ON_CPU)))
+@pytest.mark.parametrize(("variant", "form"), in_turn(VARIANTS, itertools.product(TOKEN_ORDERS, ON_CPU)))
 def test_layout_and_attention_change_speed_only(
-    variant: str, token_order: TokenOrder, attention: AttentionBackend
+    variant: str, form: tuple[TokenOrder, AttentionBackend]
 ) -> None:
+    token_order, attention = form
     model = _model(replace(TINY, **VARIANTS[variant])).train()
     images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     model.set_attention("plain")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from helpers.equality import TINY, images
 from helpers.rank_pool import pool
+from helpers.sweeps import in_turn
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.config.machine import load_machine
@@ -138,8 +139,7 @@ def test_steps_are_those_of_torchs_plain_optimizer(name: str) -> None:
             torch.testing.assert_close(got, p, msg=_telling(f"{form}: {n}"))
 
 
-@pytest.mark.parametrize("line", ["baseline", "precision=O2"])
-@pytest.mark.parametrize("name", USABLE)
+@pytest.mark.parametrize(("name", "line"), in_turn(USABLE, ["baseline", "precision=O2"]))
 def test_a_resumed_run_equals_one_that_was_not_interrupted(name: str, line: str) -> None:
     plan = Plan.parse(line)
     whole, first = (build(TINY, plan, recipe=recipe(name)) for _ in range(2))

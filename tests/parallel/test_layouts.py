@@ -123,6 +123,10 @@ SHARED = [
 
 def test_a_sample_of_settings_learns_the_same_beside_split_layers() -> None:
     _hold(2, [("vit of tokens", WITH[0]), ("llama", WITH[1]), ("t5", WITH[2])], steps=4)
+
+
+@pytest.mark.slow
+def test_a_sample_of_fused_and_packed_forms_learns_the_same() -> None:
     _hold(2, [("gpt", "tp=2 sp=true micro_batch=2 loss=chunked fuse=residual_norm"),
               ("bert", "tp=2 micro_batch=2 padding=remove"),
               ("bert", "dp=2 sharding=fsdp micro_batch=2 fuse=residual_norm,bias_activation")], steps=4)  # fmt: skip
@@ -136,6 +140,7 @@ def test_a_sample_of_levels_learns_the_same_beside_split_layers() -> None:
               ("vit of tokens", "tp=2 micro_batch=2 precision=O2 products=int8_all")], steps=4)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_sample_of_shardings_learns_the_same_beside_split_layers() -> None:
     _hold(4, [("llama", SHARED[0]), ("vit pooled", SHARED[1]), ("transformers' gpt2", SHARED[3])], steps=3)
 

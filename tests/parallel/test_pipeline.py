@@ -16,6 +16,7 @@ from helpers.doomed import config_in, finished, launched, same_end
 from helpers.families import ENROLLED, Given, batches, flat
 from helpers.rank_pool import pool
 from helpers.spawn import RankFailed
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.apply import compile_model
 from penstock.build import Built, build
@@ -143,7 +144,14 @@ def _compare(
     assert all(one["held"] < wanted["held"] for one in found)
 
 
-@pytest.mark.parametrize("name", ENROLLED)
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ENROLLED,
+        ["vit", "gpt", "bert", "t5"],
+        slow=["qwen moe", "multimodal", "diffusion of texts", "universal"],
+    ),
+)
 def test_every_family_trains_in_two_stages(name: str) -> None:
     _compare(name, "micro_batch=2 accumulate=3 pp=2")
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from helpers import families
 from helpers.families import ENROLLED, loss
+from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.machine import load_machine
 from penstock.config.model import (
@@ -233,7 +234,14 @@ def test_scores_of_a_foreign_model_are_computed_again(attention: str, dropout: f
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+ONE_OF_EACH = {
+    (type(config), *(len({*stack.layers}) for stack in stacks(config))): name
+    for name, config in PRESETS.items()
+}.values()
+"""A preset of each kind of model, and of each number of kinds of blocks."""
+
+
+@pytest.mark.parametrize("name", sweep(PRESETS, ONE_OF_EACH, slow=()))
 def test_planner_and_builder_order_the_kinds_of_blocks_alike(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

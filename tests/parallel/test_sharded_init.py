@@ -99,7 +99,9 @@ def _made(names: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "names", [["penstock", "awkward"], ["vit", "gpt2", "llama", "bert"]], ids=["own", "hf"]
+    "names",
+    [["penstock", "awkward"], pytest.param(["vit", "gpt2", "llama", "bert"], marks=pytest.mark.slow)],
+    ids=["own", "hf"],
 )
 def test_each_rank_keeps_its_rows_of_what_one_process_would_draw(names: list[str]) -> None:
     if "vit" in names:

@@ -11,6 +11,7 @@ import torch
 
 import penstock
 from helpers import foreign
+from helpers.sweeps import in_turn
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -65,8 +66,9 @@ def test_a_language_model_generates_and_saves_what_its_config_says(
     assert step(model, optimizer) > 0
 
 
-@pytest.mark.parametrize("line", ["O0", "O1 bf16", "O2 bf16", "O2 fp16", "O3 bf16"])
-@pytest.mark.parametrize("name", foreign.FOREIGN)
+@pytest.mark.parametrize(
+    ("name", "line"), in_turn(foreign.FOREIGN, ["O0", "O1 bf16", "O2 bf16", "O2 fp16", "O3 bf16"])
+)
 def test_every_model_learns_at_every_level_and_is_saved(name: str, line: str, tmp_path: Path) -> None:
     level, *dtype = line.split()
     model = foreign.create(name)

@@ -109,7 +109,7 @@ def _trained(line: str, start: Path, steps: int = 3) -> Built:
     return built
 
 
-@pytest.mark.parametrize("kind", ["here", "avx2"])
+@pytest.mark.parametrize("kind", ["here", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_a_deployed_model_equals_the_trained_one(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +178,7 @@ def _on_ranks(start: str) -> dict[str, dict[str, Tensor]]:
         int8.rounded = exact
 
 
+@pytest.mark.slow
 def test_ranks_learn_the_clips_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = _calibrated(tmp_path)
     ranks = spawn(_on_ranks, 2, str(start))
@@ -218,6 +219,7 @@ def test_clips_without_a_start_and_beside_adapters_are_refused(tmp_path: Path) -
     assert set(model.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_a_run_with_clips_goes_on_and_exports_what_was_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from helpers.cpus import pretend
 from helpers.generation import tiny
+from helpers.sweeps import sweep
 from penstock.config.decoding import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
@@ -51,7 +52,9 @@ def test_a_form_multiplies_as_the_plain_layer_does(form: str, bias: bool, dtype:
             assert error < max(ERROR[form], 0.01 if dtype == torch.bfloat16 else 0)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "marian-tiny", "t5-tiny"])
+@pytest.mark.parametrize(
+    "name", sweep(["gpt", "llama", "marian-tiny", "t5-tiny"], ["llama"], slow=["t5-tiny"])
+)
 def test_packed_models_generate_the_same_and_small_ones_nearly(name: str, tmp_path: Path) -> None:
     model = tiny(name, dtype=torch.float32)
     save_pretrained(model, tmp_path)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
+from helpers.sweeps import in_turn
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -102,19 +103,17 @@ def by_accelerate(plan: Plan, recipe: Recipe) -> tuple[dict[str, Any], Any, list
     return weights, optimizer, losses
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("form", ["loop", "fused", "contiguous"])
+LEVELS = ["O0", *(f"{level} dtype={dtype}" for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16"))]
+
+
 @pytest.mark.parametrize(
-    "level",
-    [
-        "O0",
-        *(f"{level} dtype={dtype}" for level in ("O1", "O2", "O3") for dtype in ("bf16", "fp16")),
-    ],
+    ("case", "clip"),
+    in_turn([f"{a} optimizer={b}" for a in LEVELS for b in ("loop", "fused", "contiguous")], [None, 0.5]),
 )
-def test_build_and_accelerate_train_the_same_bits(level: str, form: str, clip: float | None) -> None:
-    if form == "loop" and "fp16" in level:
+def test_build_and_accelerate_train_the_same_bits(case: str, clip: float | None) -> None:
+    if "loop" in case and "fp16" in case:
         pytest.skip("a Plan in fp16 needs an optimizer that skips a step on the device")
-    plan = Plan.parse(f"precision={level} optimizer={form} accumulate={PARTS}")
+    plan = Plan.parse(f"precision={case} accumulate={PARTS}")
     recipe = Recipe(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_norm=clip)
     theirs, optimizer, expected = by_accelerate(plan, recipe)
     mine, built, losses = by_build(plan, recipe)

@@ -69,7 +69,7 @@ def test_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_scripts")
-@pytest.mark.parametrize("kind", ["automatic", "manual"])
+@pytest.mark.parametrize("kind", ["automatic", pytest.param("manual", marks=pytest.mark.slow)])
 def test_steps_of_a_trainer_are_counted_once_though_it_gives_them_a_closure(
     kind: str, tmp_path: Path
 ) -> None:

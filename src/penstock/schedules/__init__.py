@@ -16,7 +16,6 @@ from penstock.schedules.simulate import Measured as Measured
 from penstock.schedules.simulate import Shared as Shared
 from penstock.schedules.simulate import Simulation as Simulation
 from penstock.schedules.simulate import Span as Span
-from penstock.schedules.simulate import diagram as diagram
 from penstock.schedules.simulate import play_shared as play_shared
 from penstock.schedules.simulate import simulate as simulate
 from penstock.schedules.simulate import with_communication as with_communication

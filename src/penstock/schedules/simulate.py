@@ -1,5 +1,5 @@
-"""Plays a schedule with given costs: makespan, bubble, memory and timeline; on processors that ranks share; as a
-diagram; beside what was measured; and with explicit sends and receives, in an order that cannot deadlock."""
+"""Plays a schedule with given costs: makespan, bubble, memory and timeline; on processors that ranks share;
+beside what was measured; and with explicit sends and receives, in an order that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError
 from penstock.schedules.action import Action, Kind
 from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
-from penstock.schedules.deadlock import waits
-from penstock.schedules.schedule import Schedule, rank_lines
+from penstock.schedules.schedule import Schedule, waits
 
 
 class Span(NamedTuple):
@@ -65,21 +64,6 @@ class Simulation:
             for rank, (order, starts) in enumerate(zip(self.schedule.ranks, self.starts))
             for action, start in zip(order, starts)
         ]
-
-    def memory(self, rank: int) -> list[tuple[Number, Number]]:
-        """Held memory over time: (time, held from then on), one entry per change."""
-        order, starts = self.schedule.ranks[rank], self.starts[rank]
-        duration = durations(self.costs, self.schedule.stages)
-        change = memory_changes(self.costs, self.schedule.stages)
-        profile: list[tuple[Number, Number]] = [(0, 0)]
-        for (stage, kind, _), start in zip(order, starts):
-            when = start if kind == "F" else start + duration[kind][stage]
-            held = profile[-1][1] + change[kind][stage]
-            if when == profile[-1][0]:
-                profile[-1] = (when, held)
-            else:
-                profile.append((when, held))
-        return profile
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
@@ -337,32 +321,3 @@ def play_shared(schedule: Schedule, costs: Costs, alone: float) -> Shared:
     if any(number < len(order) for number, order in zip(done, schedule.ranks)):
         raise ConfigError(waits(schedule, done))
     return Shared(now, tuple(busy))
-
-
-def diagram(schedule: Schedule) -> str:
-    """One line per rank and one column per time slot; `Schedule.parse` returns an equal schedule.
-
-    F, I and W take one slot and B takes two, the second written `---`; `.` is an idle slot. Actions that
-    never start because of a deadlock follow a `!`. Raises `ConfigError` for a schedule with explicit sends
-    and receives.
-    """
-    if schedule.communicates:
-        raise ConfigError(
-            "A diagram shows computations only; draw the schedule's computations(), or print all of it with str()."
-        )
-    starts, clocks, _ = play(schedule, Costs())
-    cell = max((len(str(action)) for order in schedule.ranks for action in order), default=1)
-    blocked = any(len(begun) < len(order) for begun, order in zip(starts, schedule.ranks))
-    end = int(max(clocks, default=0))
-    rows = []
-    for order, begun in zip(schedule.ranks, starts):
-        row: list[str] = []
-        for action, start in zip(order, begun):
-            row += ["."] * (int(start) - len(row))
-            row += [str(action), "-" * cell] if action.kind == "B" else [str(action)]
-        if not blocked:
-            row += ["."] * (end - len(row))
-        elif len(begun) < len(order):
-            row += ["!", *map(str, order[len(begun) :])]
-        rows.append([f"{word:<{cell}}" for word in row])
-    return "\n".join(rank_lines(rows))

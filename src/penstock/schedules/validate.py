@@ -7,8 +7,7 @@ from collections import Counter
 from penstock.errors import ConfigError
 from penstock.schedules.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, Kind
 from penstock.schedules.costs import Costs
-from penstock.schedules.deadlock import rendezvous, waits
-from penstock.schedules.schedule import Schedule
+from penstock.schedules.schedule import Schedule, rendezvous, waits
 from penstock.schedules.simulate import play
 
 _MOST = 20  # problems that one message lists; a schedule with one stage missing has thousands

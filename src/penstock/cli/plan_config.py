@@ -13,7 +13,7 @@ from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
-_LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json", "html"})
+_LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json"})
 _PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
 _RUN = frozenset({"tokens", "images", "epochs"}) | _PRICES
 _QUESTION = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})

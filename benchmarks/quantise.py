@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.compress.data import QuantiseData, task_data
+from penstock.compress.gptq import norm_readers
 from penstock.compress.quantise import quantise_folder
-from penstock.compress.smooth import norm_readers
 from penstock.config.load import from_dict, read_file, to_dict
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions

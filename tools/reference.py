@@ -8,12 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.config.describe import Field, default_word, range_word, settings, type_word
-from penstock.config.infer_rules import INFER_RULES
 from penstock.config.kinds import dataclasses_of
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, stacks
 from penstock.config.rules import RULES
 from penstock.config.run import RunConfig
+from penstock.config.run_rules import INFER_RULES
 
 PATH = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 

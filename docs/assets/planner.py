@@ -22,11 +22,10 @@ from penstock.config.plan import Plan
 from penstock.config.theirs.read import model_of
 from penstock.errors import PenstockError
 from penstock.planner import price as prices
-from penstock.planner.compare import BestLayout, with_base
-from penstock.planner.compare import answer as answer_to
 from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.describe import describe_on
-from penstock.planner.explain import bends, why_others_lose
+from penstock.planner.explain import BestLayout, bends, why_others_lose, with_base
+from penstock.planner.explain import answer as answer_to
 from penstock.planner.operators import MATRIX
 from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of

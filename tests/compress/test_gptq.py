@@ -14,9 +14,8 @@ from helpers.families import ENROLLED, batches
 from helpers.sweeps import sweep
 from penstock.compress.calibrate import record
 from penstock.compress.data import QuantiseData
-from penstock.compress.gptq import DAMPING, gptq, round_by_blocks
+from penstock.compress.gptq import DAMPING, gptq, norm_readers, round_by_blocks, smooth
 from penstock.compress.quantise import candidates, quantise_folder
-from penstock.compress.smooth import norm_readers, smooth
 from penstock.config.model import PRESETS
 from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from penstock.config.formats import PRODUCTS
-from penstock.config.infer_rules import INFER_RULES
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.rules import RULES, inference_problems, problems, require
+from penstock.config.run_rules import INFER_RULES
 from penstock.errors import ConfigError
 
 BROKEN = {

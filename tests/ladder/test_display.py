@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from penstock.ladder.display import LiveDisplay, PlainDisplay, display_for
 from penstock.ladder.result import Estimate, Progress
+from penstock.ladder.show import LiveDisplay, PlainDisplay, display_for
 
 BEST = "optimizer=fused compile=whole"
 NOW = Progress(

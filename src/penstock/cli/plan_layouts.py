@@ -18,9 +18,17 @@ from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.compare import BestLayout, answer, is_layout, with_base
 from penstock.planner.cost import run_words, step_words
-from penstock.planner.explain import Lever, explain, sensitivity, why_others_lose
+from penstock.planner.explain import (
+    BestLayout,
+    Lever,
+    answer,
+    explain,
+    is_layout,
+    sensitivity,
+    why_others_lose,
+    with_base,
+)
 from penstock.planner.prediction import Prediction
 from penstock.planner.search import base_of
 from penstock.planner.show import beside

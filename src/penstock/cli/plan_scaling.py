@@ -94,8 +94,8 @@ def _laws(compute: float, served: float) -> Section:
         )
         for one in _allocations(compute, served)
     ]  # fmt: skip
-    heads = [*map(Cell, ("parameters", "tokens", "per parameter", "loss")), Cell("FLOPs", rank=2)]
-    return Section(title="The optimum, by each law", columns=[Cell("law", words=True), *heads], rows=rows)
+    heads = [Cell("law", words=True), *map(Cell, ("parameters", "tokens", "per parameter", "loss"))]
+    return Section(title="The optimum, by each law", columns=[*heads, Cell("FLOPs", rank=2)], rows=rows)
 
 
 def _smaller(compute: float, served: float) -> Section:

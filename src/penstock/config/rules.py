@@ -13,13 +13,12 @@ from functools import cache
 from typing import Any
 
 from penstock.config.decoding import Weights
-from penstock.config.infer_rules import INFER_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.rule import Check
-from penstock.config.run_rules import RUN_RULES
+from penstock.config.run_rules import INFER_RULES, RUN_RULES
 from penstock.errors import ConfigError
 
 RULES = [*LAYOUT_RULES, *RUN_RULES]

@@ -1,10 +1,10 @@
 from penstock.matmul import matmul_precision as matmul_precision
 from penstock.precision.copies import plain as plain
 from penstock.precision.forward import apply_precision as apply_precision
-from penstock.precision.gradients import gradient_histogram as gradient_histogram
 from penstock.precision.histogram import GradientHistogram as GradientHistogram
 from penstock.precision.histogram import Histogram as Histogram
 from penstock.precision.histogram import Recommendation as Recommendation
+from penstock.precision.histogram import gradient_histogram as gradient_histogram
 from penstock.precision.histogram import recommend as recommend
 from penstock.precision.master import MasterWeights as MasterWeights
 from penstock.precision.overflow import Overflow as Overflow

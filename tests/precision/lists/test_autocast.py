@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.op_samples import Make, call
-from penstock.precision.lists.names import name_of
+from penstock.precision.lists.op_lists import name_of
 from penstock.precision.lists.table import AUTOCAST, POLICIES, Policy
 
 HALF = torch.bfloat16

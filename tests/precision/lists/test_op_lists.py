@@ -25,8 +25,7 @@ from penstock.precision.lists import (
     differences,
     region,
 )
-from penstock.precision.lists.names import functions_of, name_of
-from penstock.precision.lists.op_lists import intercepted, registered
+from penstock.precision.lists.op_lists import functions_of, intercepted, name_of, registered
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -44,8 +44,7 @@ from penstock.probe import (
     products,
     resolve_device,
 )
-from penstock.probe.link import alone_speedup, measure_link
-from penstock.probe.rates import page_seconds, seconds, shared
+from penstock.probe.rates import alone_speedup, measure_link, page_seconds, seconds, shared
 from penstock.products.integers import Int4, Int8, Int8Weights
 from penstock.products.stored import OneDnn
 

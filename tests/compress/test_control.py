@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.compress.measure import Controlled, keep_within, seconds_of
+from penstock.compress.control import Controlled, keep_within, seconds_of
 
 NAMES = [f"layer{number}" for number in range(10)]
 
@@ -69,5 +69,5 @@ def test_the_slower_way_takes_more_seconds() -> None:
 def test_other_work_in_most_rounds_does_not_change_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = nn.Linear(4, 4), nn.Linear(4, 4)
     times = {ways[0]: iter([1.0, 5.0, 5.0, 1.0, 5.0, 5.0, 5.0, 5.0]), ways[1]: iter([1.5] * 8)}
-    monkeypatch.setattr("penstock.compress.measure._time", lambda way, x, repeats: next(times[way]))
+    monkeypatch.setattr("penstock.compress.control._time", lambda way, x, repeats: next(times[way]))
     assert seconds_of(ways, 2, 4) == [1.0, 1.5]

@@ -76,7 +76,7 @@ def test_all_differences_zero_is_no_division_by_zero() -> None:
         (lambda: waterfall([], title="t", x_label="y"), "at least one measured bar"),
         (lambda: lines([], title="t", x_label="x", y_label="y"), "at least one point"),
         (lambda: stacked_bars([], title="t", unit="s"), "at least one bar"),
-        (lambda: gradient_figure(replace(GRADIENTS, counts=(), zeros=0, wrong=0), scale=None, title="t"), "one value"),
+        (lambda: gradient_figure(replace(GRADIENTS, counts=(), zeros=0, wrong=0), scale=1.0, title="t"), "one value"),
         (lambda: schedule_figure(simulate(generate("1f1b", 32, 400)), title="t"),
          "25,600 actions, more than 20,000; draw a schedule of fewer"),
     ],
@@ -253,8 +253,7 @@ PICTURES: dict[str, Callable[[], str]] = {
         title="ZB-H1 & friends", unit="ms", memory_unit="GiB", alone=True,
     ),
     "interleaved": lambda: schedule_figure(simulate(generate("interleaved", 2, 4, 3)), title="Interleaved", alone=True),
-    "gradients": partial(gradient_figure, GRADIENTS, scale=2.0**10, title="Gradients", alone=True),
-    "gradients unscaled": partial(gradient_figure, GRADIENTS, scale=None, title="Gradients"),
+    "gradients": partial(gradient_figure, GRADIENTS, scale=2.0**10, title="Gradients"),
 }  # fmt: skip
 
 

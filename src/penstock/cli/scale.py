@@ -107,7 +107,7 @@ def scale(config: ScaleConfig) -> int:
         "environment": environment(),
     }  # fmt: skip
     title = f"Gradients of activations of {subject.title}"
-    figure = gradient_figure(gradients.activations, scale=advice.scale, title=title, alone=True)
+    figure = gradient_figure(gradients.activations, scale=advice.scale, title=title)
     folder = Path(config.output)
     texts = {"scale.svg": figure, "scale.json": json.dumps(stored, indent=1) + "\n"}
     for name, text in texts.items():

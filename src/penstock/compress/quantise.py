@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from penstock.boundary.hub import local_weights
 from penstock.compress.calibrate import InputRecord, record, watch
+from penstock.compress.control import NOISE, Controlled, keep_within, seconds_of
 from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import norm_readers, round_by_blocks, smooth
-from penstock.compress.measure import NOISE, Controlled, keep_within, seconds_of
 from penstock.config.formats import FORMATS, PRODUCTS
 from penstock.config.load import to_dict
 from penstock.config.quantise import QuantiseOptions, StoredFormat

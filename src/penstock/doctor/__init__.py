@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.doctor import numerics
-from penstock.doctor.finding import Finding as Finding
-from penstock.doctor.finding import first_line
+from penstock.doctor.numerics import Finding, first_line
 
 SUBPROCESS_SECONDS = 120
 _TORCH_FLOOR = (2, 11)

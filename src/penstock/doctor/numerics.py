@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from penstock.doctor.finding import Finding, Status, first_line
+from typing import Any, Literal
 
 _EMULATED = 4.0
 """A type whose products take this many times as long as fp32's has no unit of its own here."""
@@ -139,3 +138,30 @@ def attention(device: Any) -> Iterator[Finding]:
             "Install another build of torch; its plainest attention fails here." if status == "broken" else ""
         )
         yield Finding(f"attention on {device.type}", name, status, detail, remedy, required=name == "math")
+
+
+# -- a check's finding
+
+
+Status = Literal["ok", "slow", "absent", "broken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of a check: `ok`, `slow` (right, but of no use for speed), `absent` (Penstock works without it) or
+    `broken` (it should work, and does not)."""
+
+    area: str
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    """How to fix it, in one line; empty where nothing needs fixing."""
+    required: bool = False
+    """Whether Penstock cannot work at all while this is broken."""
+
+
+def first_line(error: object) -> str:
+    """The first line of a message, short enough for a table."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 160 else f"{lines[0][:157]}..."

@@ -11,8 +11,7 @@ from penstock.config.convert import plain
 from penstock.config.stack import Stack
 from penstock.ladder.arena import Arena
 from penstock.ladder.contender import Contenders
-from penstock.ladder.judge import tail_mean
-from penstock.ladder.losses import Losses
+from penstock.ladder.losses import Losses, tail_mean
 from penstock.ladder.result import Chosen, Estimate, RungResult, Tried
 from penstock.ladder.rung import Rung, Setting
 from penstock.ladder.search import Search

@@ -23,8 +23,7 @@ from penstock.ladder.account import Account
 from penstock.ladder.course import Course, OnProgress
 from penstock.ladder.factory import Factory
 from penstock.ladder.greedy import Greedy
-from penstock.ladder.judge import NO_GAIN, UNPROVEN, WORTH
-from penstock.ladder.losses import Losses
+from penstock.ladder.losses import NO_GAIN, UNPROVEN, WORTH, Losses
 from penstock.ladder.models import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.result import Control, LadderReport, Phase, RungResult

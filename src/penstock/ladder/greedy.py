@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from penstock.ladder.account import Account
 from penstock.ladder.arena import failure
-from penstock.ladder.judge import NO_GAIN, UNPROVEN, equality, judged
+from penstock.ladder.losses import NO_GAIN, UNPROVEN, equality, judged
 from penstock.ladder.result import RungResult
 from penstock.ladder.rung import Rung, Setting, Situation
 from penstock.ladder.statistics import Verdict, verdict

@@ -21,7 +21,7 @@ from penstock.ladder import measure
 from penstock.ladder.own import subject_of
 from penstock.ladder.team import Answer, Hello
 from penstock.parallel.join import joined, local_device
-from penstock.probe.link import measure_link
+from penstock.probe.rates import measure_link
 
 
 def main() -> None:

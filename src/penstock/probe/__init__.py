@@ -29,10 +29,17 @@ from penstock.config.machine import (
 )
 from penstock.cpu import kind_of, this_cpu
 from penstock.errors import EnvironmentProblem, PenstockError
-from penstock.probe.link import alone_speedup, measure_link
 from penstock.probe.operators import kernel_samples, operator_seconds
 from penstock.probe.products import gemm_samples, measured_again, reading_samples, stored_samples, sustained
-from penstock.probe.rates import launch_seconds, memory_bandwidth, memory_bytes, page_seconds, shared
+from penstock.probe.rates import (
+    alone_speedup,
+    launch_seconds,
+    measure_link,
+    memory_bandwidth,
+    memory_bytes,
+    page_seconds,
+    shared,
+)
 from penstock.report.record import processor
 
 __all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_device"]

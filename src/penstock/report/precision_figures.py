@@ -23,42 +23,38 @@ _FAR = 10_000
 _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def gradient_figure(
-    histogram: Histogram, *, scale: float | None, title: str, width: float = WIDE, alone: bool = False
-) -> str:  # fmt: skip
-    """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16.
+def gradient_figure(histogram: Histogram, *, scale: float, title: str) -> str:
+    """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16, and by what a
+    loss scale, a power of two, saves; two bands show what fp16 holds without it and with it.
 
-    With a loss scale, a power of two, also by what it saves; a second band then shows what fp16 holds under it.
-    Raises ValueError where there are no values.
+    One `<svg>` that is a file of its own. Raises ValueError where there are no values.
     """
     values = histogram.values
     if not values:
         raise ValueError("A figure of gradients needs at least one value.")
     present = [count / values for count in (*histogram.counts, histogram.zeros, histogram.wrong) if count > 0]
-    shift = 0 if scale is None else round(math.log2(scale))
+    shift = round(math.log2(scale))
     low = max(_FARTHEST, min(_LOWEST, 4 * ((_ROUNDS_AWAY - shift) // 4 - 1)))
     floor = 10.0 ** max(math.floor(math.log10(min(present))), round(math.log10(_FLOOR)))
-    chart = Chart(width)
-    entries = [Entry("held by fp16", "--accent"), Entry("held with fewer bits", "--soft")]
-    entries += [Entry("saved by the loss scale", "--c1")] if scale is not None else []
-    entries += [Entry("lost or infinite", "--bad"), Entry("zero in fp32 too", "--base")]
-    top = chart.head("share of the values", entries) + (82 if chart.narrow else 34)
+    chart = Chart(WIDE)
+    entries = [
+        Entry("held by fp16", "--accent"), Entry("held with fewer bits", "--soft"),
+        Entry("saved by the loss scale", "--c1"), Entry("lost or infinite", "--bad"),
+        Entry("zero in fp32 too", "--base"),
+    ]  # fmt: skip
+    top = chart.head("share of the values", entries) + 34
     # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
-    left = 72.0 if chart.narrow else 92.0
-    chart.x = Scale(low - 3, _HIGHEST + (3 if histogram.wrong else 1), left, width - 16.0)
+    chart.x = Scale(low - 3, _HIGHEST + (3 if histogram.wrong else 1), 92.0, WIDE - 16.0)
     chart.y = Scale(min(floor, 0.01), 1.0, top + 270, top, log=True)
     decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
     chart.y_axis(decades, lambda s: f"{100 * s:.{max(0, round(-math.log10(s)) - 2)}f} %")
     _bins(chart, histogram, low, shift)
-    every = 12 if chart.narrow else 4
-    chart.x_axis("", range(_HIGHEST, low - 1, -every), lambda exponent: _power(int(exponent)))
+    chart.x_axis("", range(_HIGHEST, low - 1, -4), lambda exponent: _power(int(exponent)))
     _limits(chart)
-    bands = [(0, "fp16 holds")] + ([(shift, f"at loss scale {_power(shift)}")] if scale is not None else [])
-    each = 34 if chart.narrow else 22
-    for row, (by, words) in enumerate(bands):
-        _band(chart, low, by, words, chart.y.start + each * (row + 1) + (12 if chart.narrow else 10))
-    chart.height = chart.y.start + each * len(bands) + 30
-    return chart.svg(title, _description(histogram, shift), alone=alone)
+    for row, (by, words) in enumerate([(0, "fp16 holds"), (shift, f"at loss scale {_power(shift)}")]):
+        _band(chart, low, by, words, chart.y.start + 22 * (row + 1) + 10)
+    chart.height = chart.y.start + 74
+    return chart.svg(title, _description(histogram, shift), alone=True)
 
 
 def _bins(chart: Chart, histogram: Histogram, low: int, shift: int) -> None:
@@ -94,10 +90,10 @@ def _fate(exponent: int, shift: int) -> str:
 
 
 def _limits(chart: Chart) -> None:
-    """Draw the limits of fp16, each with its name above; on a narrow chart one name above the other."""
+    """Draw the limits of fp16, each with its name above."""
     ends = (_SMALLEST, _power(_SMALLEST), "smallest"), (_NORMAL, _power(_NORMAL), "smallest normal")
-    for row, (exponent, number, words) in enumerate([*ends, (_LARGEST, "65,504", "largest")]):
-        x, y = chart.x(exponent), chart.y.stop - 14 - (26 * row if chart.narrow else 0)
+    for exponent, number, words in [*ends, (_LARGEST, "65,504", "largest")]:
+        x, y = chart.x(exponent), chart.y.stop - 14
         chart.line(x, y + 6, x, chart.y.start, stroke="--ink", dash="4 3")
         chart.text(x, y - 13, number, anchor="middle", bold=True, inside=True)
         chart.text(x, y, words, anchor="middle", size=SMALL, fill="--muted", inside=True)
@@ -115,9 +111,7 @@ def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
     ):
         tip = f"{_power(first - shift)} to {_power(last - shift)}{note}"
         chart.box(x(first), y, x(last), y + 12, fill=fill, radius=2, tip=tip)
-    if chart.narrow:
-        chart.text(x(_SMALLEST), y - 4, words, size=SMALL, fill="--muted", inside=True)
-    elif x(_SMALLEST) > text_width(words, SMALL) + 12:
+    if x(_SMALLEST) > text_width(words, SMALL) + 12:
         chart.text(x(_SMALLEST) - 8, y + 10.5, words, anchor="end", size=SMALL, fill="--muted")
     else:
         chart.text(x(_LARGEST) + 8, y + 10.5, words, size=SMALL, fill="--muted")

@@ -44,7 +44,7 @@ from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.planner.ideal import least_of_step
 from penstock.probe import resolve_device
-from penstock.probe.link import measure_link
+from penstock.probe.rates import measure_link
 from penstock.tasks import Task, task_of
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.callbacks import Callback

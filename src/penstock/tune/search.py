@@ -19,8 +19,7 @@ from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder.account import Account
 from penstock.ladder.course import Course, OnProgress
 from penstock.ladder.greedy import Attempt, Greedy
-from penstock.ladder.judge import NO_GAIN
-from penstock.ladder.losses import Losses
+from penstock.ladder.losses import NO_GAIN, Losses
 from penstock.ladder.result import Control, LadderReport
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation, group_of, joined
 from penstock.ladder.rungs import choose

@@ -44,8 +44,14 @@ SIZES = {
 }  # fmt: skip
 VIT = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=96, classes=10)
 VIT_SIZES = ("image_size", "patch_size", "width", "depth", "heads")
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 MIXTURES: dict[str, dict[str, Any]] = {
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2, "expert_capacity": 8},
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, "first_k_dense_replace": 1},
     "nllb-moe": {
         "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 1, "encoder_layerdrop": 0.0,
         "decoder_layerdrop": 0.0,

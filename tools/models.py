@@ -78,6 +78,9 @@ logit, the worst of {draws} draws of a random model of width {width} and {depth}
 Mixtures of NLLB-MoE are compared with transformers' as its version 4 had them: 5.23 sends the best choice of every
 token to expert 1 and the second to expert 0.
 
+DeepSeek V3 and R1 are read from weights in bf16 or fp32, and without their heads that predict further tokens than the
+next, which the log reports. In generation the cache keeps the latent of a token alone.
+
 | model_type | class in transformers | read | written | tests |
 |---|---|---|---|---|"""
 

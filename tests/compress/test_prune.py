@@ -87,7 +87,7 @@ def test_masked_parts_are_removed_parts(form: str) -> None:
         groups, cross, columns, shared = [], [], [], []
         same = _some(generator, stack.layers[0].kv_heads)
         for block, layer in zip(blocks, stack.layers):
-            size = layer.queries_per_key * layer.head_width
+            size = layer.queries_per_key * layer.value_width
             groups.append(same if stack.biased else _some(generator, layer.kv_heads))
             masks.enter_context(_masked(block.attention.out, _mask(groups[-1], layer.kv_heads, size)))
             if block.cross is not None:
@@ -146,8 +146,8 @@ def test_removed_experts_are_those_that_no_token_is_sent_to(form: str) -> None:
             block.mlp.router.register_forward_hook(
                 lambda _, __, logits, gone=gone: logits.index_fill(1, gone, -torch.inf)
             )
-            if block.mlp.bias is not None:
-                block.mlp.bias[gone] = -(2**30)
+            if block.mlp.correction is not None:
+                block.mlp.correction[gone] = -(2**56)
         smaller = keep_experts(
             smaller, run.name, [kept if layer.mixture else None for layer in run.stack.layers]
         )

@@ -92,6 +92,15 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
             {"model": "bert-base", "model.sandwich_norms": "true"},
             "model.sandwich_norms adds norms to those before",
         ),
+        (
+            {"model": "deepseek-tiny", "model.kv_heads": "2"},
+            "model.latent makes keys and values of all heads",
+        ),
+        (
+            {"model": "deepseek-tiny", "model.positions": "alibi"},
+            "with model.latent a part of each key is rotated",
+        ),
+        ({"model": "deepseek-tiny", "model.latent.rotary_width": "7"}, "choose model.latent.rotary_width"),
         ({"model": "gpt2", "model.norm_eps": "0"}, "model.norm_eps is 0.0"),
         ({"model": "gpt2", "model.unequal": _layers(2)}, "lists 2 layers, but the depth is 12"),
         ({"model": "gpt2", "model.unequal": _layers(12, kv=5)}, "[0].kv is 5, but must divide its heads, 12"),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.config.layer import LayerSizes, Rotary
+from penstock.config.layer import Latent, LayerSizes, Rotary
 from penstock.config.model import (
     DecoderConfig,
     DiffusionConfig,
@@ -74,6 +74,7 @@ _LAYERS = (
 _SMALL = Stack(width=16, depth=1, heads=2, mlp_width=32)
 PRUNED = small("llama-tiny", depth=4, heads=4, kv_heads=2, head_features=4, unequal=_LAYERS)
 """A decoder with unequal layers. 2 divides all their sizes."""
+LATENT = Latent(kv_rank=12, query_rank=10, plain_width=6, rotary_width=4, value_width=8)
 ENROLLED = {
     "vit": Enrolled(_VIT, "AutoModelForImageClassification"),
     "gpt": Enrolled(small("gpt-tiny"), "AutoModelForCausalLM"),
@@ -88,6 +89,10 @@ ENROLLED = {
     "gemma 2": Enrolled(small("gemma2-tiny"), "AutoModelForCausalLM"),
     "gemma": Enrolled(small("gemma3-tiny"), "AutoModelForCausalLM"),
     "gpt-oss": Enrolled(small("gpt-oss-tiny"), "AutoModelForCausalLM"),
+    # Where a rounding sends a token to another expert, biases that follow the loads would move by whole steps.
+    "deepseek": Enrolled(
+        small("deepseek-tiny", expert_width=16, latent=LATENT, bias_rate=0.0), "AutoModelForCausalLM"
+    ),
     "bert": Enrolled(small("bert-tiny"), "AutoModelForMaskedLM"),
     "bert of classes": Enrolled(
         small("bert-tiny", head="classes", classes=3), "AutoModelForSequenceClassification"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from helpers.families import LATENT
 from penstock.config.layer import LayerSizes, Rotary
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.data.text.tokenizers import Bytes, Numbers
@@ -33,6 +34,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "gemma 2": {"depth": 4, "kv_heads": 2, "window": 4},
     "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
     "gpt-oss": {"depth": 4, "kv_heads": 2, "window": 4},
+    "deepseek": {"latent": LATENT, "experts": 4, "expert_width": 16, "router_groups": 2, "groups_per_token": 1},
     "mixtral": {"kv_heads": 2, "experts": 4, "experts_per_token": 2, "shared_experts": 1},
     "pair": {"experts": 2, "experts_per_token": 1},
     "sigmoid": {
@@ -61,6 +63,7 @@ def tiny(
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
     bases = {"gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny", "gpt-oss": "gpt-oss-tiny"}
+    bases["deepseek"] = "deepseek-tiny"
     base = bases.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from helpers.families import OTHERS, TOKENS, WORDS, batches, loss, small
+from helpers.families import LATENT, OTHERS, TOKENS, WORDS, batches, loss, small
 from penstock.config.layer import Rotary
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.kernels.cross_entropy import IGNORED
@@ -135,6 +135,7 @@ LAYOUT_CASES: dict[str, Case] = {
     "gemma 2": _own(_wider("gemma2-tiny"), summed),
     "phi": _own(_wider("phi-tiny", rotary=Rotary(share=0.5)), summed),
     "gpt-oss": _own(_wider("gpt-oss-tiny"), summed),
+    "deepseek": _own(_wider("deepseek-tiny", expert_width=16, latent=LATENT, bias_rate=0.0), summed),
     "bert": _own(_wider("bert-tiny"), summed),
     "bert of classes": _own(_wider("bert-tiny", head="classes", classes=3)),
     "modernbert": _own(_wider("modernbert-tiny"), summed),

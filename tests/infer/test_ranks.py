@@ -75,7 +75,7 @@ def _same(line: str, names: list[str], ways: list[str]) -> None:
 
 def test_split_layers_make_the_same_texts_in_every_way() -> None:
     _same("tp=2", ["llama", "marian-tiny"], list(WAYS))
-    _same("tp=2", ["gpt", "alibi", "t5-tiny", "mixtral", "sigmoid"], list(FEW))
+    _same("tp=2", ["gpt", "alibi", "t5-tiny", "mixtral", "sigmoid", "deepseek"], list(FEW))
 
 
 def test_replicas_share_out_the_texts() -> None:
@@ -84,7 +84,7 @@ def test_replicas_share_out_the_texts() -> None:
 
 def test_stages_make_the_same_texts_in_every_way() -> None:
     _same("pp=2", ["llama", "marian-tiny"], list(WAYS))
-    _same("pp=2", ["window", "t5-tiny", "mixtral", "sigmoid"], list(FEW))
+    _same("pp=2", ["window", "t5-tiny", "mixtral", "sigmoid", "deepseek"], list(FEW))
 
 
 def test_all_go_together() -> None:

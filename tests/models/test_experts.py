@@ -27,7 +27,7 @@ from penstock.infer.load import loaded
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
 from penstock.models.convert import save_pretrained
-from penstock.models.experts import MixtureOfExperts, balance, mixtures_of
+from penstock.models.experts import UNIT, MixtureOfExperts, balance, mixtures_of
 from penstock.models.perceptron import activate
 from penstock.models.router import Router
 
@@ -51,7 +51,7 @@ def _reference(
     assert mixture.router is not None
     logits = (x if seen is None else seen) @ mixture.router.weight.T
     scores = logits.sigmoid() if mixture.kind == "sigmoid" else logits.softmax(-1)
-    bias = 0.0 if mixture.bias is None else mixture.bias * 2.0**-24
+    bias = 0.0 if mixture.correction is None else mixture.correction * UNIT
     if visits is None:
         visits = torch.zeros_like(scores).scatter(-1, (scores + bias).topk(mixture.chosen).indices, 1.0)
     weights = scores * visits
@@ -87,8 +87,8 @@ def _same_gradients(mixture: MixtureOfExperts, x: Tensor, made: Tensor, wanted: 
 )
 def test_a_mixture_is_the_weighted_sum_of_its_experts(changes: dict[str, Any]) -> None:
     mixture = _mixture(**changes, balance=0.0)
-    if mixture.bias is not None:
-        mixture.bias.copy_(torch.tensor([1, -1, 0, 2]) * 2**21)
+    if mixture.correction is not None:
+        mixture.correction.copy_(torch.tensor([1, -1, 0, 2]) * 2**47)
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     _same_gradients(mixture, x, mixture(x), _reference(mixture, x))
 
@@ -98,12 +98,14 @@ def test_experts_are_chosen_in_the_best_groups(router: str) -> None:
     """DeepSeek-V3, section 2.1.2: groups by the sum of their two best scores, then the best experts in them."""
     sizes = {"experts": 9, "experts_per_token": 4, "router_groups": 3, "groups_per_token": 2}
     mixture = _mixture(router=router, balance=0.0, **sizes)
-    if mixture.bias is not None:
-        mixture.bias.copy_(torch.arange(9) * 2**20)
+    if mixture.correction is not None:
+        mixture.correction.copy_(torch.arange(9) * 2**46)
     x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
     assert mixture.router is not None
     logits = x.detach() @ mixture.router.weight.T
-    scores = logits.softmax(-1) if mixture.bias is None else logits.sigmoid() + mixture.bias * 2.0**-24
+    scores = (
+        logits.softmax(-1) if mixture.correction is None else logits.sigmoid() + mixture.correction * UNIT
+    )
     visits = torch.zeros_like(scores)
     for token, of_experts in zip(visits.view(-1, 9), scores.view(-1, 9).tolist()):
         sums = [sum(sorted(of_experts[at : at + 3])[1:]) for at in (0, 3, 6)]
@@ -338,9 +340,9 @@ def test_biases_of_sigmoid_routers_follow_the_loads() -> None:
     loads = mixture.loads.clone()
     assert int(loads.sum()) == 32
     balance([mixture], lambda tensors: None)
-    assert mixture.bias is not None
+    assert mixture.correction is not None
     wanted = 0.125 * torch.sign(loads.float().mean() - loads.float())
-    torch.testing.assert_close(mixture.bias * 2.0**-24, wanted)
+    torch.testing.assert_close(mixture.correction * UNIT, wanted)
     assert torch.equal(mixture.last, loads)
     assert not mixture.loads.any()
     with torch.no_grad():
@@ -374,9 +376,9 @@ def test_a_step_is_balanced_alike_however_it_is_cut(precision: str, router: str)
     for one, other in zip(mixtures_of(whole.model), mixtures_of(cut.model)):
         assert torch.equal(one.last, other.last) or half
         assert int(one.last.sum()) == int(other.last.sum()) == 8 * 6 * 2
-        if one.bias is not None and other.bias is not None and not half:
-            assert one.bias.any()
-            assert torch.equal(one.bias, other.bias)
+        if one.correction is not None and other.correction is not None and not half:
+            assert one.correction.any()
+            assert torch.equal(one.correction, other.correction)
     if not half:
         for mine, theirs in zip(whole.model.parameters(), cut.model.parameters()):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

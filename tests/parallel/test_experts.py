@@ -48,7 +48,8 @@ def _config(name: str) -> ModelConfig:
         sides = {side: replace(getattr(config, side), **changes) for side in ("encoder", "decoder")}
         made: ModelConfig = replace(config, **sides)
         return made
-    found: ModelConfig = replace(config, depth=4, heads=4, kv_heads=2, head_features=4, **changes)
+    changes |= {} if config.latent else {"kv_heads": 2, "head_features": 4}
+    found: ModelConfig = replace(config, depth=4, heads=4, **changes)
     return found
 
 
@@ -176,6 +177,7 @@ SPLIT = {
         ("t5 moe", "micro_batch=1 accumulate=2 tp=2"),
         ("qwen moe biased full", "micro_batch=2 tp=2 sp=true token_order=batch_second"),
         ("marian moe", "micro_batch=1 accumulate=4 tp=2 ep=2 recompute=full"),
+        ("deepseek biased", "micro_batch=2 tp=2 ep=2 sp=true"),
         ("marian moe full", "micro_batch=2 tp=2 ep=2 sp=true padding=remove"),
     ],
     "layers, 4 ranks": [
@@ -190,6 +192,7 @@ SPLIT = {
     "tokens, 2 ranks": [
         ("marian moe", "micro_batch=1 accumulate=4 cp=2 padding=remove recompute=full"),
         ("qwen moe biased full", "micro_batch=2 cp=2 ep=2 sharding=fsdp cp_exchange=gather"),
+        ("deepseek biased", "micro_batch=2 cp=2 attention=plain"),
     ],
     "tokens, 4 ranks": [
         ("mixtral", "micro_batch=1 accumulate=2 cp=2 dp=2 ep=4 sharding=zero2"),

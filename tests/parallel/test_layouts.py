@@ -67,14 +67,16 @@ def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: b
         assert got.weights.keys() == expected.weights.keys()
         half = "precision=O" in said
         for name, value in expected.weights.items():
-            error = float((got.weights[name] - value).norm())
+            error = float((got.weights[name] - value).double().norm())
             if double:
-                assert error <= 1e-7 * float(value.norm() + 1e-6), f"{said}: {name} differs by {error:.1e}"
+                assert error <= 1e-7 * float(value.double().norm() + 1e-6), (
+                    f"{said}: {name} differs by {error:.1e}"
+                )
             elif half:
                 # Ranks add up half products in another order: of each tensor the difference is held as a whole,
                 # against its norm or how far Adam can have moved it. A bias that was 0 differed by up to 6 %, for Adam
                 # divides gradients by their own size, and with them their rounding.
-                far = max(float(value.norm()), RECIPE.lr * steps * value.numel() ** 0.5)
+                far = max(float(value.double().norm()), RECIPE.lr * steps * value.numel() ** 0.5)
                 assert error <= 0.1 * far, f"{said}: {name} differs by {error:.1e} of {far:.1e}"
             else:
                 torch.testing.assert_close(

@@ -44,6 +44,12 @@ def test_the_cache_of_llama_3_8b_takes_128_kib_a_token() -> None:
     assert cache_bytes_per_token(LLAMA, Serving()) == 32 * 2 * 8 * 128 * 2
 
 
+def test_latents_are_all_that_is_kept_of_a_token() -> None:
+    """61 blocks × (512 features of the latent and 64 of the rotated part) × 2 bytes, on each tensor parallel device."""
+    for tp in (1, 8):
+        assert cache_bytes_per_token(PRESETS["deepseek-v3"], Serving(tp=tp)) == 61 * 576 * 2
+
+
 def test_a_branch_that_generates_is_predicted_with_the_body_below_it_alone() -> None:
     """48 blocks of 4,096 features and 12 of 768, and nothing of the branch that understands."""
     both: Any = PRESETS["ernie3-10b"]
@@ -229,8 +235,8 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [
-    "gpt2", "llama-tiny", "qwen-tiny", "phi-tiny", "gemma2-tiny", "gemma3-tiny", "mixtral-tiny", "qwen3-moe-tiny",
-    "gpt-oss-tiny", "marian-tiny", "t5-tiny",
+    "gpt2", "llama-tiny", "qwen-tiny", "phi-tiny", "gemma2-tiny", "gemma3-tiny", "deepseek-tiny", "mixtral-tiny",
+    "qwen3-moe-tiny", "gpt-oss-tiny", "marian-tiny", "t5-tiny",
 ])  # fmt: skip
 def test_operators_of_a_step_are_those_of_our_engine(name: str) -> None:
     sizes: dict[str, Any] = {"width": 32, "heads": 2}

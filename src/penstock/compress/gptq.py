@@ -148,7 +148,7 @@ def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
                 yield NormReaders(norm, tuple(names))
             norm, names = part.name, []
         elif isinstance(part, Attention):
-            names += [linear.name for linear in part.projections[: 1 if part.cross else None]]
+            names += [linear.name for linear in part.readers]
         elif isinstance(part, Perceptron):
             names += _read_by(part)
         elif isinstance(part, Experts):

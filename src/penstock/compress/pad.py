@@ -91,8 +91,9 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
     state, layers = dict(model.state_dict()), list[Layer]()
     for number, layer in enumerate(stack.layers):
         name, more = f"{run.name}.blocks.{number}", kv - layer.kv_heads
-        _grow(state, f"{name}.attention.qkv", 0, more * (shared + 2) * features)
-        _grow(state, f"{name}.attention.out", 1, more * shared * features)
+        for part, rows in layer.head_rows.items():
+            _grow(state, f"{name}.attention.{part}", 0, more * rows)
+        _grow(state, f"{name}.attention.out", 1, more * shared * layer.value_width)
         if layer.sinks:
             sinks = f"{name}.attention.sinks.weight"
             state[sinks] = F.pad(state[sinks], (0, more * shared))

@@ -78,8 +78,9 @@ def keep_heads(
         shared, features = layer.queries_per_key, layer.head_width
         name = f"{run}.blocks.{number}"
         _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv_heads)
-        _take_rows(state, f"{name}.attention.qkv", kept[number], (shared + 2) * features)
-        _take_columns(state, f"{name}.attention.out", kept[number], shared * features)
+        for part, rows in layer.head_rows.items():
+            _take_rows(state, f"{name}.attention.{part}", kept[number], rows)
+        _take_columns(state, f"{name}.attention.out", kept[number], shared * layer.value_width)
         _take_rows(state, f"{name}.attention.sinks", kept[number], shared)
         if beside:
             _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv_heads)
@@ -231,7 +232,7 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
         heads = {
             "heads": first.heads,
             "kv_heads": None if whole else first.kv_heads,
-            "head_features": first.head_width,
+            "head_features": None if stack.latent else first.head_width,
         }
     width = dense[0] if dense else stack.mlp_width if stack.expert_width else mixed[0]
     expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width

@@ -61,7 +61,7 @@ def part_scores(
     for run in model.graph.runs:
         blocks = gauges[run.name] = []
         for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers, strict=True):
-            size = layer.queries_per_key * layer.head_width
+            size = layer.queries_per_key * layer.value_width
             gauges_of = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
             if block.cross is not None:
                 gauges_of["cross"] = _Gauge(block.cross.out, size)

@@ -5,11 +5,12 @@ Whoever builds, splits, prices or prunes a block asks its layer alone. A `Stack`
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from penstock.config.activations import UNGATED, Mlp
-from penstock.config.convert import Positive, PositiveShare, Range
+from penstock.config.convert import NotNegative, Positive, PositiveShare, Range
 
 Norm = Literal["layer", "rms"]
 Placement = Literal["before", "after", "both"]
@@ -45,15 +46,55 @@ class Rotary:
     """The same in longer samples, and in texts that may become longer as they are continued."""
     share: PositiveShare = 1.0
     """Share of a head's features that turn, the first ones; the others stay as they are."""
+    mscale: NotNegative = 0.0
+    """With `yarn`, cosine and sine grow with the logarithm of `factor` as this says, and shrink as `mscale_all` says
+    (DeepSeek-V2); 0 for either: they grow as in the paper."""
+    mscale_all: NotNegative = 0.0
+    """With `yarn`, scores grow by the square of what this makes of the logarithm of `factor`; 0: not at all."""
 
     def turned(self, features: int) -> int:
         """How many of a head's features turn."""
         return int(features * self.share)
 
+    def growth(self, mscale: float = 1.0) -> float:
+        """A factor that grows with the logarithm of how much longer texts became."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.scaling == "yarn" else 1.0
+
 
 def unscaled(rotary: Rotary, base: float) -> Rotary:
     """The same positions with another base, for texts of the length of training."""
     return Rotary(base=base, share=rotary.share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """A short vector of each token of which attention makes keys and values: all that generation keeps of the token,
+    with a rotated part of the keys that all heads share (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1)."""
+
+    kv_rank: Features = 512
+    """Features of the latent of keys and values."""
+    query_rank: Features | None = 1536
+    """Features of the latent of queries; none: queries are made of the token itself."""
+    plain_width: Features = 128
+    """Features of a head's queries and keys that know no position."""
+    rotary_width: Features = 64
+    """Rotated features of a head, which are the same for the keys of all heads."""
+    value_width: Features = 128
+    """Features of a head's values."""
+    interleaved: bool = True
+    """Whether features 2 i and 2 i + 1 are the pairs that turn, and not i and i + `rotary_width` / 2."""
+    norm_eps: Positive = 1e-6
+    """`norm_eps` of the norms of latents."""
+
+    @property
+    def head_width(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.plain_width + self.rotary_width
+
+    @property
+    def kept(self) -> int:
+        """Elements that generation keeps of a token."""
+        return self.kv_rank + self.rotary_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +139,9 @@ class ExpertMixture:
     router_bias: bool
     router_groups: int
     groups_per_token: int
+    group_best: int
     router_normalised: bool
+    router_scale: float
     router_jitter: float
     expert_dropout: float
     balance: float
@@ -161,6 +204,7 @@ class Layer:
     score_cap: float | None = None
     rotary: Rotary | None = None
     """How queries and keys are turned; none: they are not."""
+    latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to; 0 is all."""
     sinks: bool = False
@@ -180,6 +224,29 @@ class Layer:
     def perceptron(self) -> FeedForward:
         """Its perceptron, or that of one of its experts."""
         return self.feed.expert if isinstance(self.feed, ExpertMixture) else self.feed
+
+    @property
+    def rotary_width(self) -> int:
+        """Features of a head that are rotated."""
+        return self.latent.rotary_width if self.latent else self.head_width
+
+    @property
+    def value_width(self) -> int:
+        """Features of a head's values."""
+        return self.latent.value_width if self.latent else self.head_width
+
+    @property
+    def head_rows(self) -> dict[str, int]:
+        """Outputs of each projection of self-attention for a KV head and its queries."""
+        if self.latent:
+            plain = self.head_width - self.rotary_width
+            return {"q_up": self.head_width, "kv_up": plain + self.value_width}
+        return {"qkv": (self.queries_per_key + 2) * self.head_width}
+
+    def kept_of_token(self, tp: int = 1) -> float:
+        """Elements that generation keeps of a token on one of `tp` devices: keys and values of its heads, of which it
+        has one at least, or the whole latent."""
+        return self.latent.kept if self.latent else 2 * max(1.0, self.kv_heads / tp) * self.head_width
 
     @property
     def queries_per_key(self) -> int:

@@ -16,6 +16,7 @@ from penstock.config.layer import (
     Features,
     FeedForward,
     Heads,
+    Latent,
     Layer,
     LayerSizes,
     Norm,
@@ -97,6 +98,9 @@ class Stack:
     none: they stay as they are."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
+    latent: Latent | None = None
+    """Keys and values are made of a latent (DeepSeek-V2); none: of the token itself. In its place `head_features` and
+    `kv_heads` say nothing."""
     parallel: bool = False
     """Whether attention and MLP read the same norm and run in parallel (GPT-J), instead of one after the
     other."""
@@ -145,10 +149,14 @@ class Stack:
     """Equal groups of consecutive experts. A token's experts are among those of the `groups_per_token` groups whose two
     best experts have the highest sum of scores (DeepSeek-AI, 2024, "DeepSeek-V3", section 2.1.2); with router `given`
     they are in the group that is given."""
+    group_best: Annotated[int, Range(1, 2)] = 2
+    """Best experts of a group whose scores are added up to compare groups: DeepSeek-V2 takes one."""
     groups_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     """Number of groups from which a token's experts come."""
     router_normalised: bool | None = None
     """Whether the weights of a token's experts are divided by their sum; none: if it has several and chose them."""
+    router_scale: Positive = 1.0
+    """Factor of the weights of a token's experts, beside those that every token visits."""
     router_jitter: Probability = 0.0
     """In training routers read each feature times a random number between one minus and one plus this (Fedus et al.,
     JMLR 2022, appendix C)."""
@@ -256,11 +264,13 @@ class Stack:
             base = self.window_base or rotary.base
             rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
-        names = (
-            "qk_norm", "attention_scale", "score_cap", "sinks", "parallel", "bias", "qkv_bias", "layer_scale",
-        )  # fmt: skip
+        names = ("qk_norm", "score_cap", "sinks", "latent", "parallel", "bias", "qkv_bias", "layer_scale")
+        width = self.latent.head_width if self.latent else self.head_features or self.width // self.heads
+        scale = self.attention_scale
+        if rotary is not None and rotary.mscale_all:
+            scale = (scale or width**-0.5) * rotary.growth(rotary.mscale_all) ** 2
         return Layer(
-            heads=sizes.heads, kv_heads=sizes.kv, head_width=self.head_features or self.width // self.heads,
+            heads=sizes.heads, kv_heads=sizes.kv, head_width=width, attention_scale=scale,
             feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,
             norm=self.norm_kind, placement="both" if self.sandwich_norms else "before" if self.norm_first else "after",
             rotary=rotary, window=sizes.window, normed=sizes.normed, routed=sizes.routed,
@@ -285,7 +295,7 @@ class Stack:
 
     def problems(self, where: str) -> Iterator[str]:
         """Every reason why such a stack is impossible; `where` is its name, such as `model.encoder`."""
-        if self.head_features is None and self.width % self.heads:
+        if self.head_features is None and self.latent is None and self.width % self.heads:
             yield (
                 f"{where}.width {self.width} cannot be split over {where}.heads {self.heads}; use a number of heads "
                 f"that divides {self.width}, or set {where}.head_features."
@@ -295,13 +305,18 @@ class Stack:
                 f"{where}.kv_heads is {self.kv_heads}, but must divide {where}.heads {self.heads}, "
                 "because each serves as many query heads."
             )
-        features = self.head_features or self.width // self.heads
+        features = self.layers[0].rotary_width
         turned, rotary = self.rotary.turned(features), self.rotary
         if self.positions == "rotary" and (turned % 2 or not turned):
+            widths = (
+                f"{where}.latent.rotary_width" if self.latent else f"{where}.heads, {where}.head_features"
+            )
             yield (
                 f"{where}.positions rotary turns pairs of features, but {turned} of a head's {features} turn; choose "
-                f"{where}.heads, {where}.head_features or {where}.rotary.share so that it is an even number."
+                f"{widths} or {where}.rotary.share so that it is an even number."
             )
+        if self.latent is not None:
+            yield from self._latent_problems(where)
         pairs = turned // 2 if rotary.scaling == "longrope" else 0
         if self.positions == "rotary" and (len(rotary.short), len(rotary.long)) != (pairs, pairs):
             yield (
@@ -351,6 +366,30 @@ class Stack:
             yield from self._router_problems(where)
         yield from self._label_problems(where)
         yield from self._routed_problems(where)
+
+    def _latent_problems(self, where: str) -> Iterator[str]:
+        """Every reason why keys and values cannot be made of latents."""
+        for name, wanted in (
+            ("kv_heads", None), ("head_features", None), ("qk_norm", False), ("qkv_bias", False), ("bias", False),
+            ("sinks", False), ("window", None), ("norm", "rms"),
+        ):  # fmt: skip
+            if getattr(self, name) != wanted:
+                remedy = (
+                    "set it to rms"
+                    if name == "norm"
+                    else "leave it out"
+                    if wanted is None
+                    else "set it to false"
+                )
+                yield (
+                    f"{where}.{name} is {getattr(self, name)}, but {where}.latent makes keys and values of all heads "
+                    f"of one latent; {remedy}."
+                )
+        if self.positions not in ("rotary", "none"):
+            yield (
+                f"{where}.positions is {self.positions}, but with {where}.latent a part of each key is rotated; set it "
+                "to rotary, or to none."
+            )
 
     def _routed_problems(self, where: str) -> Iterator[str]:
         """Every reason why experts cannot be whole blocks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention, type_of_scores
-from penstock.models.block import Context
+from penstock.models.block import Context, Continued
 from penstock.models.positions import Rotation, alibi, rotations
 
 
@@ -49,6 +49,7 @@ class Continuing:
         windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
         masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
         look, across = _Look(self.attend, self.layer, [(masks[window],) for window in windows]), None
+        look.first, look.store = self.causal, self.hold
         turns: dict[str, Any] = self._turns(stack)
         if crosses and (memory is not None or self.remembers):
             # Blocks make keys and values of the memory that is given, and after the first pass there is none any more.
@@ -67,6 +68,10 @@ class Continuing:
 
     def attend(self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         """Keep k and v of a block's new tokens, and attend to all columns; `how` are backend and `Scores`."""
+        raise NotImplementedError
+
+    def hold(self, layer: int, k: Tensor, v: Tensor) -> Any:
+        """Keep k and v of a block's new tokens, (r, G, N, K)."""
         raise NotImplementedError
 
     def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
@@ -107,13 +112,21 @@ class Continuing:
         return biases
 
 
-class _Look:
+class _Look(Continued):
     """A `Sight` of the columns, or of a memory whose keys and values are made in the first pass and kept: of each block
     in turn, for blocks run in their order."""
 
     def __init__(self, attend: Callable[..., Tensor], layer: int, more: Sequence[tuple[Any, ...]]) -> None:
         """`more` are arguments of `attend` for each block, behind its number."""
         self._attend, self._more, self._first, self._layer = attend, more, layer, layer
+
+        self.first, self.store = False, attend
+
+    def keep(self, k: Tensor, v: Tensor) -> Tensor | None:
+        layer, self._layer = self._layer, self._layer + 1
+        self.store(layer, k, v)
+        mask: Tensor | None = self._more[layer - self._first][0]
+        return mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
         """Attend like `penstock.kernels.attention.attention`, for the next block."""
@@ -162,8 +175,9 @@ def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scores: Scores
 ) -> Tensor:
     """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once.
-    `scores` are its options besides the mask."""
+    `scores` are its options besides the mask. Values without features are those of the keys."""
     texts, heads, tokens, features = q.shape
+    v = v if v.shape[-1] else k
     if torch.compiler.is_exporting():  # the program of what is below would hold for one number of tokens
         k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
     groups = k.shape[1]

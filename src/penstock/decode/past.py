@@ -41,8 +41,8 @@ class Columns:
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """Write new keys and values, (r, G, N, K), and return those of the columns in sight, (r, G, width, K)."""
         if layer == len(self.layers):
-            empty = (self.rows, k.shape[1], 0, k.shape[3])
-            self.layers.append((k.new_zeros(empty), v.new_zeros(empty)))
+            empty = (self.rows, k.shape[1], 0)
+            self.layers.append((k.new_zeros(*empty, k.shape[3]), v.new_zeros(*empty, v.shape[3])))
         if self.layers[layer][0].shape[2] < past.width:
             self._grow(layer, past.width)
         in_sight = []
@@ -114,8 +114,8 @@ class Pages:
     def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
         """Keep and return as `Columns.keep`. Columns are gathered, since kernels here take contiguous keys."""
         if layer == len(self.layers):
-            shape = (k.shape[1] * self.tokens, k.shape[3])
-            self.layers.append((k.new_zeros(shape), v.new_zeros(shape)))
+            rows = k.shape[1] * self.tokens
+            self.layers.append((k.new_zeros(rows, k.shape[3]), v.new_zeros(rows, v.shape[3])))
         if k.shape[1] not in self._pass:
             self._pass[k.shape[1]] = self._places(past, k.shape[1], k.shape[2])
         written, read = self._pass[k.shape[1]]
@@ -123,7 +123,7 @@ class Pages:
         for store, new in zip(self.layers[layer], (k, v)):
             flat = new.flatten(0, 2) if new.is_contiguous() else new.reshape(-1, new.shape[3])
             store.index_copy_(0, written, flat)
-            in_sight.append(store.index_select(0, read).view(len(new), new.shape[1], past.width, -1))
+            in_sight.append(store.index_select(0, read).view(*new.shape[:2], past.width, new.shape[3]))
         return in_sight[0], in_sight[1]
 
     def _places(self, past: Past, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -196,6 +196,11 @@ class Past(Continuing):
         """The windows of blocks of this rank, since others do not look."""
         on_rank = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
         return tuple(itertools.compress(stack.windows, on_rank))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def hold(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Continuing.hold`."""
+        return self.store.keep(layer, k, v, self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(

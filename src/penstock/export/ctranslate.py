@@ -106,6 +106,8 @@ def _unconverted(config: Any) -> Iterator[str]:
         yield "sliding windows"
     if any(stack.sinks for stack in all_stacks):
         yield "attention sinks"
+    if any(stack.latent for stack in all_stacks):
+        yield "attention with latents"
     if any(stack.sandwich_norms or stack.norm_zero_centred for stack in all_stacks):
         yield "norms before and after, or of weights around zero"
     if any(

@@ -50,6 +50,11 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
         raise ConfigError(
             "This model generates no text from texts alone, whose keys and values a cache keeps; choose --to onnx."
         )
+    if any(run.stack.latent for run in module.graph.runs):
+        raise ConfigError(
+            "This model keeps latents of tokens, and no keys and values, for which optimum has no names; choose --to "
+            "onnx."
+        )
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER
     with torch.no_grad():

@@ -271,8 +271,8 @@ def token_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over heads still in token order: q (B, N, H, K), or (N, B, H, K) sequence first; k and v alike.
 
-    Returns (B, N, D), or (N, B, D). Sequence first, nothing is transposed: all samples' heads are taken for
-    the heads of one sample, unless a mask tells samples or heads apart.
+    Returns (B, N, H·V), or (N, B, H·V), with V features of a value. Sequence first, nothing is transposed: all
+    samples' heads are taken for the heads of one sample, unless a mask tells samples or heads apart.
     """
     if not sequence_first:
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend, scores)
@@ -281,7 +281,7 @@ def token_attention(
             # What decomposes the program may choose a kernel with another layout.
             out = out.clone(memory_format=torch.contiguous_format)
         return out.flatten(2)
-    tokens, batch, heads, width = q.shape
+    tokens, batch = q.shape[:2]
     mask = scores.mask
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[:2] == (1, 1)):
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))
@@ -290,4 +290,4 @@ def token_attention(
         scores = scores._replace(sinks=scores.sinks.repeat(batch, 1))
     q, k, v = (t.flatten(1, 2).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     out = attention(q, k, v, backend, scores)
-    return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, heads * width)
+    return out.squeeze(0).transpose(0, 1).reshape(tokens, batch, -1)

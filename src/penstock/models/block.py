@@ -9,6 +9,7 @@ one that holds a share of the weights, or computes in another type.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -102,6 +103,18 @@ class Past(Protocol):
         ...
 
 
+class Continued(Sight):
+    """A `Sight` of tokens and of those before them, whose keys and values are kept."""
+
+    first: bool
+    """Whether nothing is kept yet."""
+
+    def keep(self, k: Tensor, v: Tensor) -> Tensor | None:
+        """Keep keys and values of the first tokens, (B, G, N, K), and return the mask of their scores; None: causal.
+        Values without features are those of the keys."""
+        raise NotImplementedError
+
+
 class OneCall(Protocol):
     """A block in one call: returns its output, or None for inputs that it does not take."""
 
@@ -129,14 +142,15 @@ def make_norm(
     return nn.LayerNorm(features, eps=norm.eps, elementwise_affine=affine, bias=norm.bias, **where)
 
 
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
     """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back. Of
-    fewer angles than pairs, the features behind theirs stay as they are."""
+    fewer angles than pairs, the features behind theirs stay as they are. `interleaved` are features 2 i and 2 i + 1,
+    which become i and i + K/2."""
     cosine, sine = rotation
     turns = 2 * cosine.shape[-1]
     if turns < x.shape[-1]:
-        return torch.cat([rotate(x[..., :turns], rotation), x[..., turns:]], dim=-1)
-    first, second = x.chunk(2, dim=-1)
+        return torch.cat([rotate(x[..., :turns], rotation, interleaved=interleaved), x[..., turns:]], dim=-1)
+    first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return turned.to(x.dtype)
 
@@ -276,6 +290,81 @@ class Attention(_Attending):
         return packed_attention(packed, self.head_width, sequence_first=self.sequence_first, scores=scores)
 
 
+class LatentAttention(_Attending):
+    """Multi-head self-attention whose keys and values are made of a latent of each token: see
+    `penstock.config.layer.Latent`.
+
+    Tokens that continue others attend to kept latents: each query is multiplied with the matrix that would make keys of
+    them, and the mean of latents with the one that makes values, so that no key and no value is made.
+    """
+
+    def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
+        super().__init__(sizes, layer, **where)
+        assert layer.latent is not None
+        self.causal, self.latent, norm = causal, layer.latent, replace(layer.norm, eps=layer.latent.norm_eps)
+        self.scale = self.scale or self.head_width**-0.5
+        rank, source = self.latent.query_rank, self.latent.query_rank or sizes.width
+        self.q_down = nn.Linear(sizes.width, rank, bias=False, **where) if rank else None
+        self.q_norm = make_norm(norm, rank, **where) if rank else None
+        self.q_up = nn.Linear(source, layer.heads * self.head_width, bias=False, **where)
+        self.kv_down = nn.Linear(sizes.width, self.latent.kept, bias=False, **where)
+        self.kv_norm = make_norm(norm, self.latent.kv_rank, **where)
+        rows = layer.heads * (self.latent.plain_width + self.latent.value_width)
+        self.kv_up = nn.Linear(self.latent.kv_rank, rows, bias=False, **where)
+        self.out = nn.Linear(layer.heads * self.latent.value_width, sizes.width, bias=False, **where)
+
+    def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
+        sizes, real = self.latent, context.real
+        made, seen = self.kv_down(x), x
+        if self.q_down is not None and self.q_norm is not None:
+            seen = _of_its_type(self.q_norm, self.q_down(x)).to(made.dtype)
+        q = self.q_up(seen)
+        if real is not None:
+            q, made = real.put(q), real.put(made)
+        plain, turned = torch.unflatten(q, -1, (-1, self.head_width)).split(
+            (sizes.plain_width, sizes.rotary_width), -1
+        )
+        latent, shared = made.unsqueeze(2).split((sizes.kv_rank, sizes.rotary_width), -1)
+        latent = _of_its_type(self.kv_norm, latent).to(made.dtype)
+        if context.rotation is not None:
+            turn = partial(rotate, rotation=context.rotation, interleaved=sizes.interleaved)
+            turned, shared = turn(turned), turn(shared)
+        mask, causal = context.mask, context.causal
+        if isinstance(mask, Continued):
+            kept = torch.cat([latent, shared], dim=-1)
+            if not mask.first:
+                return self.out(self._among_latents(plain, turned, kept, mask))  # type: ignore[no-any-return]
+            heads = kept.permute(1, 2, 0, 3) if self.sequence_first else kept.transpose(1, 2)
+            mask, causal = mask.keep(heads, heads[..., :0]), True
+        pairs = torch.unflatten(
+            self.kv_up(latent.squeeze(2)), -1, (-1, sizes.plain_width + sizes.value_width)
+        )
+        k, v = pairs.split((sizes.plain_width, sizes.value_width), -1)
+        q, k = torch.cat([plain, turned], -1), torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1)
+        if self.backend != "plain" or not isinstance(
+            mask, Tensor | None
+        ):  # others take values as wide as keys
+            v = F.pad(v, (0, self.head_width - sizes.value_width))
+        mixed = self.mix(q, k, v, mask, causal)
+        mixed = torch.unflatten(mixed, -1, (-1, v.shape[-1]))[..., : sizes.value_width].flatten(2)
+        return self.out(mixed if real is None else real.take(mixed))  # type: ignore[no-any-return]
+
+    def _among_latents(self, plain: Tensor, turned: Tensor, kept: Tensor, mask: Continued) -> Tensor:
+        """Attention of queries to all that is kept, and `kept` of these tokens with it: (·, ·, H·V)."""
+        sizes, made = self.latent, self.kv_up
+        each = sizes.plain_width + sizes.value_width
+        # An adapter beside it, or another form of its weight, says what it is by what it makes.
+        weight = made.weight if isinstance(made, nn.Linear) else made(torch.eye(sizes.kv_rank).to(kept)).T
+        for_keys, for_values = torch.unflatten(weight, 0, (-1, each)).split(
+            (sizes.plain_width, sizes.value_width), 1
+        )
+        q = torch.cat([torch.einsum("abhk,hkr->abhr", plain, for_keys), turned], dim=-1)
+        mixed = torch.unflatten(self.mix(q, kept, kept[..., :0], mask), -1, (-1, sizes.kept))[
+            ..., : sizes.kv_rank
+        ]
+        return torch.einsum("abhr,hvr->abhv", mixed, for_values).flatten(2)
+
+
 class CrossAttention(_Attending):
     """Attention of tokens to the memory in the context, which has `width` features (Vaswani et al., NeurIPS 2017,
     section 3.2.3)."""
@@ -385,7 +474,9 @@ class Block(nn.Module):
         self.norm1 = (
             make_norm(layer.norm, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
         )
-        self.attention = Attention(sizes, layer, causal=causal, **where)
+        self.attention = (LatentAttention if layer.latent else Attention)(
+            sizes, layer, causal=causal, **where
+        )
         self.branch1 = Branch(sizes, layer, drop_path, **where)
         self.cross: CrossAttention | None = None
         if cross:

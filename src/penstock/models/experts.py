@@ -30,7 +30,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 """The products of experts: of rows (V, D) sorted by expert, the experts of these (V,), and how many rows each has."""
 _TOKENS = 1 << 40
 """More visits than a micro-batch has."""
-_UNIT = 2.0**-24
+UNIT = 2.0**-50
 """Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
 
 
@@ -46,10 +46,10 @@ def balance(mixtures: Sequence[MixtureOfExperts], add_up: Callable[[list[Tensor]
     add_up([mixture.loads for mixture in mixtures])
     for mixture in mixtures:
         loads = mixture.loads
-        if mixture.bias is not None:
+        if mixture.correction is not None:
             # Few means below the mean, in whole numbers: E · load against the sum of loads.
             few = torch.sign(loads.sum() - len(loads) * loads)
-            mixture.bias += (few * round(mixture.bias_rate / _UNIT)).to(mixture.bias.dtype)
+            mixture.correction += (few * round(mixture.bias_rate / UNIT)).to(torch.int64)
         mixture.last.copy_(loads)
         loads.zero_()
 
@@ -81,7 +81,7 @@ class MixtureOfExperts(nn.Module):
     experts, which every token visits. Visits are sorted by expert, so that the products of all experts are one.
     """
 
-    bias: Tensor | None
+    correction: Tensor | None
     """(E,) int32: what is added to an expert's sigmoid where experts are chosen, in units of 2⁻²⁴."""
     loads: Tensor
     """(E,) int64: visits of the micro-batches of a step so far."""
@@ -100,6 +100,7 @@ class MixtureOfExperts(nn.Module):
         self.kind, self.normalises = mixture.router, mixture.router_normalised
         self.experts, self.chosen = mixture.experts, mixture.experts_per_token
         self.groups, self.taken = mixture.router_groups, mixture.groups_per_token
+        self.group_best, self.scale = mixture.group_best, mixture.router_scale
         self.balance = mixture.balance if mixture.balances else 0.0
         self.z_loss, self.bias_rate = mixture.z_loss, mixture.bias_rate
         self.masked = mixture.expert_dropout
@@ -121,7 +122,7 @@ class MixtureOfExperts(nn.Module):
         self.neighbours: Callable[[Tensor], Tensor] | None = None
         """Brings together numbers (V,) of the ranks that have other tokens of the same samples, if there are any."""
         none = torch.zeros(self.experts, dtype=torch.int64, device=where.get("device"))
-        self.register_buffer("bias", none.to(torch.int32) if mixture.router == "sigmoid" else None)
+        self.register_buffer("correction", none.clone() if mixture.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
         self.register_buffer("last", none.clone())
         self.labels, self._table = mixture.labels, mixture.expert_of
@@ -225,10 +226,12 @@ class MixtureOfExperts(nn.Module):
         numbers = chosen if self.sample_capacity is None else chosen.clamp(max=self.experts - 1)
         if self.kind == "sigmoid":
             weights = logits.gather(1, numbers).sigmoid()
-            return chosen, weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
-        if self.normalises:
-            return chosen, logits.gather(1, numbers).softmax(1)
-        return chosen, logits.softmax(1).gather(1, numbers)
+            weights = weights / (weights.sum(1, keepdim=True) + 1e-20) if self.normalises else weights
+        elif self.normalises:
+            weights = logits.gather(1, numbers).softmax(1)
+        else:
+            weights = logits.softmax(1).gather(1, numbers)
+        return chosen, weights if self.scale == 1.0 else weights * self.scale
 
     @torch.no_grad()
     def _record(self, chosen: Tensor, shares: Tensor | None, labels: Tensor | None) -> None:
@@ -245,12 +248,12 @@ class MixtureOfExperts(nn.Module):
 
     def _best(self, logits: Tensor) -> Tensor:
         """The numbers of the experts that are chosen, (T, k)."""
-        if self.bias is not None:
-            logits = logits.sigmoid() + self.bias.to(logits.dtype) * _UNIT
+        if self.correction is not None:
+            logits = logits.sigmoid() + self.correction.to(logits.dtype) * UNIT
         if self.taken < self.groups and self.kind != "given":
-            scores = logits if self.bias is not None else logits.softmax(1)
+            scores = logits if self.correction is not None else logits.softmax(1)
             grouped = scores.view(len(scores), self.groups, self.experts // self.groups)
-            sums = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
+            sums = grouped.topk(min(self.group_best, grouped.shape[2]), dim=2).values.sum(2)
             outside = self._outside(sums.topk(self.taken, dim=1).indices)
             logits = logits.masked_fill(outside, -math.inf)
         return logits.topk(self.chosen, dim=1).indices

@@ -78,7 +78,7 @@ def turns_of(sizes: Stack) -> Turns:
     for layer in sizes.kinds:
         if layer.rotary is not None:
             name = "near_rotation" if layer.window else "rotation"
-            entries.setdefault((layer.rotary, layer.head_width), {})[name] = None
+            entries.setdefault((layer.rotary, layer.rotary_width), {})[name] = None
     return tuple((*key, tuple(names)) for key, names in entries.items())
 
 
@@ -105,7 +105,8 @@ def _rotation(
     if sequence_first:
         angles = angles.transpose(0, 1)
     angles = angles.unsqueeze(2)  # over heads
-    longer = 0.1 * math.log(rotary.factor) + 1.0 if rotary.scaling == "yarn" else 1.0
+    both = rotary.mscale and rotary.mscale_all
+    longer = rotary.growth(rotary.mscale) / rotary.growth(rotary.mscale_all) if both else rotary.growth()
     if rotary.scaling == "longrope":
         longer = math.sqrt(1 + math.log(rotary.factor) / math.log(rotary.trained))
     return angles.cos() * longer, angles.sin() * longer

@@ -117,14 +117,24 @@ class Attention(Compound):
     heads: int
     kv_heads: int
     """Heads of keys and values: as many as `heads`, or fewer that several queries share."""
+    latents: tuple[Linear, ...] = ()
+    """Linears to what projections read in place of tokens, in full on each device: of queries, if there is one, and of
+    keys and values."""
     norms: tuple[Norm, ...] = ()
-    """Norms of queries and keys, over the features of a head."""
+    """Norms of queries and keys, over the features of a head, or of latents."""
     relative: Embedding | None = None
     sinks: Embedding | None = None
     cross: bool = False
     """Whether keys and values come from another sequence."""
     counts: tuple[str, ...] = ()
     """Attributes of the module that count heads or their features: see `Linear.counts`."""
+
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """The linears that read its tokens, and not a memory or a latent."""
+        if self.latents:
+            return (*self.projections[: 2 - len(self.latents)], *self.latents)
+        return self.projections[:1] if self.cross else self.projections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

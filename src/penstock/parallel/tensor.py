@@ -9,7 +9,7 @@
 | relative positions, sinks | by heads | nothing |
 | mixture | each expert as a perceptron; with `ep` experts are whole, and a rank routes some tokens | the same |
 | adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
-| all else | each rank has it whole | nothing |
+| all else, such as linears to latents | each rank has it whole | nothing |
 
 With sequence parallelism tokens are split between the first block and the end of a stack, and what is between the
 split parts works on a rank's own tokens: see `penstock.parallel.sequence`.
@@ -206,7 +206,7 @@ class _Splitter:
         self._enters(role.name if len(role.projections) > 1 else first, line)
         _divide(self._module(role.name), role.counts, line.count)
         # A rank's heads are all that its copy of these sees.
-        self._sees_a_part(*role.norms)
+        self._sees_a_part(*role.norms, *role.latents)
 
     def _perceptron(self, role: Perceptron, line: Line) -> None:
         for linear in (role.up, role.gate):

@@ -6,10 +6,11 @@ width, A features of the device's query heads, K those of its KV heads, M hidden
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.config.activations import ACTIVATIONS, KERNELS
-from penstock.config.layer import ExpertMixture, Layer
+from penstock.config.layer import ExpertMixture, Latent, Layer
 from penstock.config.stack import Stack
 from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
@@ -153,7 +154,7 @@ def _attend(
     t, layer, c = to.terms, block.layer, to.terms.product
     d, f, name = block.stack.width, layer.head_width, "attention.cross" if cross else "attention"
     heads, kv_heads = max(1, layer.heads // t.tp), max(1, layer.kv_heads // t.tp)
-    a, kv = heads * f, kv_heads * f
+    a, kv, inner = heads * f, kv_heads * f, heads * layer.value_width
     form, window = t.form(block, rows, seen, cross=cross, causal=causal)
     if cross:
         others = max(1.0, t.samples * block.share * seen / t.cp)
@@ -162,6 +163,14 @@ def _attend(
         wide = block.cross_width
         cast = others * wide * c if t.stream == 4 and c == 2 and not t.fused else 0.0
         to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=layer.qkv_bias, kept=cast, pieces=(kv, kv))
+    elif layer.latent:
+        others = rows + t.samples * t.cached
+        _make_latents(to, block, layer.latent, computed, heads)
+        if t.cached:
+            _attend_latents(to, block, layer.latent, rows, seen, heads)
+            return
+        to.gemm(f"{name}.kv_up", computed, heads * (f - layer.rotary_width) + inner, layer.latent.kv_rank)
+        to.move(f"{name}.join", rows * 3 * a, (c, c), kind="copy")
     else:
         others = rows + t.samples * t.cached
         to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=layer.qkv_bias, pieces=(a, kv, kv))
@@ -174,7 +183,8 @@ def _attend(
     if layer.rotary and not cross:
         share, joins = layer.rotary.share, layer.rotary.share < 1.0
         each = c * share if t.fused else ROTARY_EAGER_BYTES * share + c * joins
-        to.move("rotary", rows * (a + kv), (each, each), launches=1 if t.fused else 6 + 2 * joins)
+        turned = rows * (heads + 1) * layer.rotary_width if layer.latent else rows * (a + kv)
+        to.move("rotary", turned, (each, each), launches=1 if t.fused else 6 + 2 * joins)
     if heads != kv_heads and not cross and not layer.rotary:
         # The queries of a group are copied together, and keys and values stay where the projection has put them.
         kept += queries * c
@@ -202,7 +212,7 @@ def _attend(
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
     again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
     core = Op(
-        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=f,
+        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=(f + layer.value_width) / 2,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
         kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal, window=window,
     )  # fmt: skip
@@ -224,7 +234,44 @@ def _attend(
         to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
     # A fused kernel keeps its outputs itself.
     beside = computed * a * c if form == "fused" else 0.0
-    to.gemm(f"{name}.out", computed, d, a, bias=layer.bias, group="attention", beside=beside)
+    if layer.value_width < f and form != "plain":  # the kernel's output has more, which it keeps
+        to.move(
+            f"{name}.values", computed * inner, (c, c), kind="copy", kept=computed * a * c, group="attention"
+        )
+    to.gemm(f"{name}.out", computed, d, inner, bias=layer.bias, group="attention", beside=beside)
+
+
+def _make_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, heads: int) -> None:
+    """The queries of `rows` tokens, by way of their latent, and the latents of keys and values with their norms."""
+    t, d, norm = to.terms, block.stack.width, replace(block.layer.norm, eps=latent.norm_eps)
+    again = 0.0 if t.stream == t.product else None  # another product keeps the same input
+    if latent.query_rank:
+        to.gemm("attention.q_down", rows, latent.query_rank, d)
+        to.norm("attention.q_norm", rows, latent.query_rank, norm)
+    to.gemm("attention.q_up", rows, heads * latent.head_width, latent.query_rank or d)
+    to.gemm("attention.kv_down", rows, latent.kept, d, kept=again)
+    to.norm("attention.kv_norm", rows, latent.kv_rank, norm)
+
+
+def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, seen: int, heads: int) -> None:
+    """Attention of `rows` to kept latents, between products with the matrices that would make keys and values."""
+    t, c, width = to.terms, to.terms.product, latent.kept
+    kept, queries = (rows + t.samples * t.cached) * width, rows * heads * width
+
+    def product(name: str, inner: int, outer: int) -> Op:
+        read, written = rows * heads * inner + heads * inner * outer, rows * heads * outer
+        return Op(name, "bmm", batch=heads, m=rows, n=outer, k=inner, read=read * c, written=written * c)
+
+    to.move("rotary", rows * (heads + 1) * latent.rotary_width, (c, c), launches=1 if t.fused else 6)
+    to.add(product("attention.to_keys", latent.plain_width, latent.kv_rank))
+    to.add(
+        Op(
+            "attention", "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=width,
+            read=queries * c + kept * (t.cache or c), written=queries * c, elements=queries,
+        ),
+    )  # fmt: skip
+    to.add(product("attention.to_values", latent.kv_rank, latent.value_width))
+    to.gemm("attention.out", rows, block.stack.width, heads * latent.value_width, group="attention")
 
 
 def _sinks(

@@ -35,13 +35,14 @@ HOST_OPERATOR_SECONDS = 1.66e-6
 """The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
 PASS_OPERATORS = 37
 BLOCK_OPERATORS = {
-    "block": 16, "rotary": 24, "qk_norm": 4, "mixture": 28, "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6,
-    "clamp": 5, "biases": 6,
+    "block": 16, "rotary": 24, "qk_norm": 4, "latent": 16, "mixture": 28, "shared": 6, "sigmoid": 6, "groups": 8,
+    "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6, "clamp": 5, "biases": 6,
 }  # fmt: skip
 """Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, has experts, attends to a source, or has norms on
-both sides, capped scores, sinks, a clamped activation or biases of experts; and in each norm whose weight is around
-zero. Each takes a launch (`Machine.launch_seconds`)."""
+block, and in one that also rotates queries and keys, normalises them, attends to latents, has experts, with some that
+every token visits, a sigmoid router, or groups, attends to a source, or has norms on both sides, capped scores, sinks,
+a clamped activation or biases of experts; and in each norm whose weight is around zero. Each takes a launch
+(`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
 """How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
 writes, and attends to them."""
@@ -158,16 +159,12 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     it is continued, such as a body and a branch of it; of an encoder–decoder, those of its decoder, for tokens of both.
     An encoder keeps none.
 
-    Where there are more devices than KV heads, several devices keep the same head.
+    Where there are more devices than KV heads, several devices keep the same head; all keep the same latents.
     """
     if not model.graph.generates:
         return 0.0
-    heads = sum(
-        max(1.0, layer.kv_heads / serving.tp) * layer.head_width
-        for run in model.graph.written
-        for layer in run.stack.layers
-    )
-    return 2 * heads * serving.cache_bytes / serving.pp
+    kept = sum(layer.kept_of_token(serving.tp) for run in model.graph.written for layer in run.stack.layers)
+    return kept * serving.cache_bytes / serving.pp
 
 
 def continued(graph: Graph) -> Sequence[Run]:
@@ -182,13 +179,21 @@ def operators_of(graph: Graph) -> int:
         layer = stack.layers[0]
         both, rotary, centred = layer.placement == "both", layer.rotary is not None, layer.norm.zero_centred
         every = {
-            "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "memory": remembers, "both": both,
+            "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "latent": bool(layer.latent),
+            "memory": remembers, "both": both,
             "zero": 2 * (1 + both + layer.qk_norm) * centred, "capped": layer.score_cap is not None,
             "sinks": layer.sinks, "clamp": ACTIVATIONS[stack.mlp].limit is not None,
             "biases": layer.bias and layer.mixture is not None,
         }  # fmt: skip
         operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
-        operators += BLOCK_OPERATORS["mixture"] * sum(layer.mixture is not None for layer in stack.layers)
+        for mixture in (layer.mixture for layer in stack.layers if layer.mixture):
+            kinds = {
+                "mixture": True,
+                "shared": mixture.shared_experts > 0,
+                "groups": mixture.router_groups > 1,
+            }
+            kinds["sigmoid"] = mixture.router == "sigmoid"
+            operators += sum(BLOCK_OPERATORS[name] for name, there in kinds.items() if there)
     return operators
 
 

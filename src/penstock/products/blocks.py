@@ -18,7 +18,7 @@ from penstock.kernels.documents import Documents
 from penstock.kernels.native import direct
 from penstock.kernels.native_blocks import VECTOR, BlockKernel, computes_blocks
 from penstock.kernels.native_integers import InputScale, PackedInt8
-from penstock.models.block import Block, Context, ZeroCentredNorm
+from penstock.models.block import Attention, Block, Context, ZeroCentredNorm
 from penstock.models.perceptron import MLP
 from penstock.products.integers import Int8
 from penstock.products.rounded import RoundedInt8
@@ -54,6 +54,8 @@ def _places(block: Block) -> tuple[_Place, ...]:
 def _kernel_of(block: Block) -> BlockKernel | None:
     """The kernel of a block; None where it has parts that the kernel does not know."""
     attention, mlp, norms = block.attention, block.mlp, (block.norm1, block.norm2)
+    if not isinstance(attention, Attention):
+        return None
     plain = block.cross is None and block.modulation is None and block.expert is None
     alone = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
     known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated

@@ -236,7 +236,9 @@ def _require_onednn(products: Products, dtype: torch.dtype) -> None:
 
 def _behind_norms(anatomy: Anatomy) -> set[str]:
     """Names of the linears whose inputs a norm has made."""
-    normed = {linear.name for part in anatomy.parts(Attention) for linear in part.projections}
+    normed = {
+        linear.name for part in anatomy.parts(Attention) for linear in (*part.projections, *part.latents)
+    }
     feeds: list[Perceptron | Experts] = [*anatomy.parts(Perceptron), *anatomy.parts(Experts)]
     return normed | {linear.name for part in feeds for linear in (part.up, part.gate) if linear}
 
@@ -271,8 +273,14 @@ def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:
     """The linears of a model that a form for inference is for, by name; routers are none of them."""
     row = PRODUCTS[products]
+    # Generation multiplies with these from both sides.
+    left = {part.projections[1].name for part in anatomy.parts(Attention) if part.latents}
     if row.linears == "blocks":
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and name not in left
+        }
         for name, _ in list(left_out(linears, anatomy, row)):
             del linears[name]
         if not linears:
@@ -281,11 +289,11 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
                 f"{products} needs; choose weights=plain."
             )
         return linears
-    modules, routers = dict(model.named_modules(remove_duplicate=False)), _routers(anatomy)
+    modules, left = dict(model.named_modules(remove_duplicate=False)), left | _routers(anatomy)
     linears = {}
     roles: list[Linear | Stem] = [*anatomy.parts(Linear)]
     roles += anatomy.parts(Stem) if products == "packed" else []  # in few bits the first layer loses most
-    for role in (role for role in roles if role.name not in routers):
+    for role in (role for role in roles if role.name not in left):
         name, module = role.name, modules.get(role.name)  # None in a block that another rank has
         if isinstance(module, Shortlist):
             name, module = f"{name}.rows", module.rows

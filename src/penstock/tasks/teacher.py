@@ -211,7 +211,11 @@ def _at_same_depth(number: int, depth: int, others: int) -> int:
 
 def _attention_of(block: nn.Module) -> Attention:
     attention = block.attention
-    assert isinstance(attention, Attention)
+    if not isinstance(attention, Attention):
+        raise ConfigError(
+            "recipe.teacher_attention and recipe.teacher_scores compare keys and values, which attention with latents "
+            "does not make of tokens; leave them out."
+        )
     return attention
 
 

@@ -67,6 +67,12 @@ PARTIAL: dict[str, Any] = {
     "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8, "pad_token_id": 0,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 3, 7.0]},
 }  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 16, "kv_lora_rank": 12, "q_lora_rank": 16,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20, "first_k_dense_replace": 1,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2-options": (
@@ -120,6 +126,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**LLAMA, "num_local_experts": 4, "router_aux_loss_coef": 0.02}),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "norm_topk_prob": True}),
     "qwen3-moe-by-turns": ("Qwen3MoeForCausalLM", {**LLAMA, **MOE, "decoder_sparse_step": 2}),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7,
+         "rope_parameters": {**ROPE, "rope_type": "yarn", "mscale": 0.707, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek-v2-greedy": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "q_lora_rank": None, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-3,
+         "rope_parameters": {**ROPE, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek-v3-options": (
+        "DeepseekV3ForCausalLM",
+        {**DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+         "rope_interleave": False},
+    ),
     "bert": ("BertForMaskedLM", BERT),
     "bert-untied": ("BertForMaskedLM", {**BERT, "tie_word_embeddings": False}),
     "bert-classes": ("BertForSequenceClassification", {**BERT, "num_labels": 3, "hidden_act": "gelu_new"}),
@@ -204,6 +226,9 @@ def _theirs(name: str) -> Any:
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):  # none at a neutral value
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_()
         if name == "marian":
             model.final_logits_bias.normal_()
     return model
@@ -454,7 +479,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("switch_transformers", {"expert_capacity": None}, "expert_capacity"),
     ("nllb-moe", {"second_expert_policy": "sampling"}, "second_expert_policy 'sampling'"),
     ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction 0.5"),
-    ("deepseek_v3", {}, "model_type 'deepseek_v3'"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias True"),
+    ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads 8 and num_attention_heads 128"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
     ("mixtral", {"sliding_window": 8}, "sliding_window"),
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     ("gpt_oss", {"output_router_logits": True}, "output_router_logits True"),
@@ -506,6 +533,26 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
         read_text_config({"model_type": kind, **sizes, **change})
 
 
+def test_heads_that_predict_further_tokens_are_left_out_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = _theirs("deepseek-v3")
+    theirs.save_pretrained(tmp_path)
+    state = read_state_dict(tmp_path)
+    last = {name: state[name] for name in state if name.startswith("model.layers.2.")}
+    ahead = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in last.items()}
+    ahead["model.layers.3.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file({**state, **ahead}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level("INFO"):
+        ours = from_pretrained(tmp_path).eval()
+    assert "and 36 more" in caplog.text
+    assert "predicts further tokens than the next" in caplog.text
+    _assert_alike(_run(ours, True), _run(theirs, False))
+    further = {name.replace("layers.3.", "layers.4."): tensor for name, tensor in ahead.items()}
+    with pytest.raises(ConfigError, match=r"no place for model\.layers\.4"):
+        load_weights(ours, {**state, **further})
+
+
 @pytest.mark.parametrize(("classes", "problem"), [(1, "regression"), (3, "single_label_classification")])
 def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp_path: Path) -> None:
     given = {**BERT, **LABELS, "model_type": "bert", "num_labels": classes, "problem_type": problem}
@@ -525,13 +572,13 @@ def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "Bert", "Roberta",
-     "XLMRoberta",
-     "Camembert", "DistilBert", "ModernBert", "T5", "MT5", "SwitchTransformers", "NllbMoe",
-     "Bart", "Marian"],
+    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2",
+     "DeepseekV3", "Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert", "T5", "MT5",
+     "SwitchTransformers", "NllbMoe", "Bart", "Marian"],
 )  # fmt: skip
 def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: str) -> None:
     other = {  # defaults that no model of ours has
+        "DeepseekV2": {"num_experts_per_tok": 6},
         "SwitchTransformers": {"num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6},
         "NllbMoe": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
     }.get(name, {})
@@ -545,7 +592,7 @@ HELD = {
     name
     for name, config in PRESETS.items()
     if re.match(
-        "gpt2|gpt-oss|llama|gemma|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb",
+        "gpt2|gpt-oss|llama|gemma|deepseek|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb",
         name,
     )
     and not name.startswith(("t5-moe", "marian-moe"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from penstock.config.layer import Rotary
+from penstock.config.layer import Latent, Rotary
 from penstock.config.model.diffusion import DiffusionConfig
 from penstock.config.model.every import ModelConfig
 from penstock.config.model.family import NAMED, ModelFamily
@@ -142,6 +142,19 @@ def _gpt_oss(depth: int, experts: int, **changes: Any) -> DecoderConfig:
         experts_per_token=4, router_bias=True, balance=0.001,
     )  # fmt: skip
     return replace(config, **changes)
+
+
+_DEEPSEEK: dict[str, Any] = {
+    "rotary": Rotary(scaling="yarn", factor=40.0, trained=4096, high=32.0, mscale=0.707, mscale_all=0.707),
+    "sequence": 4096, "vocabulary": 102400, "norm_eps": 1e-6, "dense_layers": 1, "experts_per_token": 6,
+    "shared_experts": 2, "router_normalised": False, "group_best": 1, "balance": 0.001,
+}  # fmt: skip
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_DEEPSEEK, "rotary": replace(_DEEPSEEK["rotary"], mscale=1.0, mscale_all=1.0), "vocabulary": 129280,
+    "dense_layers": 3, "experts": 256, "experts_per_token": 8, "shared_experts": 1, "expert_width": 2048,
+    "router": "sigmoid", "router_groups": 8, "groups_per_token": 4, "group_best": 2, "router_normalised": None,
+    "router_scale": 2.5, "balance": 0.01, "latent": Latent(),
+}  # fmt: skip
 
 
 def _t5(
@@ -345,6 +358,16 @@ PRESETS |= {
     # OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", and the published config.json of the two.
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    # DeepSeek-AI 2024, "DeepSeek-V2", section 3.1.2 and appendix B, and "DeepSeek-V3", section 4.2, as R1 has them too;
+    # their published config.json.
+    "deepseek-v2-lite": _llama(
+        2048, 27, 16, None, 10944, **_DEEPSEEK, experts=64, expert_width=1408, latent=Latent(query_rank=None),
+    ),
+    "deepseek-v2": _llama(
+        5120, 60, 128, None, 12288, **_DEEPSEEK, experts=160, expert_width=1536, router_groups=8, groups_per_token=3,
+        router_scale=16.0, latent=Latent(),
+    ),
+    "deepseek-v3": _llama(7168, 61, 128, None, 18432, **_DEEPSEEK_V3),
     # Devlin et al. 2019, section 3.
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),
@@ -401,6 +424,15 @@ PRESETS |= {
     "gpt-oss-tiny": _gpt_oss(
         4, 8, width=128, heads=4, kv_heads=2, head_features=None, mlp_width=96, experts_per_token=2, window=32,
         vocabulary=2048, sequence=128,
+    ),
+    "deepseek-tiny": _llama(
+        128, 4, 4, None, 352,
+        **{
+            **_DEEPSEEK_V3, "vocabulary": 2048, "sequence": 128, "dense_layers": 1, "experts": 8,
+            "experts_per_token": 2, "expert_width": 96, "router_groups": 4, "groups_per_token": 2,
+            "rotary": replace(_DEEPSEEK_V3["rotary"], trained=64),
+            "latent": Latent(kv_rank=48, query_rank=64, plain_width=24, rotary_width=8, value_width=24),
+        },
     ),
     "universal-tiny": _universal(
         _plain(128, 3, 4, dropout=0.0), _plain(128, 1, 4, dropout=0.0), vocabulary=2048, sequence=128, head="both",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
-from penstock.config.layer import Rotary
+from penstock.config.layer import Latent, Rotary
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from penstock.config.stack import Stack
 from penstock.config.theirs import names as tables
@@ -63,6 +63,28 @@ _QWEN: dict[str, Option] = {
     "num_key_value_heads": (32, ("kv_heads",)),
     "max_position_embeddings": (32768, ("sequence",)),
 }
+_LATENT: dict[str, Any] = {
+    **_ROPED, "latent": Latent(), "experts": 1, "experts_per_token": 1, "router_normalised": False,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Option] = {
+    **{name: option for name, option in _LLAMA.items() if name != "num_key_value_heads"},
+    "num_key_value_heads": ("=num_attention_heads", ("heads",)), "kv_lora_rank": (512, ("latent.kv_rank",)),
+    "q_lora_rank": (1536, ("latent.query_rank",)), "qk_nope_head_dim": (128, ("latent.plain_width",)),
+    "qk_rope_head_dim": (64, ("latent.rotary_width",)), "v_head_dim": (128, ("latent.value_width",)),
+}  # fmt: skip
+_DEEPSEEK_MUST: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,), "attention_bias": (False,), "moe_layer_freq": (1,),
+}  # fmt: skip
+_LIKE_DEEPSEEK: dict[str, Any] = {
+    **_LIKE_LLAMA, "names": tables.deepseek_names, "nulls": frozenset({"q_lora_rank"}),
+    "renamed": {"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"},
+    # Heads that predict further tokens are a block behind the last.
+    "ignored": _LIKE_LLAMA["ignored"] + r"|^model\.layers\.{depth}\.",
+    "free": frozenset({
+        "head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logits", "num_nextn_predict_layers",
+        "num_mtp_layers",
+    }),
+}  # fmt: skip
 _CAUSAL: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (False,), "partial_rotary_factor": (1.0, None)}
 _BOTH = ("encoder", "decoder")
 
@@ -310,6 +332,41 @@ LIBRARIES: tuple[Library, ...] = (
         free=frozenset({"experts_per_token", "initial_context_length", "router_aux_loss_coef"}),
         **{**_LIKE_LLAMA, "activation": ("hidden_act", {"silu": "swiglu_clamped"}), "names": tables.gpt_oss_names},
         window=WindowTurns(window=("sliding_window", 128), every=("", 2), last=True),
+    ),
+    Library(
+        model_type="deepseek_v2",
+        architectures={"words": "DeepseekV2ForCausalLM"},
+        base=DecoderConfig(**_LATENT, group_best=1, balance=0.0),
+        options={
+            **_DEEPSEEK, "vocab_size": (102400, ("vocabulary",)), "aux_loss_alpha": (0.0, ("balance",)),
+            "first_k_dense_replace": (0, ("dense_layers",)), "n_routed_experts": (64, ("experts",)),
+            "n_shared_experts": (2, ("shared_experts",)), "moe_intermediate_size": (1407, ("expert_width",)),
+            "num_experts_per_tok": (6, ("experts_per_token",)), "routed_scaling_factor": (1.0, ("router_scale",)),
+            "n_group": (None, ("router_groups",)), "topk_group": (None, ("groups_per_token",)),
+        },
+        # With `greedy` all experts are one group.
+        must={
+            **_DEEPSEEK_MUST, "topk_method": ("group_limited_greedy", "greedy"), "scoring_func": ("softmax",),
+            "norm_topk_prob": (False,), "mlp_bias": (False,),
+        },
+        **_LIKE_DEEPSEEK,
+    ),
+    Library(
+        model_type="deepseek_v3",
+        architectures={"words": "DeepseekV3ForCausalLM"},
+        base=DecoderConfig(**_LATENT, router="sigmoid"),
+        options={
+            **_DEEPSEEK, "vocab_size": (129280, ("vocabulary",)), "hidden_size": (7168, ("width",)),
+            "intermediate_size": (18432, ("mlp_width",)), "num_hidden_layers": (61, ("depth",)),
+            "num_attention_heads": (128, ("heads",)), "max_position_embeddings": (4096, ("sequence",)),
+            "first_k_dense_replace": (3, ("dense_layers",)), "n_routed_experts": (256, ("experts",)),
+            "n_shared_experts": (1, ("shared_experts",)), "moe_intermediate_size": (2048, ("expert_width",)),
+            "num_experts_per_tok": (8, ("experts_per_token",)), "routed_scaling_factor": (2.5, ("router_scale",)),
+            "n_group": (8, ("router_groups",)), "topk_group": (4, ("groups_per_token",)),
+            "norm_topk_prob": (True, ("router_normalised",)), "rope_interleave": (True, ("latent.interleaved",)),
+        },
+        must={**_DEEPSEEK_MUST, "topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid",)},
+        **_LIKE_DEEPSEEK,
     ),
     Library(
         model_type="bert",

@@ -74,7 +74,9 @@ class Library:
     heads: tuple[str, ...]
     """How names of other weights begin."""
     ignored: str = r"(?!)"
-    """Weights that may be left out: a regular expression."""
+    """Weights that may be left out: a regular expression, in which `{depth}` is the number of blocks."""
+    nulls: frozenset[str] = frozenset()
+    """Options with a default of theirs whose null is a value of its own."""
     rotary: bool = False
     partial: bool = False
     """Whether rotary positions may turn a share of a head's features, or be scaled pair by pair."""

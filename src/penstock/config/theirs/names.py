@@ -20,10 +20,10 @@ class WeightPlaces:
 
     names: tuple[str, ...]
     """Modules, or parameters where ours is one."""
-    form: Literal["same", "heads", "rows", "experts", "turns"] = "same"
+    form: Literal["same", "heads", "rows", "experts", "turns", "units"] = "same"
     """`heads`: queries, keys and values, which we order by head; `rows`: one after the other; `experts`: the same for
     each expert `{e}`, which are our first dimension; `turns`: of all experts in one, with outputs of gate and others by
-    turns."""
+    turns; `units`: numbers, which are whole multiples of `UNIT` here."""
     transposed: bool = False
     """Whether weights are stored as (in, out), of experts as (E, in, out)."""
     unused: int = 0
@@ -124,6 +124,21 @@ def gpt_oss_names(config: TextConfig) -> Names:
         block + "mlp.up.bias": _one(experts + "gate_up_proj_bias", form="turns"),
         block + "mlp.down.weight": _one(experts + "down_proj", transposed=True),
         block + "mlp.down.bias": _one(experts + "down_proj_bias"),
+    }
+
+
+def deepseek_names(config: TextConfig) -> Names:
+    """Qwen's mixtures with experts that every token visits, and attention with latents."""
+    here, block, latent = "model.layers.{i}.", "decoder.blocks.{i}.", stack_of(config, "decoder").latent
+    shared, ranked = here + "mlp.shared_experts.", latent is not None and latent.query_rank
+    parts = {"q_down": "q_a_proj", "q_norm": "q_a_layernorm", "q_up": "q_b_proj" if ranked else "q_proj"}
+    parts |= {"kv_down": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    return {
+        **qwen_moe_names(config),
+        **{f"{block}attention.{part}": _one(f"{here}self_attn.{name}") for part, name in parts.items()},
+        block + "mlp.shared.up": WeightPlaces((shared + "gate_proj", shared + "up_proj"), "rows"),
+        block + "mlp.shared.down": _one(shared + "down_proj"),
+        block + "mlp.correction": _one(here + "mlp.gate.e_score_correction_bias", form="units"),
     }
 
 

@@ -109,11 +109,21 @@ def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
         share = given.partial_rotary_factor or config.partial_rotary_factor or share
         trained = trained or config.original_max_position_embeddings
     given = replace(given, original_max_position_embeddings=trained)
-    return _turning(given, theta, config.max_position_embeddings, problems, share)
+    scaled = base.latent is not None
+    return _turning(given, theta, config.max_position_embeddings, problems, share, scaled=scaled)
 
 
-def _turning(given: _Rope, base: float, positions: int, problems: list[str], share: float = 1.0) -> Rotary:
-    """`base`, `positions` and `share` hold where the record does not say them."""
+def _turning(
+    given: _Rope,
+    base: float,
+    positions: int,
+    problems: list[str],
+    share: float = 1.0,
+    *,
+    scaled: bool = False,
+) -> Rotary:
+    """`base`, `positions` and `share` hold where the record does not say them; `scaled` models have factors of
+    scores."""
     plain = Rotary(base=given.rope_theta or base, share=share)
     kind = given.rope_type or given.type or "default"
     kind = "longrope" if kind == "su" else kind
@@ -121,6 +131,8 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str], sha
         "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,),
         "partial_rotary_factor": (None, share),
     }  # fmt: skip
+    if scaled and kind == "yarn":
+        del same["mscale"], same["mscale_all_dim"]
     problems += [
         f"config.json has {name} {getattr(given, name)!r} for its rotary positions, which Penstock's do not have."
         for name, allowed in same.items()
@@ -153,6 +165,7 @@ def _turning(given: _Rope, base: float, positions: int, problems: list[str], sha
         low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
         high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
         truncate=kind != "yarn" or given.truncate is not False,
+        mscale=given.mscale or 0.0, mscale_all=given.mscale_all_dim or 0.0,
     )  # fmt: skip
 
 
@@ -279,4 +292,6 @@ def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
         scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
     if not rotary.truncate:
         scaling["truncate"] = False
+    factors = {"mscale": rotary.mscale, "mscale_all_dim": rotary.mscale_all}
+    scaling |= {name: value for name, value in factors.items() if value}
     return {**values, "rope_scaling": scaling}

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from penstock.boundary.files import quoted, shown
 from penstock.config.convert import NotNegative, shown_value
 from penstock.config.graph import Init
-from penstock.config.kinds import field_types
+from penstock.config.kinds import dataclasses_of, field_types
 from penstock.config.load import MOST_PROBLEMS, from_dict
 from penstock.config.model import (
     DecoderConfig,
@@ -90,6 +90,10 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
                     f"has one {path.rpartition('.')[2]} for both."
                 )
             settings[path], origin[path] = value, option
+    if (methods := library.must.get("topk_method")) and "router_groups" in settings:
+        whole = values.get("topk_method", methods[-1]) == "greedy"  # whatever the groups are
+        groups = {name: 1 if whole else settings[name] or 1 for name in ("router_groups", "groups_per_token")}
+        settings |= groups
     option, known = library.activation
     activation = getattr(given, option)
     if activation not in known:
@@ -152,10 +156,11 @@ def _record(model_type: str) -> type:
         follows = isinstance(default, str) and default.startswith("=")
         kind: Any = type(library.base)
         for part in paths[0].split("."):
-            kind = field_types(kind)[part]
+            kind = field_types(next(iter(dataclasses_of(kind))))[part]
         # Where theirs has a default, null is no value of it, though it may be one of ours.
         wanted = (one for one in get_args(kind) if one is not NoneType)
         always = reduce(or_, wanted) if NoneType in get_args(kind) else kind
+        always = kind if option in library.nulls else always
         entries[option] = (kind | None, None) if default is None or follows else (always, default)
     made = [(name, kind, field(default=default)) for name, (kind, default) in entries.items()]
     own = ("penstock", _Own, field(default_factory=_Own))
@@ -295,7 +300,8 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
     """
     best: list[str] | None = None
     for library in LIBRARIES:
-        if type(library.base) is not type(config) or not library.written:
+        latent = [getattr(one, "latent", None) is None for one in (library.base, config)]
+        if type(library.base) is not type(config) or not library.written or len(set(latent)) > 1:
             continue
         if (kind := getattr(config, "saved_as", None)) not in (None, library.model_type):
             continue
@@ -339,7 +345,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         },
     }
     for option, (_, paths) in library.options.items():
-        if (value := _at(config, paths[0])) is not None:
+        if (value := _at(config, paths[0])) is not None or option in library.nulls:
             values[option] = value
     for option, every in library.mixtures.items():
         values[option] = max(1, values[every] // values[option])

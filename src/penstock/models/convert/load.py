@@ -95,7 +95,9 @@ def load_weights(
             starts = {f"{name}.{CLIP}": clip_of(scales[name]) for name in clips & scales.keys()}
             state = held | state | {name: start for name, start in starts.items() if name in held}
         if loaded.ignored:
-            log.info("Left out, because the model does not need them: %s.", _some(loaded.ignored))
+            ahead = any(".eh_proj." in name for name in loaded.ignored)
+            also = " With these the checkpoint predicts further tokens than the next." if ahead else ""
+            log.info("Left out, because the model does not need them: %s.%s", _some(loaded.ignored), also)
         with torch.no_grad():
             model.load_state_dict(state)
         return loaded

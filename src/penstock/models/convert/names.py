@@ -16,6 +16,7 @@ from penstock.config.theirs.names import Names, WeightPlaces, stack_of
 from penstock.config.theirs.text import library_of, write_text_config
 from penstock.dtypes import FLOATS
 from penstock.errors import ConfigError
+from penstock.models.experts import UNIT
 from penstock.models.model import Model
 from penstock.models.positions import Sinusoidal
 from penstock.tensorfile import Pending
@@ -40,7 +41,8 @@ def to_library(
     """Our state dict in transformers' names and shapes; what is tied appears once."""
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if tensor.is_floating_point() and (name != "head.weight" or not shares_head(config)):
+        floats = tensor.is_floating_point() or name.endswith(".correction")
+        if floats and (name != "head.weight" or not shares_head(config)):
             converted |= in_library(name, tensor, config, table)
     return converted
 
@@ -80,7 +82,7 @@ def from_library(
     for name, tensor in expected.items():
         if name == "head.weight" and shares_head(config):
             continue
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and not name.endswith(".correction"):
             weights[name] = torch.zeros_like(tensor)  # visits of experts, of which nothing is known
             continue
         wanted = in_library(name, tensor.to("meta"), config, table)
@@ -135,6 +137,8 @@ def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig | 
         return [part for one in tensor.unbind(0) for part in one.chunk(len(entry.names))]
     if entry.form == "turns":
         return [torch.stack(tensor.chunk(2, dim=1), dim=2).flatten(1, 2)]
+    if entry.form == "units":
+        return [(tensor.double() * UNIT).float()]
     if entry.form == "same":
         return [tensor]
     features, each = _sizes(name, config)
@@ -152,6 +156,8 @@ def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextCon
         return torch.stack([torch.cat(parts[at : at + count]) for at in range(0, len(parts), count)])
     if entry.form == "turns":
         return torch.cat([parts[0][:, ::2], parts[0][:, 1::2]], dim=1)
+    if entry.form == "units":
+        return (parts[0].double() / UNIT).round().to(torch.int64)
     if entry.form == "same":
         return parts[0]
     features, each = _sizes(name, config)
@@ -298,7 +304,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
     # transformers' state dicts hold what is tied under each of its names.
     tokens = converted.state.get("tokens.weight")
     left = [name for name in converted.left if tokens is None or not _equal(state[name], tokens)]
-    free, others = left_over(left, library.ignored)
+    free, others = left_over(left, library.ignored.replace("{depth}", str(stacks(model.config)[0].depth)))
     bias = state.get("final_logits_bias")
     if bias is not None and "final_logits_bias" in free and not bias.is_meta and bool((bias != 0).any()):
         raise ConfigError(

@@ -144,7 +144,11 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
         )
 
     # Rows of queries, keys and values are ordered by head, so that they are split as one matrix.
-    inside = _attention(layer, "attention", (Linear("attention.qkv", "column"),))
+    inside = (
+        _latent(layer)
+        if layer.latent
+        else _attention(layer, "attention", (Linear("attention.qkv", "column"),))
+    )
     between: tuple[Role, ...] = ()
     if cross:
         projections = Linear("cross.q", "column"), Linear("cross.kv", "column")
@@ -176,6 +180,16 @@ def _experts(sizes: ExpertMixture) -> Experts:
     return Experts(
         "mlp", router=Linear("mlp.router") if sizes.learns_routes else None, up=one.up, down=one.down,
         count=sizes.experts, shared=_perceptron(sizes.expert, "mlp.shared") if sizes.shared_experts else None,
+    )  # fmt: skip
+
+
+def _latent(layer: Layer) -> Attention:
+    queries = bool(layer.latent and layer.latent.query_rank)
+    downs = ("attention.q_down", "attention.kv_down")[not queries :]
+    return Attention(
+        "attention", projections=(Linear("attention.q_up", "column"), Linear("attention.kv_up", "column")),
+        latents=tuple(map(Linear, downs)), out=Linear("attention.out", "row"), heads=layer.heads, kv_heads=layer.heads,
+        norms=tuple(Norm(name.replace("down", "norm")) for name in downs),
     )  # fmt: skip
 
 

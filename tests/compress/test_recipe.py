@@ -17,7 +17,7 @@ import penstock
 from helpers.toy import toy_machine
 from penstock.cli import main
 from penstock.compress import measure, run
-from penstock.compress.page import front, table, worsening
+from penstock.compress.page import table, worsening
 from penstock.config.compress import CompressConfig, Distil, Prune, load_compression
 from penstock.config.machine import Machine, save_machine
 from penstock.config.plan import Plan
@@ -94,11 +94,7 @@ def test_rounds_prune_and_distil_and_leave_a_model_with_its_recipe(teacher: Path
     again = load_compression(file=tmp_path / "out" / "export" / run.RECIPE)
     assert again == config
     page = (tmp_path / "out" / run.PAGE).read_text()
-    assert page.count("<svg") >= 4
-    assert "best of each latency" in page
-    points = [(4.0, 0.9), (2.0, 0.7), (3.0, 0.6), (1.0, 0.7), (5.0, 0.8)]
-    assert front(points, lower=False) == [(1.0, 0.7), (4.0, 0.9)]
-    assert front(points, lower=True) == [(1.0, 0.7), (3.0, 0.6)]
+    assert page.count("<svg") == 2
     assert "src=" not in page
     assert "encoder: layers 4 → 3" in page
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.schedules import Action, Costs, Schedule, generate, simulate, with_communication
-from penstock.schedules.action import COMMUNICATION_KINDS, COMPUTE_KINDS
 from penstock.schedules.costs import durations, memory_changes, ratio
+from penstock.schedules.schedule import COMMUNICATION_KINDS, COMPUTE_KINDS
 
 ANY_ACTION = st.builds(
     Action, st.integers(0, 40), st.sampled_from(COMPUTE_KINDS + COMMUNICATION_KINDS), st.integers(0, 40)

@@ -10,7 +10,7 @@ from typing import Any
 from penstock import __version__
 from penstock.boundary.files import shown
 from penstock.config.compress import CompressConfig
-from penstock.report.figures import Bar, Line, lines, waterfall
+from penstock.report.figures import Bar, waterfall
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.units import duration
 from penstock.train.card import on_hub
@@ -88,16 +88,6 @@ def to_html(report: Mapping[str, Any]) -> str:
         state: Any = "baseline" if row is first else "kept"
         bars.append(Bar(label=row["title"], state=state, value=relative, floor=level, predicted=wanted))
         level = relative
-    name = next(iter(first["metrics"]))
-    points = [(row["seconds"] * 1e3, row["metrics"][name]) for row in rows]
-    tips = [f"{row['title']}: {row['words']}, {duration(row['seconds'], 3)}" for row in rows]
-    samples = report["settings"].get("batch", 1)  # absent in records of earlier versions
-    label = f"latency in ms of {samples} sample{'s' * (samples > 1)}"
-    best = front(points, lower=name in LOWER)
-    drawn = [
-        Line(label="after each step", points=points, tips=tips),
-        Line(label="best of each latency", points=best, bold=True, tips=[f"{y:.4g}" for _, y in best]),
-    ]
     sections = [
         Section(
             title="Speed",
@@ -107,24 +97,11 @@ def to_html(report: Mapping[str, Any]) -> str:
                 )
             ],
         ),
-        Section(
-            title=f"{name} and latency",
-            figures=[partial(lines, drawn, title=f"{name} against latency", x_label=label, y_label=name)],
-        ),
         table(report),
         *filter(None, [cuts_table(report)]),
         origin(report["environment"]),
     ]
     return page("Compression", f"{first['folder']} in {len(rows) - 1} steps.", tiles, sections)
-
-
-def front(points: Sequence[tuple[float, float]], *, lower: bool) -> list[tuple[float, float]]:
-    """The points (latency, metric) that none of the others beats in both, by latency: the Pareto front."""
-    best: list[tuple[float, float]] = []
-    for x, y in sorted(points, key=lambda point: (point[0], point[1] if lower else -point[1])):
-        if not best or (y < best[-1][1] if lower else y > best[-1][1]):
-            best.append((x, y))
-    return best
 
 
 def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float, float, float | None]:

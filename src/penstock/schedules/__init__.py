@@ -4,13 +4,13 @@ A schedule is an order of actions for each rank. Their times follow from their d
 runtime that executes the same orders gets the same result.
 """
 
-from penstock.schedules.action import Action as Action
-from penstock.schedules.action import Kind as Kind
 from penstock.schedules.costs import Costs as Costs
 from penstock.schedules.generate import SCHEDULE_NAMES as SCHEDULE_NAMES
 from penstock.schedules.generate import ScheduleName as ScheduleName
 from penstock.schedules.generate import generate as generate
 from penstock.schedules.generate import schedule_of as schedule_of
+from penstock.schedules.schedule import Action as Action
+from penstock.schedules.schedule import Kind as Kind
 from penstock.schedules.schedule import Schedule as Schedule
 from penstock.schedules.simulate import Measured as Measured
 from penstock.schedules.simulate import Shared as Shared

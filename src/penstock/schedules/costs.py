@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from penstock.errors import ConfigError
-from penstock.schedules.action import Kind
+from penstock.schedules.schedule import Kind
 
 Number = int | float | Fraction
 PerStage = Number | Sequence[Number]

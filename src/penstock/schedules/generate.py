@@ -11,8 +11,7 @@ from typing import Literal, get_args
 from penstock.config.convert import nearest
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.schedules.action import Action, Kind
-from penstock.schedules.schedule import Schedule
+from penstock.schedules.schedule import Action, Kind, Schedule
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)

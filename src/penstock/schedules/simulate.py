@@ -10,9 +10,8 @@ from types import GeneratorType
 from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedules.action import Action, Kind
 from penstock.schedules.costs import Costs, Number, durations, memory_changes, per_stage, ratio
-from penstock.schedules.schedule import Schedule, waits
+from penstock.schedules.schedule import Action, Kind, Schedule, waits
 
 
 class Span(NamedTuple):

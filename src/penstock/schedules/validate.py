@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections import Counter
 
 from penstock.errors import ConfigError
-from penstock.schedules.action import COMMUNICATION_KINDS, COMPUTE_KINDS, Action, Kind
 from penstock.schedules.costs import Costs
-from penstock.schedules.schedule import Schedule, rendezvous, waits
+from penstock.schedules.schedule import (
+    COMMUNICATION_KINDS,
+    COMPUTE_KINDS,
+    Action,
+    Kind,
+    Schedule,
+    rendezvous,
+    waits,
+)
 from penstock.schedules.simulate import play
 
 _MOST = 20  # problems that one message lists; a schedule with one stage missing has thousands

@@ -46,6 +46,15 @@ _DDIGITS: Settings = {
 """Diffusion models of the embedded digits. Nothing is flipped: a mirrored digit is another sign."""
 
 JOBS: dict[str, Settings] = {
+    **dict.fromkeys(
+        ("bert-tiny", "modernbert-tiny", "t5-tiny", "t5-moe-tiny", "switch-tiny", "bart-tiny"), _TINY
+    ),
+    **dict.fromkeys(
+        ("gpt-tiny", "llama-tiny", "qwen-tiny", "mixtral-tiny", "qwen3-moe-tiny"),
+        {**_TINY, "recipe.lr": 3e-3},
+    ),
+    **dict.fromkeys(("marian-base", "transformer-base", "transformer-big"), _TRANSLATION),
+    **dict.fromkeys(("ddigits-tiny", "ddigits-moe-tiny"), _DDIGITS),
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
     # mild, because one of eight pixels already moves a stroke.
     "vit-digits": {
@@ -57,23 +66,7 @@ JOBS: dict[str, Settings] = {
         "recipe.augment.crop_scale_min": 0.7,
         "plan.micro_batch": 64,
     },
-    "ddigits-tiny": _DDIGITS,
-    "ddigits-moe-tiny": _DDIGITS,
-    "gpt-tiny": {**_TINY, "recipe.lr": 3e-3},
-    "llama-tiny": {**_TINY, "recipe.lr": 3e-3},
-    "qwen-tiny": {**_TINY, "recipe.lr": 3e-3},
     "universal-tiny": {**_TINY, "recipe.lr": 3e-3, "plan.micro_batch": 16},
-    "bert-tiny": _TINY,
-    "modernbert-tiny": _TINY,
-    "t5-tiny": _TINY,
-    "t5-moe-tiny": _TINY,
-    "switch-tiny": _TINY,
-    "mixtral-tiny": {**_TINY, "recipe.lr": 3e-3},
-    "qwen3-moe-tiny": {**_TINY, "recipe.lr": 3e-3},
-    "bart-tiny": _TINY,
-    "marian-base": _TRANSLATION,
-    "transformer-base": _TRANSLATION,
-    "transformer-big": _TRANSLATION,
     "marian-tiny": {
         **_TINY,
         "task": "translation",

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.doctor import numerics
-from penstock.doctor.numerics import Finding, first_line
+from penstock.doctor.numerics import Finding as Finding
+from penstock.doctor.numerics import first_line
 
 SUBPROCESS_SECONDS = 120
 _TORCH_FLOOR = (2, 11)

@@ -23,6 +23,7 @@ _TINY: Settings = {
 }
 """Models of less than a million weights, which are to learn something in two minutes on two cores. They are evaluated
 at the end only."""
+_TINY_DECODER: Settings = {**_TINY, "recipe.lr": 3e-3}
 
 _TRANSLATION: Settings = {
     "task": "translation",
@@ -49,10 +50,7 @@ JOBS: dict[str, Settings] = {
     **dict.fromkeys(
         ("bert-tiny", "modernbert-tiny", "t5-tiny", "t5-moe-tiny", "switch-tiny", "bart-tiny"), _TINY
     ),
-    **dict.fromkeys(
-        ("gpt-tiny", "llama-tiny", "qwen-tiny", "mixtral-tiny", "qwen3-moe-tiny"),
-        {**_TINY, "recipe.lr": 3e-3},
-    ),
+    **dict.fromkeys(("gpt-tiny", "llama-tiny", "qwen-tiny", "mixtral-tiny", "qwen3-moe-tiny"), _TINY_DECODER),
     **dict.fromkeys(("marian-base", "transformer-base", "transformer-big"), _TRANSLATION),
     **dict.fromkeys(("ddigits-tiny", "ddigits-moe-tiny"), _DDIGITS),
     # About 1,440 images are used 60 times. A mirrored digit is another sign, so nothing is flipped. Crops are
@@ -66,7 +64,7 @@ JOBS: dict[str, Settings] = {
         "recipe.augment.crop_scale_min": 0.7,
         "plan.micro_batch": 64,
     },
-    "universal-tiny": {**_TINY, "recipe.lr": 3e-3, "plan.micro_batch": 16},
+    "universal-tiny": {**_TINY_DECODER, "plan.micro_batch": 16},
     "marian-tiny": {
         **_TINY,
         "task": "translation",

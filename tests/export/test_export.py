@@ -15,8 +15,9 @@ import penstock
 from helpers.small_folders import every_digit, folder, learn_digits, quantised
 from helpers.sweeps import sweep
 from penstock.cli import main
+from penstock.compress.data import task_data
 from penstock.compress.pad import write_transformers
-from penstock.compress.quantise import quantise_folder, task_data
+from penstock.compress.quantise import quantise_folder
 from penstock.config.graph import PatchInput
 from penstock.config.layer import Rotary
 from penstock.config.quantise import QuantiseOptions

@@ -17,7 +17,8 @@ from helpers.equality import images, micro_batches, whole_weights
 from helpers.spawn import spawn
 from penstock.build import Built, build
 from penstock.cli import main
-from penstock.compress.quantise import QuantiseData, quantise_folder, task_data
+from penstock.compress.data import QuantiseData, task_data
+from penstock.compress.quantise import quantise_folder
 from penstock.config.machine import Machine, save_machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan

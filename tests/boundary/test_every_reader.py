@@ -28,7 +28,7 @@ ELSEWHERE = {
     "cli/__init__.py": "opens /dev/null",
     "cli/_script.py": "the user's own script, which is read as Python reads it, and is run",
     "cli/retrieve.py": "images that were checked when they were read, to be drawn",
-    "compress/quantise.py": "opens a task's samples",
+    "compress/data.py": "opens a task's samples",
     "compress/measure.py": "opens a model's folder by `from_pretrained`",
     "compress/steps.py": "opens models' folders by `from_pretrained`",
     "compress/run.py": "opens models' folders by `from_pretrained`",

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import penstock
-from penstock.compress.quantise import QuantiseData, quantise_folder
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import quantise_folder
 from penstock.config.model import MultimodalConfig, UniversalConfig, with_stacks
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig

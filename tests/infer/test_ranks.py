@@ -17,7 +17,8 @@ from helpers.generation import Letters, tiny
 from helpers.rank_pool import pool
 from helpers.routed import routed
 from penstock.cli import main
-from penstock.compress.quantise import QuantiseData, quantise_folder
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import quantise_folder
 from penstock.config.decoding import Decoding
 from penstock.config.model import DecoderConfig, Seq2SeqConfig
 from penstock.config.plan import Plan

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.compress.quantise import QuantiseData, candidates, quantise_folder
+from penstock.compress.data import QuantiseData
+from penstock.compress.quantise import candidates, quantise_folder
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions

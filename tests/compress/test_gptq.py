@@ -129,7 +129,16 @@ def test_the_peak_of_memory_is_the_model_and_two_blocks(
 # Smoothing changes no output, whatever family a model is of, and takes outliers out of inputs.
 
 
-LAST = {"bert", "bert of classes", "marian", "bart", "marian moe", "diffusion moe", "experts of blocks"}
+LAST = {
+    "bert",
+    "bert of classes",
+    "marian",
+    "bart",
+    "marian moe",
+    "diffusion moe",
+    "experts of blocks",
+    "olmo",
+}
 """Families whose norms come last, or have no weights."""
 
 

@@ -27,7 +27,11 @@ from penstock.models.expert_linear import ExpertLinear
 from penstock.models.model import Model
 
 FORMS = {
-    **{name: one.config for name, one in ENROLLED.items() if name not in ("vit moe", "experts of blocks")},
+    **{
+        name: one.config
+        for name, one in ENROLLED.items()
+        if name not in ("vit moe", "experts of blocks", "olmo")
+    },
     "grouped": small("llama-tiny", heads=6, kv_heads=3, head_features=4),
     "sigmoid": small(
         "mixtral-tiny", router="sigmoid", shared_experts=2, head_features=4, heads=4, kv_heads=2
@@ -180,6 +184,9 @@ def test_what_cannot_be_removed_is_refused(case: str) -> None:
 def test_alibi_s_heads_stay() -> None:
     model = _model(small("gpt-tiny", positions="alibi"))
     with pytest.raises(ConfigError, match="ALiBi"):
+        keep_heads(model, "decoder", [[0], [0]])
+    model = _model(ENROLLED["olmo"].config)
+    with pytest.raises(ConfigError, match="share the norms of their queries and keys"):
         keep_heads(model, "decoder", [[0], [0]])
 
 

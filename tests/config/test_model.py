@@ -86,6 +86,18 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ({"model": "gpt2", "model.sequence": "0"}, "model.sequence is 0"),
         ({"model": "mixtral-8x7b", "model.experts_per_token": "9"}, "only 8 model.experts"),
         ({"model": "gpt2", "model.window": "0"}, "model.window is 0"),
+        ({"model": "bert-base", "model.branch_norms": "true"}, "branch_norms takes norms from before"),
+        ({"model": "gpt2", "model.qk_norm_whole": "true"}, "qk_norm_whole is for model.qk_norm true"),
+        ({"model": "gpt2", "model.unturned_every": "4"}, "unturned_every is for model.positions rotary"),
+        (
+            {"model": "gpt2", "model.positions": "alibi", "model.score_cap": "5"},
+            "score_cap is for scores without biases",
+        ),
+        ({"model": "llama-tiny", "model.rotary.share": "0.01"}, "0 of a head's 32 turn"),
+        (
+            {"model": "llama-tiny", "model.rotary.scaling": "longrope"},
+            "have 0 and 0 numbers, but must have 16 each",
+        ),
         ({"model": "gpt2", "model.global_offset": "2"}, "set it below model.global_every"),
         ({"model": "gpt2", "model.norm_zero_centred": "true"}, "is for model.norm rms, and not layer"),
         (

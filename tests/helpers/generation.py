@@ -31,6 +31,9 @@ DECODERS: dict[str, dict[str, Any]] = {
         "kv_heads": 2,
         "rotary": Rotary(share=0.5, scaling="longrope", factor=4.0, trained=7, short=(1.3,), long=(5.0,)),
     },
+    "smollm": {"depth": 4, "kv_heads": 2, "unturned_every": 2},
+    "olmo": {"kv_heads": 2},
+    "glm": {"kv_heads": 2},
     "gemma 2": {"depth": 4, "kv_heads": 2, "window": 4},
     "gemma": {"depth": 4, "kv_heads": 2, "window": 4},
     "gpt-oss": {"depth": 4, "kv_heads": 2, "window": 4},
@@ -62,8 +65,10 @@ def tiny(
     """
     sizes: dict[str, Any] = {"width": 16, "heads": 4, "depth": depth, "mlp_width": 32, "head_features": None}
     base = name if name in BOTH else "llama-tiny" if name in _LIKE_LLAMA else "gpt-tiny"
-    bases = {"gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny", "gpt-oss": "gpt-oss-tiny"}
-    bases["deepseek"] = "deepseek-tiny"
+    bases = {
+        "gemma": "gemma3-tiny", "gemma 2": "gemma2-tiny", "phi": "phi-tiny", "gpt-oss": "gpt-oss-tiny",
+        "olmo": "olmo2-tiny", "smollm": "smollm3-tiny", "glm": "glm-tiny", "deepseek": "deepseek-tiny",
+    }  # fmt: skip
     base = bases.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):

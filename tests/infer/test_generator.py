@@ -42,7 +42,22 @@ def logits_after(model: Model, ids: Sequence[int], source: Sequence[int] = ()) -
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt", "qwen", "alibi", "window", "gemma", "gemma 2", "phi", "gpt-oss", "deepseek", "pruned", *BOTH],
+    [
+        "gpt",
+        "qwen",
+        "alibi",
+        "window",
+        "gemma",
+        "gemma 2",
+        "phi",
+        "olmo",
+        "smollm",
+        "glm",
+        "gpt-oss",
+        "deepseek",
+        "pruned",
+        *BOTH,
+    ],
 )
 def test_one_beam_is_greedy_and_company_changes_nothing(name: str) -> None:
     made = generator(name)

@@ -235,8 +235,8 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [
-    "gpt2", "llama-tiny", "qwen-tiny", "phi-tiny", "gemma2-tiny", "gemma3-tiny", "deepseek-tiny", "mixtral-tiny",
-    "qwen3-moe-tiny", "gpt-oss-tiny", "marian-tiny", "t5-tiny",
+    "gpt2", "llama-tiny", "qwen-tiny", "phi-tiny", "olmo2-tiny", "smollm3-tiny", "glm-tiny", "gemma2-tiny",
+    "gemma3-tiny", "mixtral-tiny", "qwen3-moe-tiny", "gpt-oss-tiny", "deepseek-tiny", "marian-tiny", "t5-tiny",
 ])  # fmt: skip
 def test_operators_of_a_step_are_those_of_our_engine(name: str) -> None:
     sizes: dict[str, Any] = {"width": 32, "heads": 2}

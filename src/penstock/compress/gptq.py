@@ -139,7 +139,7 @@ def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
 
 def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
     """The norms of a block: each feeds the part behind it, or of a parallel block every part."""
-    if not run.stack.norm_first:
+    if run.stack.placement not in ("before", "both"):
         return
     norm, names = "", list[str]()
     for part in block.parts:

@@ -63,6 +63,11 @@ def keep_heads(
             f"Heads of {run} have ALiBi's slopes, which follow from the number of heads, so that none can be removed; "
             "remove layers or hidden width instead."
         )
+    if stack.qk_norm_whole:
+        raise ConfigError(
+            f"Heads of {run} share the norms of their queries and keys, so that none can be removed alone; remove "
+            "layers or hidden width instead."
+        )
     kept = [list(numbers) for numbers in groups]
     if stack.biased and any(numbers != kept[0] for numbers in kept):
         raise ConfigError(

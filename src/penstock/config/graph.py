@@ -598,7 +598,7 @@ class Graph:
             yield f"The run {run.name} is modulated, but the graph has no condition; give it one."
         if run.causal or not isinstance(self.input_of(run), PatchInput):
             yield f"The run {run.name} is modulated, which only runs over images can be."
-        if not run.stack.norm_first or run.stack.parallel or run.stack.sandwich_norms:
+        if not run.stack.norm_first or run.stack.parallel or run.stack.layers[0].norms_branches:
             yield (
                 f"{run.setting}.norm_first is {str(run.stack.norm_first).lower()} and {run.setting}.parallel "
                 f"{str(run.stack.parallel).lower()}, but a condition modulates norms before each branch; set them to "

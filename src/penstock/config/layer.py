@@ -13,7 +13,7 @@ from penstock.config.activations import UNGATED, Mlp
 from penstock.config.convert import NotNegative, Positive, PositiveShare, Range
 
 Norm = Literal["layer", "rms"]
-Placement = Literal["before", "after", "both"]
+Placement = Literal["before", "after", "both", "branch"]
 Features = Annotated[int, Range(1, 1 << 20)]
 Heads = Annotated[int, Range(1, 1 << 16)]
 Scaling = Literal["none", "linear", "llama3", "yarn", "longrope"]
@@ -44,6 +44,8 @@ class Rotary:
     """How many times each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
     long: tuple[Positive, ...] = ()
     """The same in longer samples, and in texts that may become longer as they are continued."""
+    interleaved: bool = False
+    """Whether features 2 i and 2 i + 1 turn together, and not i and i + half of those that turn."""
     share: PositiveShare = 1.0
     """Share of a head's features that turn, the first ones; the others stay as they are."""
     mscale: NotNegative = 0.0
@@ -63,7 +65,7 @@ class Rotary:
 
 def unscaled(rotary: Rotary, base: float) -> Rotary:
     """The same positions with another base, for texts of the length of training."""
-    return Rotary(base=base, share=rotary.share)
+    return Rotary(base=base, share=rotary.share, interleaved=rotary.interleaved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,8 @@ class LayerSizes:
     """Tokens that a token attends to; 0 is all."""
     normed: bool = True
     """Whether a norm comes before its attention, or after it."""
+    turned: bool = True
+    """Whether it has the rotary positions of its stack, if that has any."""
     routed: bool = False
     """Whether it computes the samples of one expert alone. Such layers come one for each expert, in their order."""
 
@@ -195,11 +199,14 @@ class Layer:
     feed: FeedForward | ExpertMixture
     norm: NormKind
     placement: Placement
-    """Where norms are: `before` attention and feed-forward, `after` each residual sum, or `both`: before each of these
-    parts, and on what it returns, before the sum."""
+    """Where norms are: `before` attention and feed-forward, `after` each residual sum, on what each of these parts
+    returns (`branch`), before the sum, or `both`: before each part and on what it returns."""
     normed: bool = True
     """Whether attention has such a norm."""
+    turned: bool = True
+    """Whether it has the rotary positions of its stack, if that has any."""
     qk_norm: bool = False
+    qk_norm_whole: bool = False
     attention_scale: float | None = None
     score_cap: float | None = None
     rotary: Rotary | None = None
@@ -214,6 +221,11 @@ class Layer:
     layer_scale: float | None = None
     routed: bool = False
     """Whether it computes the samples of one expert alone."""
+
+    @property
+    def norms_branches(self) -> bool:
+        """Whether what attention and feed-forward return is normalised before the sum."""
+        return self.placement in ("both", "branch")
 
     @property
     def mixture(self) -> ExpertMixture | None:
@@ -258,7 +270,7 @@ class Layer:
         """The sizes in which it may differ from other layers of its stack."""
         return LayerSizes(
             heads=self.heads, kv=self.kv_heads, hidden=self.perceptron.width, mixture=self.mixture is not None,
-            window=self.window, normed=self.normed, routed=self.routed,
+            window=self.window, normed=self.normed, turned=self.turned, routed=self.routed,
         )  # fmt: skip
 
     def resized(self, *, kv_heads: int | None = None, hidden: int | None = None) -> Layer:

@@ -21,6 +21,7 @@ from penstock.config.layer import (
     LayerSizes,
     Norm,
     NormKind,
+    Placement,
     Rotary,
     Router,
     unscaled,
@@ -67,6 +68,9 @@ class Stack:
     sandwich_norms: bool = False
     """Whether each of attention and MLP has a norm after it too, before its residual sum (Ding et al., 2021, "CogView",
     section 2.4; Gemma 2 and 3)."""
+    branch_norms: bool = False
+    """Whether only what attention and MLP return has a norm, before its residual sum, and nothing that they read (Liu
+    et al., CVPR 2022, "Swin Transformer V2", section 3.2; OLMo 2)."""
     first_norm: bool = True
     """Whether the first block of a pre-norm stack normalises what its attention reads. ModernBERT's does not, because a
     norm follows its embeddings (Warner et al., 2024, section 2.1)."""
@@ -82,6 +86,9 @@ class Stack:
     """How tokens know their place; `fairseq` are sinusoidal positions as fairseq's translators count them: from 2 on,
     and with the slowest feature at 1 / 10000."""
     rotary: Rotary = field(default_factory=Rotary)
+    unturned_every: Annotated[int, Range(0, 1 << 14)] = 0
+    """Every n-th block, the last of n, has no rotary positions (Yang et al., 2025, "Rope to Nope and Back Again"); 0:
+    all have them."""
     window_base: Positive | None = None
     """`rotary.base` of blocks that attend to their window only; none: that of the others."""
     window_scaled: bool = True
@@ -98,6 +105,8 @@ class Stack:
     none: they stay as they are."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head."""
+    qk_norm_whole: bool = False
+    """Whether these norms are over the features of all heads at once (OLMo 2)."""
     latent: Latent | None = None
     """Keys and values are made of a latent (DeepSeek-V2); none: of the token itself. In its place `head_features` and
     `kv_heads` say nothing."""
@@ -218,6 +227,12 @@ class Stack:
         """Whether in training experts are chosen or masked by random numbers."""
         return self.experts > 0 and (self.router_jitter > 0 or self.expert_dropout > 0)
 
+    @property
+    def placement(self) -> Placement:
+        """Where the norms of its blocks are."""
+        inside: Placement = "branch" if self.branch_norms else "both" if self.sandwich_norms else "before"
+        return inside if self.norm_first else "after"
+
     @cached_property
     def norm_kind(self) -> NormKind:
         """The kind of its norms."""
@@ -254,17 +269,20 @@ class Stack:
             heads=self.heads, kv=self.kv_heads or self.heads,
             hidden=(self.expert_width if mixture else None) or self.mlp_width, mixture=mixture and not routed,
             window=0 if sees_all else self.window or 0, normed=self.first_norm or block > 0, routed=routed,
+            turned=not self.unturned_every or (block + 1) % self.unturned_every > 0,
         )  # fmt: skip
         return (sizes,) * (self.experts if routed else 1)
 
     def _layer(self, sizes: LayerSizes) -> Layer:
         """The layer of these sizes, which is in all else as this stack says."""
-        rotary = self.rotary if self.positions == "rotary" else None
+        rotary = self.rotary if self.positions == "rotary" and sizes.turned else None
         if rotary is not None and sizes.window:
             base = self.window_base or rotary.base
             rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
-        names = ("qk_norm", "score_cap", "sinks", "latent", "parallel", "bias", "qkv_bias", "layer_scale")
+        names = (
+            "qk_norm", "qk_norm_whole", "score_cap", "sinks", "latent", "parallel", "bias", "qkv_bias", "layer_scale",
+        )  # fmt: skip
         width = self.latent.head_width if self.latent else self.head_features or self.width // self.heads
         scale = self.attention_scale
         if rotary is not None and rotary.mscale_all:
@@ -272,8 +290,8 @@ class Stack:
         return Layer(
             heads=sizes.heads, kv_heads=sizes.kv, head_width=width, attention_scale=scale,
             feed=replace(self.mixture, expert=perceptron) if sizes.mixture else perceptron,
-            norm=self.norm_kind, placement="both" if self.sandwich_norms else "before" if self.norm_first else "after",
-            rotary=rotary, window=sizes.window, normed=sizes.normed, routed=sizes.routed,
+            norm=self.norm_kind, placement=self.placement,
+            rotary=rotary, window=sizes.window, normed=sizes.normed, turned=sizes.turned, routed=sizes.routed,
             **{name: getattr(self, name) for name in names},
         )  # fmt: skip
 
@@ -338,6 +356,8 @@ class Stack:
                 f"{where}.{alone} is for blocks with rotary positions and a window; set {where}.positions to "
                 f"rotary and {where}.window to a number of tokens, or leave it out."
             )
+        if self.unturned_every and self.positions != "rotary":
+            yield f"{where}.unturned_every is for {where}.positions rotary, and not {self.positions}; leave it out."
         if self.score_cap is not None and self.biased:
             yield f"{where}.score_cap is for scores without biases, and not for {where}.positions {self.positions}."
         if self.global_offset >= max(1, self.global_every):
@@ -351,10 +371,21 @@ class Stack:
             yield (
                 f"{where}.parallel blocks read one norm before both branches; set {where}.norm_first to true."
             )
-        if self.sandwich_norms and (self.parallel or not self.norm_first or not self.first_norm):
+        plain = self.norm_first and self.first_norm and not self.parallel
+        if self.sandwich_norms and (not plain or self.branch_norms):
             yield (
                 f"{where}.sandwich_norms adds norms to those before each of attention and MLP; set {where}.norm_first "
+                f"and {where}.first_norm to true, {where}.parallel and {where}.branch_norms to false, or leave it out."
+            )
+        elif self.branch_norms and not plain:
+            yield (
+                f"{where}.branch_norms takes norms from before attention and MLP to behind; set {where}.norm_first "
                 f"and {where}.first_norm to true and {where}.parallel to false, or leave it out."
+            )
+        if self.qk_norm_whole and not (self.qk_norm and self.norm == "rms" and not self.norm_zero_centred):
+            yield (
+                f"{where}.qk_norm_whole is for {where}.qk_norm true with {where}.norm rms and "
+                f"{where}.norm_zero_centred false; set these, or leave it out."
             )
         yield from self._unequal_problems(f"{where}.unequal")
         if self.experts and self.experts_per_token > self.experts:

@@ -108,12 +108,13 @@ def _unconverted(config: Any) -> Iterator[str]:
         yield "attention sinks"
     if any(stack.latent for stack in all_stacks):
         yield "attention with latents"
-    if any(stack.sandwich_norms or stack.norm_zero_centred for stack in all_stacks):
-        yield "norms before and after, or of weights around zero"
-    if any(
-        layer.rotary and layer.rotary.scaling == "longrope" for stack in all_stacks for layer in stack.kinds
-    ):
-        yield "rotary positions that each pair of features scales by itself"
+    if any(stack.layers[0].norms_branches or stack.norm_zero_centred for stack in all_stacks):
+        yield "norms of what attention and MLP return, or of weights around zero"
+    if any(stack.qk_norm_whole for stack in all_stacks):
+        yield "norms over all heads"
+    rotary = [layer.rotary for stack in all_stacks if stack.positions == "rotary" for layer in stack.kinds]
+    if any(one is None or one.interleaved or one.share < 1 or one.scaling == "longrope" for one in rotary):
+        yield "rotary positions of some blocks, of a part of each head, of neighbours, or scaled pair by pair"
     if any(stack.score_cap for stack in all_stacks) or getattr(config, "logit_cap", None):
         yield "caps of scores or logits"
     if len({stack.norm_eps for stack in all_stacks}) > 1:

@@ -59,10 +59,11 @@ class Generator:
     """A decoder or an encoder–decoder that continues or translates texts.
 
     `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Mistral,
-    Qwen 2 or 3, T5, mT5, BART or Marian. The Plan says in which type it computes (`precision=O3 dtype=bf16`), and
-    `weights` how they are stored: see `penstock.products.convert`. With `compile=whole` or `compile=blocks` each step
-    that makes the next tokens is one compiled graph, compiled when it is first met: see `penstock.decode.static`.
-    `draft` is a smaller model with the same vocabulary, for `speculate`.
+    Qwen 2 or 3, Gemma 2 or 3, Phi-3 or 4, OLMo 2, SmolLM 3, GLM 4, T5, mT5, BART or Marian. The Plan says in which
+    type it computes (`precision=O3 dtype=bf16`), and `weights` how they are stored: see `penstock.products.convert`.
+    With `compile=whole` or `compile=blocks` each step that makes the next tokens is one compiled graph, compiled when
+    it is first met: see `penstock.decode.static`. `draft` is a smaller model with the same vocabulary, for
+    `speculate`.
 
     With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
     `penstock.infer.ranks`. With `ep`, each hosts some experts of a mixture: see `penstock.parallel.hosts`. Ranks are

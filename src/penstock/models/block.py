@@ -186,9 +186,11 @@ class _Attending(nn.Module):
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.sinks: Sinks | None = None
+        self.norms_heads_together = layer.qk_norm_whole
         if layer.qk_norm:
-            self.q_norm = make_norm(layer.norm, layer.head_width, **where)
-            self.k_norm = make_norm(layer.norm, layer.head_width, **where)
+            heads, kv_heads = (layer.heads, layer.kv_heads) if layer.qk_norm_whole else (1, 1)
+            self.q_norm = make_norm(layer.norm, heads * layer.head_width, **where)
+            self.k_norm = make_norm(layer.norm, kv_heads * layer.head_width, **where)
 
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None, causal: bool | None = None
@@ -211,6 +213,10 @@ class _Attending(nn.Module):
     def normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys after their norms, if they have any."""
         if self.q_norm is None or self.k_norm is None:
+            return q, k
+        if self.norms_heads_together:
+            normed = (_of_its_type(norm, x.flatten(2)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+            q, k = (x.unflatten(2, (-1, self.head_width)).to(v.dtype) for x in normed)
             return q, k
         # Autocast widens norms to fp32 on a GPU, but attention runs in the type of v.
         return _of_its_type(self.q_norm, q).to(v.dtype), _of_its_type(self.k_norm, k).to(v.dtype)
@@ -249,7 +255,7 @@ class Attention(_Attending):
     def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
         super().__init__(sizes, layer, **where)
         self.causal, self.windowed = causal, layer.window > 0
-        self.shared = layer.queries_per_key
+        self.shared, self.rotary = layer.queries_per_key, layer.rotary
         self.looked: list[tuple[Tensor, ...]] | None = None
         """Where queries, keys and values are put, for one who looks at them, and behind them queries and keys as they
         multiply, normed and rotated; none: nowhere."""
@@ -268,8 +274,8 @@ class Attention(_Attending):
         projected = q, k, v
         q, k = self.normed(q, k, v)
         turn = context.near_rotation if self.windowed else context.rotation
-        if turn is not None:
-            q, k = rotate(q, turn), rotate(k, turn)
+        if turn is not None and self.rotary is not None:
+            q, k = (rotate(heads, turn, interleaved=self.rotary.interleaved) for heads in (q, k))
             if self.q_norm is None:
                 v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
         if self.looked is not None:
@@ -401,7 +407,7 @@ class Branch(nn.Module):
         super().__init__()
         self.sequence_first, self.rate = False, drop_path
         self.initial_scale = layer.layer_scale
-        self.norm = make_norm(layer.norm, sizes.width, **where) if layer.placement == "both" else None
+        self.norm = make_norm(layer.norm, sizes.width, **where) if layer.norms_branches else None
         self.dropout = Dropout(sizes.dropout) if sizes.dropout else None
         self.scale: nn.Parameter | None = None
         if layer.layer_scale is not None:
@@ -428,7 +434,7 @@ class Branch(nn.Module):
 
     def forward(self, branch: Tensor) -> Tensor:
         if self.norm is not None:
-            branch = self.norm(branch)
+            branch = _of_its_type(self.norm, branch)
         if self.dropout is not None:
             branch = self.dropout(branch)
         if self.scale is not None:
@@ -471,21 +477,21 @@ class Block(nn.Module):
         self.fused_norms = False
         """Whether a branch is added and normed in one pass (`penstock.kernels.residual_norm`)."""
         self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where) if modulated else None
-        self.norm1 = (
-            make_norm(layer.norm, sizes.width, affine=affine, **where) if layer.normed else nn.Identity()
-        )
+        first, second = layer.normed and layer.placement != "branch", layer.placement != "branch"
+        self.norm1 = make_norm(layer.norm, sizes.width, affine=affine, **where) if first else nn.Identity()
         self.attention = (LatentAttention if layer.latent else Attention)(
             sizes, layer, causal=causal, **where
         )
         self.branch1 = Branch(sizes, layer, drop_path, **where)
         self.cross: CrossAttention | None = None
         if cross:
-            self.cross_norm = make_norm(layer.norm, sizes.width, **where)
+            self.cross_norm = make_norm(layer.norm, sizes.width, **where) if second else nn.Identity()
             self.cross = CrossAttention(sizes, layer, cross, **where)
             self.cross_branch = Branch(sizes, layer, drop_path, **where)
         self.whole: OneCall | None = None
         """Computes the block in inference where that is faster: see `penstock.products.blocks`."""
-        self.norm2 = None if layer.parallel else make_norm(layer.norm, sizes.width, affine=affine, **where)
+        norm2 = make_norm(layer.norm, sizes.width, affine=affine, **where) if second else nn.Identity()
+        self.norm2 = None if layer.parallel else norm2
         self.mlp: MLP | MixtureOfExperts = (MixtureOfExperts if layer.mixture else MLP)(sizes, layer, **where)
         self.branch2 = Branch(sizes, layer, drop_path, **where)
 

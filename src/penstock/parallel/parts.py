@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.quantise import StoredFormat
+from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.rounded import RoundedWeight
@@ -173,6 +174,23 @@ class SplitWords(SplitModule):
         out = super().forward(x, *args, **kwargs)
         made = out.dim() == x.dim()
         return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
+
+
+class SplitNorm:
+    """An RMS norm over the features of all heads, of which this rank has some: the weight is whole on each."""
+
+    penstock_line: Line
+    weight: nn.Parameter
+    eps: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        line, own = self.penstock_line, x.shape[-1]
+        wide = widened(x)
+        squares = wide.square().sum(-1, keepdim=True)
+        # Every rank's result depends on every rank's sum.
+        squares = sequence.reduce(sequence.copy(squares, line), line)
+        normed = wide * torch.rsqrt(squares / (own * line.count) + self.eps)
+        return (normed * self.weight[line.index * own :][:own]).to(x.dtype)
 
 
 class SumGradient:

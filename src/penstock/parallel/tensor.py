@@ -9,6 +9,7 @@
 | relative positions, sinks | by heads | nothing |
 | mixture | each expert as a perceptron; with `ep` experts are whole, and a rank routes some tokens | the same |
 | adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
+| norm of all heads' queries or keys | nothing | sums of squares |
 | all else, such as linears to latents | each rank has it whole | nothing |
 
 With sequence parallelism tokens are split between the first block and the end of a stack, and what is between the
@@ -57,6 +58,7 @@ from penstock.parallel.experts import Neighbours, Slices, Visits, split_experts
 from penstock.parallel.parts import (
     SplitInputs,
     SplitModule,
+    SplitNorm,
     SplitTable,
     SplitWords,
     SumGradient,
@@ -207,6 +209,9 @@ class _Splitter:
         _divide(self._module(role.name), role.counts, line.count)
         # A rank's heads are all that its copy of these sees.
         self._sees_a_part(*role.norms, *role.latents)
+        if getattr(self._module(role.name), "norms_heads_together", False):
+            for norm in role.norms:
+                swap_class(self._module(norm.name), SplitNorm).__dict__["penstock_line"] = line
 
     def _perceptron(self, role: Perceptron, line: Line) -> None:
         for linear in (role.up, role.gate):

@@ -42,9 +42,14 @@ def list_block(to: Lister, block: BlockKind) -> None:
     if block.modulated:
         modulation(to, "modulation", stack, 6, share=block.share)
     fuses = t.fuses_as("residual_norm", f"{layer.norm.kind}_norm")
-    fuses = fuses and layer.normed and not (block.modulated or layer.parallel or layer.norm.zero_centred)
+    inside = layer.placement == "branch"
+    fuses = (
+        fuses
+        and layer.normed
+        and not (block.modulated or layer.parallel or layer.norm.zero_centred or inside)
+    )
     before = not fuses or layer.placement != "after"
-    if layer.normed and before:
+    if layer.normed and before and not inside:
         to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and t.unpads(stack, block.tokens):
@@ -56,7 +61,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
     _after_split(to, rows, d)
     _branch(to, "branch1", block, stream_rows, normed=fuses)
     if block.cross:
-        if not fuses:
+        if not (fuses or inside):
             to.norm("cross_norm", stream_rows, d, layer.norm)
         memory = round(block.cross * t.real) if t.unpads(stack, block.cross) else block.cross
         before_split(to, rows, d)
@@ -64,7 +69,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
             _attend(to, block, rows, memory, cross=True, computed=rows)
         _after_split(to, rows, d)
         _branch(to, "cross_branch", block, stream_rows, normed=fuses)
-    if not layer.parallel and not fuses:
+    if not (layer.parallel or fuses or inside):
         to.norm("norm2", stream_rows, d, layer.norm, modulated=block.modulated)
     if layer.mixture:
         _feed_experts(to, block, rows)
@@ -189,14 +194,19 @@ def _attend(
         # The queries of a group are copied together, and keys and values stay where the projection has put them.
         kept += queries * c
     if layer.qk_norm:
-        normed, each = rows * (a + kv), layer.norm.tensors
+        normed, each, whole = rows * (a + kv), layer.norm.tensors, layer.qk_norm_whole
+        learned = each * f * (layer.heads + layer.kv_heads if whole else 2)
         # The queries of a group are copied together.
         copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
+        copied = normed * c if whole and not t.fused else copied
         to.move(
-            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=2 * each * f,
+            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=learned,
             tensors=2 * each,
-            kept=_kept_by_head_norms(to, layer, form, own, normed, copied, rows * (heads + kv_heads)),
+            kept=_kept_by_head_norms(to, layer, form, own, normed, copied, rows * (2 if whole else heads + kv_heads)),
         )  # fmt: skip
+        if whole and t.tp > 1:  # sums of squares of queries and of keys, both ways
+            sums = Op("qk_norm.sums", "allreduce", read=rows * 4.0, axis="tensor")
+            to.add(*(sums._replace(forward=ahead) for ahead in (True, True, False, False)))
         kept = normed * c + (rows * kv * c if form == "plain" and t.copies else 0.0)
     if form == "plain" and heads != kv_heads:
         kept = 3 * queries * c  # keys and values are written again for each query that shares them
@@ -312,11 +322,12 @@ def _kept_by_head_norms(
         return own * c + copied + 2 * rows * t.statistic
     if t.fused or not (t.host or t.software.norms_apart):
         return own * c + copied + rows * t.statistic
-    # torch composes them in fp32, and keeps what they normalised beside their inputs.
-    if c == 4:
-        return own * c + copied + normed * 4 + rows * 4
-    # Their inputs were cast. Values stay in the projection, unless attention copies them.
+    # torch composes them in fp32, and keeps what they normalised beside their inputs. Values stay in the projection,
+    # unless attention copies them.
     values = 0.0 if form != "fused" and t.copies else own * c
+    if c == 4:
+        return (values if layer.qk_norm_whole else own * c) + copied + normed * 4 + rows * 4
+    # Their inputs were cast.
     return values + normed * 8 + rows * 4
 
 
@@ -563,7 +574,7 @@ def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: boo
     e, c, d, size = t.stream, t.product, stack.width, rows * stack.width
     if block.modulated and name != "cross_branch":
         to.modulate(f"{name}.gate", size)
-    both = layer.placement == "both"
+    both = layer.norms_branches
     branch = e if both or layer.layer_scale is not None else c
     inside = normed and not both and layer.layer_scale is None and not stack.drop_path
     if both:

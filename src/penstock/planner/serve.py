@@ -36,13 +36,13 @@ HOST_OPERATOR_SECONDS = 1.66e-6
 PASS_OPERATORS = 37
 BLOCK_OPERATORS = {
     "block": 16, "rotary": 24, "qk_norm": 4, "latent": 16, "mixture": 28, "shared": 6, "sigmoid": 6, "groups": 8,
-    "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6, "clamp": 5, "biases": 6,
+    "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6, "clamp": 5, "biases": 6, "whole": 5,
 }  # fmt: skip
 """Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, attends to latents, has experts, with some that
-every token visits, a sigmoid router, or groups, attends to a source, or has norms on both sides, capped scores, sinks,
-a clamped activation or biases of experts; and in each norm whose weight is around zero. Each takes a launch
-(`Machine.launch_seconds`)."""
+block, and in one that also rotates queries and keys, normalises them, or all heads together, attends to latents, has
+experts, with some that every token visits, a sigmoid router, or groups, attends to a source, or has norms on both
+sides, capped scores, sinks, a clamped activation or biases of experts; and in each norm whose weight is around zero.
+Each takes a launch (`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
 """How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
 writes, and attends to them."""
@@ -177,15 +177,16 @@ def operators_of(graph: Graph) -> int:
     operators = PASS_OPERATORS
     for stack, remembers in ((run.stack, bool(run.memories)) for run in continued(graph)):
         layer = stack.layers[0]
-        both, rotary, centred = layer.placement == "both", layer.rotary is not None, layer.norm.zero_centred
+        both, centred = layer.placement == "both", layer.norm.zero_centred
+        rotary = sum(each.rotary is not None for each in stack.layers) / len(stack.layers)
         every = {
             "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "latent": bool(layer.latent),
             "memory": remembers, "both": both,
             "zero": 2 * (1 + both + layer.qk_norm) * centred, "capped": layer.score_cap is not None,
             "sinks": layer.sinks, "clamp": ACTIVATIONS[stack.mlp].limit is not None,
-            "biases": layer.bias and layer.mixture is not None,
+            "biases": layer.bias and layer.mixture is not None, "whole": layer.qk_norm_whole,
         }  # fmt: skip
-        operators += stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items())
+        operators += round(stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items()))
         for mixture in (layer.mixture for layer in stack.layers if layer.mixture):
             kinds = {
                 "mixture": True,

@@ -92,7 +92,7 @@ def in_one_call(block: BlockKind) -> bool:
     )
     more = (
         block.modulated
-        or layer.placement == "both"
+        or layer.norms_branches
         or layer.norm.zero_centred
         or layer.parallel
         or layer.qk_norm

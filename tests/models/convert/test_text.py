@@ -63,6 +63,7 @@ DISTILBERT: dict[str, Any] = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60, "max_position_embeddings": 16,
 }  # fmt: skip
 ROPE: dict[str, Any] = {"rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 8}
+PAD = {"pad_token_id": 0}
 PARTIAL: dict[str, Any] = {
     "partial_rotary_factor": 0.75, "original_max_position_embeddings": 8, "pad_token_id": 0,
     "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 3, 7.0]},
@@ -102,6 +103,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-plain": ("Phi3ForCausalLM", {**LLAMA, "num_key_value_heads": 4, "pad_token_id": 0}),
     "phi3-long": ("Phi3ForCausalLM", {**LLAMA, **PARTIAL, "tie_word_embeddings": True, "sliding_window": 262144}),
     "phi3-short": ("Phi3ForCausalLM", {**LLAMA, **PARTIAL, "original_max_position_embeddings": 14}),
+    "olmo2": ("Olmo2ForCausalLM", LLAMA),
+    "smollm3": ("SmolLM3ForCausalLM", {**LLAMA, "num_hidden_layers": 5, "no_rope_layer_interval": 2, **PAD}),
+    "smollm3-whole": (
+        "SmolLM3ForCausalLM", {**LLAMA, "no_rope_layers": [0, 0], "attention_bias": True, "mlp_bias": True, **PAD}
+    ),
+    "glm": ("GlmForCausalLM", {**LLAMA, "head_dim": 12, "pad_token_id": 0}),
+    "glm4": (
+        "Glm4ForCausalLM",
+        {**LLAMA, "head_dim": 16, "partial_rotary_factor": 0.75, "attention_bias": False, "pad_token_id": 0},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         {**LLAMA, "num_hidden_layers": 3, "head_dim": 10, "query_pre_attn_scalar": 12, "sliding_window": 4,
@@ -379,7 +390,7 @@ def test_a_model_is_saved_in_files_of_a_size_that_transformers_reads(name: str, 
         assert torch.equal(_run(back, False), _run(theirs, False))
 
 
-@pytest.mark.parametrize("name", ["phi3", "phi3-long", "gemma2"])
+@pytest.mark.parametrize("name", ["phi3", "phi3-long", "gemma2", "smollm3", "glm4", "olmo2"])
 def test_losses_gradients_and_greedy_texts_of_padded_prompts_are_theirs(name: str, tmp_path: Path) -> None:
     """Texts are longer than windows, and than the samples from which positions are scaled."""
     theirs = _theirs(name).double()
@@ -468,6 +479,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": {"type": "linear", "factor": 8.0}}}, "way of their own"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "'longrope' without its short_factor and long_factor"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers in no regular turn, or too few"),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window True"),
     ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("mixtral", {"num_experts_per_tok": 1}, "router_normalised"),
@@ -572,9 +585,9 @@ def test_transformers_is_told_the_loss_of_a_head(classes: int, problem: str, tmp
 
 @pytest.mark.parametrize(
     "name",
-    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2",
-     "DeepseekV3", "Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert", "T5", "MT5",
-     "SwitchTransformers", "NllbMoe", "Bart", "Marian"],
+    ["GPT2", "Llama", "Mistral", "Phi3", "Gemma2", "Olmo2", "SmolLM3", "Glm", "Glm4", "Qwen2", "Qwen3", "Mixtral",
+     "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3", "Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert",
+     "ModernBert", "T5", "MT5", "SwitchTransformers", "NllbMoe", "Bart", "Marian"],
 )  # fmt: skip
 def test_every_option_of_a_configuration_is_known_and_defaults_are_theirs(name: str) -> None:
     other = {  # defaults that no model of ours has
@@ -592,7 +605,8 @@ HELD = {
     name
     for name, config in PRESETS.items()
     if re.match(
-        "gpt2|gpt-oss|llama|gemma|deepseek|phi|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|switch|nllb",
+        "gpt2|gpt-oss|llama|gemma|deepseek|phi|smollm|glm|olmo|qwen|bert|modernbert|t5|bart|marian|transformer|mixtral|"
+        "switch|nllb",
         name,
     )
     and not name.startswith(("t5-moe", "marian-moe"))

@@ -99,6 +99,24 @@ def _phi(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **ch
     return replace(config, **changes)
 
 
+def _olmo(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any) -> DecoderConfig:
+    """Norms of what attention and MLP return alone, and of all heads' queries and keys at once."""
+    config = _llama(
+        width, depth, heads, kv_heads, mlp_width, vocabulary=100352, sequence=4096, norm_eps=1e-6, branch_norms=True,
+        qk_norm=True, qk_norm_whole=True,
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
+def _glm(width: int, depth: int, heads: int, kv_heads: int, mlp_width: int, **changes: Any) -> DecoderConfig:
+    """Norms around each part; pairs of neighbours turn, in half of a head."""
+    config = _llama(
+        width, depth, heads, kv_heads, mlp_width, vocabulary=151552, sequence=32768, qkv_bias=True, sandwich_norms=True,
+        rotary=Rotary(share=0.5, interleaved=True),
+    )  # fmt: skip
+    return replace(config, **changes)
+
+
 def _gemma(width: int, depth: int, mlp_width: int, **changes: Any) -> DecoderConfig:
     """Norms around each part, and of queries and keys; the last of six blocks sees all tokens."""
     config = _llama(
@@ -331,6 +349,15 @@ PRESETS |= {
     "phi-3-mini": _phi(3072, 32, 32, 32, 8192, window=2047),
     "phi-4": _phi(5120, 40, 40, 10, 17920, vocabulary=100352, sequence=16384, rotary=Rotary(base=250000.0)),
     "phi-4-mini": _phi(3072, 32, 24, 8, 8192, vocabulary=200064, rotary=Rotary(share=0.75), tied=True),
+    # Team OLMo 2024, "2 OLMo 2 Furious", and the published config.json.
+    "olmo2-7b": _olmo(4096, 32, 32, 32, 11008),
+    "olmo2-13b": _olmo(5120, 40, 40, 40, 13824),
+    "olmo2-32b": _olmo(5120, 64, 40, 8, 27648),
+    # The published config.json of SmolLM3-3B and of GLM-4-9B-0414.
+    "smollm3-3b": _llama(
+        2048, 36, 16, 4, 11008, sequence=65536, rotary=Rotary(base=5e6), unturned_every=4, norm_eps=1e-6, tied=True
+    ),
+    "glm-4-9b": _glm(4096, 40, 32, 2, 13696),
     # Gemma Team 2024, "Gemma 2", Table 1.
     "gemma2-2b": _gemma2(2304, 26, 8, 4, 9216),
     "gemma2-9b": _gemma2(3584, 42, 16, 8, 14336),
@@ -410,6 +437,9 @@ PRESETS |= {
     "qwen-tiny": replace(_qwen(128, 4, 4, 2, 352, qk_norm=True), vocabulary=2048, sequence=128),
     "mixtral-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, **{**_MIXTRAL, "experts": 4}),
     "phi-tiny": _phi(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, rotary=Rotary(share=0.75)),
+    "olmo2-tiny": _olmo(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
+    "smollm3-tiny": _llama(128, 4, 4, 2, 352, vocabulary=2048, sequence=128, unturned_every=4, tied=True),
+    "glm-tiny": _glm(128, 4, 4, 2, 352, vocabulary=2048, sequence=128),
     "gemma2-tiny": _gemma2(
         128, 4, 4, 2, 352, head_features=None, window=32, vocabulary=2048, sequence=128, score_cap=5.0, logit_cap=3.0
     ),

@@ -221,6 +221,51 @@ LIBRARIES: tuple[Library, ...] = (
         last_token=("pad_token_id",),
     ),
     Library(
+        model_type="olmo2",
+        architectures={"words": "Olmo2ForCausalLM"},
+        base=DecoderConfig(**_ROPED, branch_norms=True, qk_norm=True, qk_norm_whole=True),
+        options={
+            **_LLAMA, "vocab_size": (50304, ("vocabulary",)), "rms_norm_eps": (1e-5, ("norm_eps",)),
+        },
+        must={**_CAUSAL, "attention_bias": (False,)},
+        **{**_LIKE_LLAMA, "names": tables.olmo_names},
+    ),
+    Library(
+        model_type="smollm3",
+        architectures={"words": "SmolLM3ForCausalLM"},
+        base=DecoderConfig(**_ROPED, rotary=Rotary(base=2e6)),
+        options={
+            **_LLAMA, "vocab_size": (128256, ("vocabulary",)), "hidden_size": (2048, ("width",)),
+            "num_hidden_layers": (36, ("depth",)), "num_attention_heads": (16, ("heads",)),
+            "num_key_value_heads": (4, ("kv_heads",)), "max_position_embeddings": (32768, ("sequence",)),
+            "tie_word_embeddings": (True, ("tied",)), "attention_bias": (False, ("qkv_bias", "bias")),
+            "mlp_bias": (False, ("bias",)),
+        },
+        # Only blocks without positions would have its windows.
+        must={**_CAUSAL, "use_sliding_window": (False, None)},
+        **_LIKE_LLAMA, window="flagged", unturned=True, last_token=("pad_token_id",),
+    ),
+    *(
+        Library(
+            model_type=kind,
+            architectures={"words": f"{name}ForCausalLM"},
+            base=DecoderConfig(
+                **{**_ROPED, "qkv_bias": True}, sandwich_norms=after, rotary=Rotary(share=0.5, interleaved=True),
+            ),
+            options={
+                **_LLAMA, "vocab_size": (151552, ("vocabulary",)), "intermediate_size": (13696, ("mlp_width",)),
+                "num_hidden_layers": (40, ("depth",)), "num_key_value_heads": (2, ("kv_heads",)),
+                "head_dim": (128, ("head_features",)), "max_position_embeddings": (131072, ("sequence",)),
+                "rms_norm_eps": (1.5625e-07, ("norm_eps",)), "attention_bias": (True, ("qkv_bias",)),
+            },
+            must={"is_encoder_decoder": (False,)},
+            **{**_LIKE_LLAMA, "names": names}, partial=True, last_token=("pad_token_id",),
+        )
+        for kind, name, names, after in (
+            ("glm", "Glm", tables.glm_names, False), ("glm4", "Glm4", tables.glm4_names, True),
+        )
+    ),
+    Library(
         model_type="qwen2",
         architectures={"words": "Qwen2ForCausalLM"},
         base=DecoderConfig(**{**_ROPED, "qkv_bias": True}),

@@ -80,6 +80,8 @@ class Library:
     rotary: bool = False
     partial: bool = False
     """Whether rotary positions may turn a share of a head's features, or be scaled pair by pair."""
+    unturned: bool = False
+    """Whether some blocks may have no rotary positions."""
     saves_itself: bool = False
     """Whether what it reads is written as this one, though another computes the same."""
     last_token: tuple[str, ...] = ()

@@ -101,6 +101,31 @@ def gemma_names(config: TextConfig) -> Names:
     }
 
 
+def olmo_names(config: TextConfig) -> Names:
+    """Llama's, whose norms are behind the parts."""
+    here, block = "model.layers.{i}.", "decoder.blocks.{i}."
+    return {
+        **llama_names(config),
+        block + "branch1.norm": _one(here + "post_attention_layernorm"),
+        block + "branch2.norm": _one(here + "post_feedforward_layernorm"),
+    }
+
+
+def glm_names(config: TextConfig) -> Names:
+    """Llama's, with one projection to gate and up."""
+    return {**llama_names(config), "decoder.blocks.{i}.mlp.up": _GATE_UP}
+
+
+def glm4_names(config: TextConfig) -> Names:
+    """GLM's, with a norm after each part."""
+    here, block = "model.layers.{i}.", "decoder.blocks.{i}."
+    return {
+        **glm_names(config),
+        block + "branch1.norm": _one(here + "post_self_attn_layernorm"),
+        block + "branch2.norm": _one(here + "post_mlp_layernorm"),
+    }
+
+
 def mixtral_names(config: TextConfig) -> Names:
     here = "model.layers.{i}.block_sparse_moe."
     return {**llama_names(config), **_mixtures(config, "decoder", here, "gate", "{e}", ("w1", "w3"), "w2")}

@@ -41,6 +41,7 @@ class _Ropes:
     sliding_attention: _Rope | None = None
 
 
+_PLAIN = Rotary()
 _TURNING: dict[str, tuple[Any, Any]] = {
     "rope_theta": (Positive | None, None),
     "rope_scaling": (_Rope | None, None),
@@ -52,6 +53,11 @@ _PARTIAL: dict[str, tuple[Any, Any]] = {
     "original_max_position_embeddings": (Count | None, None),
 }
 """Options of libraries whose positions may turn a share of the features, or be scaled by pair."""
+_UNTURNED: dict[str, tuple[Any, Any]] = {
+    "no_rope_layers": (tuple[Natural, ...] | None, None),
+    "no_rope_layer_interval": (Count, 4),
+}
+"""Options of libraries some of whose blocks have no positions."""
 _WINDOWED: dict[str, tuple[Any, Any]] = {
     "use_sliding_window": (bool | None, None),
     "sliding_window": (Count | None, None),
@@ -74,7 +80,8 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
         return {**own, **(_TURNING if library.rotary else both), "layer_types": _WINDOWED["layer_types"]}
     given = {"sliding_window": (Count | None, None)}
     windowed = {"flagged": _WINDOWED, "always": _WINDOW, "given": given}.get(str(library.window), {})
-    return (_TURNING if library.rotary else {}) | (_PARTIAL if library.partial else {}) | windowed
+    turning = (_TURNING if library.rotary else {}) | (_PARTIAL if library.partial else {})
+    return turning | (_UNTURNED if library.unturned else {}) | windowed
 
 
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
@@ -84,6 +91,8 @@ def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, 
     if not library.rotary:
         return {}
     settings: dict[str, Any] = {"rotary": _rotary(given, library, problems)}
+    if library.unturned:
+        settings["unturned_every"] = _unturned(given, problems)
     if library.window in ("always", "given"):
         settings["window"] = given.sliding_window
     elif library.window == "flagged" and given.use_sliding_window:
@@ -109,27 +118,37 @@ def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
         share = given.partial_rotary_factor or config.partial_rotary_factor or share
         trained = trained or config.original_max_position_embeddings
     given = replace(given, original_max_position_embeddings=trained)
+    like = Rotary(share=share, interleaved=base.rotary.interleaved)
     scaled = base.latent is not None
-    return _turning(given, theta, config.max_position_embeddings, problems, share, scaled=scaled)
+    return _turning(given, theta, config.max_position_embeddings, problems, like, scaled=scaled)
+
+
+def _unturned(given: Any, problems: list[str]) -> int:
+    """Every how many blocks have no rotary positions."""
+    depth, every = given.num_hidden_layers, given.no_rope_layer_interval
+    turned = [i % every < every - 1 for i in range(depth)]
+    if given.no_rope_layers is not None:
+        turned = [one > 0 for one in given.no_rope_layers[:depth]]
+        every = turned.index(False) + 1 if False in turned else 0
+    if turned != [not every or i % every < every - 1 for i in range(depth)]:
+        problems.append(
+            "config.json has no_rope_layers in no regular turn, or too few, but Penstock reads models in which every "
+            "n-th block has no rotary positions."
+        )
+    return every if False in turned else 0
 
 
 def _turning(
-    given: _Rope,
-    base: float,
-    positions: int,
-    problems: list[str],
-    share: float = 1.0,
-    *,
-    scaled: bool = False,
-) -> Rotary:
-    """`base`, `positions` and `share` hold where the record does not say them; `scaled` models have factors of
-    scores."""
-    plain = Rotary(base=given.rope_theta or base, share=share)
+    given: _Rope, base: float, positions: int, problems: list[str], like: Rotary = _PLAIN, *, scaled: bool = False
+) -> Rotary:  # fmt: skip
+    """`base`, `positions` and the rest of `like` hold where the record does not say them; `scaled` models have factors
+    of scores."""
+    plain = replace(like, base=given.rope_theta or base)
     kind = given.rope_type or given.type or "default"
     kind = "longrope" if kind == "su" else kind
     same: dict[str, tuple[Any, ...]] = {
         "attention_factor": (None,), "mscale": (None,), "mscale_all_dim": (None,),
-        "partial_rotary_factor": (None, share),
+        "partial_rotary_factor": (None, like.share),
     }  # fmt: skip
     if scaled and kind == "yarn":
         del same["mscale"], same["mscale_all_dim"]
@@ -239,6 +258,11 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
     if not library.rotary:
         return {}
     values = _written_rotary(stack.rotary, library)
+    if library.partial:
+        values["partial_rotary_factor"] = stack.rotary.share
+    if library.unturned:
+        values["no_rope_layers"] = [int(layer.turned) for layer in stack.layers]
+        values["no_rope_layer_interval"] = stack.unturned_every or stack.depth + 1
     if library.window in ("always", "given"):
         values["sliding_window"] = stack.window
     elif library.window == "flagged" and stack.window is not None:
@@ -272,8 +296,6 @@ def _written_by_turns(stack: Any, library: Library, turns: WindowTurns) -> dict[
 def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
     base: Any = library.base
     values: dict[str, Any] = {"rope_theta": rotary.base}
-    if rotary.share != 1.0:
-        values["partial_rotary_factor"] = rotary.share
     if rotary.scaling == "none":
         scales = library.rotary and base.rotary.scaling != "none"  # where nothing is said
         return {**values, "rope_scaling": {"rope_type": "default"}} if scales else values

@@ -43,7 +43,7 @@ _TIMM = re.compile(
 )
 _PLAIN = (
     "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
-    "sinks",
+    "sinks", "sandwich_norms", "branch_norms", "norm_zero_centred", "score_cap",
 )  # fmt: skip
 """Fields of which transformers' ViT has the default alone."""
 

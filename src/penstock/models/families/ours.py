@@ -138,7 +138,7 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
 
     def closed(name: str) -> tuple[Role, ...]:
         return (
-            *((Norm(f"{name}.norm"),) if layer.placement == "both" else ()),
+            *((Norm(f"{name}.norm"),) if layer.norms_branches else ()),
             *((Scale(f"{name}.scale"),) if layer.layer_scale is not None else ()),
             *((Dropout(name),) if sizes.dropout or sizes.drop_path else ()),
         )
@@ -150,20 +150,21 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
         else _attention(layer, "attention", (Linear("attention.qkv", "column"),))
     )
     between: tuple[Role, ...] = ()
+    before = layer.placement != "branch"
     if cross:
         projections = Linear("cross.q", "column"), Linear("cross.kv", "column")
         between = (
-            Norm("cross_norm"),
+            *((Norm("cross_norm"),) if before else ()),
             _attention(layer, "cross", projections),
             *closed("cross_branch"),
         )
     return (
         *((Modulation("modulation"),) if modulated else ()),
-        *((Norm("norm1"),) if layer.normed else ()),
+        *((Norm("norm1"),) if layer.normed and before else ()),
         inside,
         *closed("branch1"),
         *between,
-        *(() if layer.parallel else (Norm("norm2"),)),
+        *((Norm("norm2"),) if before and not layer.parallel else ()),
         _experts(layer.mixture) if layer.mixture else _perceptron(layer.perceptron, "mlp"),
         *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()),
         *closed("branch2"),

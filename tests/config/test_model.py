@@ -37,6 +37,7 @@ def test_every_preset_survives_a_file_and_back(name: str) -> None:
     model = preset(name)
     assert from_dict(ModelConfig, to_dict(model)) == model
     assert model.short_form() == name
+    assert option_words(model) == [name]
     assert len(stacks(model)) == len(model.graph.lengths)
 
 
@@ -165,11 +166,6 @@ def test_leading_blocks_may_be_dense() -> None:
     config = DecoderConfig(depth=6, experts=4, expert_every=2, dense_layers=2, expert_width=8)
     assert [layer.sizes.mixture for layer in config.layers] == [False, False, False, True, False, True]
     assert [layer.perceptron.width for layer in config.layers[2:4]] == [3072, 8]
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_its_name(name: str) -> None:
-    assert option_words(PRESETS[name]) == [name]
 
 
 def test_unequal_layers_are_written_and_read_again() -> None:

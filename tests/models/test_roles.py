@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from helpers.sweeps import sweep
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.errors import ConfigError
 from penstock.models import Model, create, roles
@@ -102,7 +103,11 @@ def _timm(name: str, **options: Any) -> nn.Module:
     return model
 
 
-@pytest.fixture(params=FAMILIES)
+USUAL = ["vit-all", "llama-ours", "t5-ours", "gpt2", "t5-gated", "mixtral", "timm"]
+SLOW = ["vit", "vit-conv", "bert-classes-ours", "hf-vit", "qwen3", "bart", "bert-pretraining"]
+
+
+@pytest.fixture(params=sweep(FAMILIES, USUAL, SLOW))
 def family(request: pytest.FixtureRequest) -> tuple[nn.Module, dict[str, Any]]:
     """A small model in fp64, none of whose parameters is at a neutral value, and its input."""
     factory, inputs = FAMILIES[request.param]

@@ -30,7 +30,7 @@ from penstock.models.anatomy import anatomy_of
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.pretrained import rounded_weights, save_rounded, save_values
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
-from penstock.products.convert import STORED, AnyLinear, left_out, suited
+from penstock.products.convert import STORED, AnyLinear, absorbed, left_out, suited
 from penstock.products.rounded import stored_form
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,9 @@ def quantise_folder(
 def candidates(model: nn.Module, form: StoredFormat) -> tuple[dict[str, AnyLinear], dict[str, str]]:
     """The linears of a model that a format is for, by name, experts among them; and why each other is not."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
-    kept = dict(left_out(linears, anatomy_of(model), PRODUCTS[form]))
+    anatomy = anatomy_of(model)
+    kept = dict(left_out(linears, anatomy, PRODUCTS[form]))
+    kept |= dict.fromkeys(absorbed(anatomy), "generation multiplies with it from both sides")
     return {name: module for name, module in linears.items() if name not in kept}, kept
 
 

@@ -105,6 +105,14 @@ def _routers(anatomy: Anatomy) -> set[str]:
     return set() if anatomy.unknown else {part.router.name for part in anatomy.parts(Experts) if part.router}
 
 
+def absorbed(anatomy: Anatomy) -> set[str]:
+    """Names of the linear layers that make keys and values of latents, with which generation multiplies from both
+    sides."""
+    if anatomy.unknown:
+        return set()
+    return {part.projections[1].name for part in anatomy.parts(Attention) if part.latents}
+
+
 def _fits(linear: AnyLinear, row: Product) -> bool:
     inputs, outputs = row.multiple
     return not (linear.in_features % inputs or linear.out_features % outputs)
@@ -273,23 +281,17 @@ def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:
     """The linears of a model that a form for inference is for, by name; routers are none of them."""
     row = PRODUCTS[products]
-    # Generation multiplies with these from both sides.
-    left = {part.projections[1].name for part in anatomy.parts(Attention) if part.latents}
     if row.linears == "blocks":
-        linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and name not in left
-        }
-        for name, _ in list(left_out(linears, anatomy, row)):
-            del linears[name]
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        for name in {name for name, _ in left_out(linears, anatomy, row)} | absorbed(anatomy):
+            linears.pop(name, None)
         if not linears:
             raise ConfigError(
                 f"No linear layer of this {type(model).__name__} has sides that are multiples of {row.multiple[0]}, as "
                 f"{products} needs; choose weights=plain."
             )
         return linears
-    modules, left = dict(model.named_modules(remove_duplicate=False)), left | _routers(anatomy)
+    modules, left = dict(model.named_modules(remove_duplicate=False)), absorbed(anatomy) | _routers(anatomy)
     linears = {}
     roles: list[Linear | Stem] = [*anatomy.parts(Linear)]
     roles += anatomy.parts(Stem) if products == "packed" else []  # in few bits the first layer loses most

@@ -546,6 +546,32 @@ def test_options_that_cannot_be_honoured_are_refused_by_name(
         read_text_config({"model_type": kind, **sizes, **change})
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_loss_gradients_and_left_padded_texts_are_theirs(name: str, tmp_path: Path) -> None:
+    theirs = _theirs(name)
+    theirs.save_pretrained(tmp_path / "weights")
+    ours = from_pretrained(tmp_path / "weights")
+    tokens = torch.randint(2, 60, (3, 12))
+    loss = theirs(input_ids=tokens, labels=tokens, use_cache=False).loss
+    found = F.cross_entropy(ours(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(found, loss)
+    loss.backward()
+    found.backward()
+    rows = [[3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13]]
+    padded = torch.tensor([[0] * (6 - len(row)) + row for row in rows])
+    seen = (padded > 0).long()
+    made = theirs.generate(padded, attention_mask=seen, max_new_tokens=8, pad_token_id=0, eos_token_id=None)
+    texts = Generator(ours.eval(), start=0, ends=()).generate(rows, max_tokens=8)
+    assert [list(text.ids) for text in texts] == made[:, 6:].tolist()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    theirs.save_pretrained(tmp_path / "gradients")
+    expected = from_pretrained(tmp_path / "gradients").state_dict()
+    for key, parameter in ours.named_parameters():
+        _assert_alike(torch.zeros(1) if parameter.grad is None else parameter.grad, expected[key])
+
+
 def test_heads_that_predict_further_tokens_are_left_out_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

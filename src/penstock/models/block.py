@@ -327,10 +327,10 @@ class LatentAttention(_Attending):
         q = self.q_up(seen)
         if real is not None:
             q, made = real.put(q), real.put(made)
-        plain, turned = torch.unflatten(q, -1, (-1, self.head_width)).split(
+        plain, turned = torch.unflatten(q, -1, (-1, self.head_width)).split_with_sizes(
             (sizes.plain_width, sizes.rotary_width), -1
         )
-        latent, shared = made.unsqueeze(2).split((sizes.kv_rank, sizes.rotary_width), -1)
+        latent, shared = made.unsqueeze(2).split_with_sizes((sizes.kv_rank, sizes.rotary_width), -1)
         latent = _of_its_type(self.kv_norm, latent).to(made.dtype)
         if context.rotation is not None:
             turn = partial(rotate, rotation=context.rotation, interleaved=sizes.interleaved)
@@ -345,7 +345,7 @@ class LatentAttention(_Attending):
         pairs = torch.unflatten(
             self.kv_up(latent.squeeze(2)), -1, (-1, sizes.plain_width + sizes.value_width)
         )
-        k, v = pairs.split((sizes.plain_width, sizes.value_width), -1)
+        k, v = pairs.split_with_sizes((sizes.plain_width, sizes.value_width), -1)
         q, k = torch.cat([plain, turned], -1), torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1)
         if self.backend != "plain" or not isinstance(
             mask, Tensor | None
@@ -361,7 +361,7 @@ class LatentAttention(_Attending):
         each = sizes.plain_width + sizes.value_width
         # An adapter beside it, or another form of its weight, says what it is by what it makes.
         weight = made.weight if isinstance(made, nn.Linear) else made(torch.eye(sizes.kv_rank).to(kept)).T
-        for_keys, for_values = torch.unflatten(weight, 0, (-1, each)).split(
+        for_keys, for_values = torch.unflatten(weight, 0, (-1, each)).split_with_sizes(
             (sizes.plain_width, sizes.value_width), 1
         )
         q = torch.cat([torch.einsum("abhk,hkr->abhr", plain, for_keys), turned], dim=-1)

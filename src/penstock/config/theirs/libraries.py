@@ -410,7 +410,7 @@ LIBRARIES: tuple[Library, ...] = (
             "n_group": (8, ("router_groups",)), "topk_group": (4, ("groups_per_token",)),
             "norm_topk_prob": (True, ("router_normalised",)), "rope_interleave": (True, ("latent.interleaved",)),
         },
-        must={**_DEEPSEEK_MUST, "topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid",)},
+        must={**_DEEPSEEK_MUST, "topk_method": ("noaux_tc", None), "scoring_func": ("sigmoid",)}, own=("bias_rate",),
         **_LIKE_DEEPSEEK,
     ),
     Library(

@@ -136,6 +136,7 @@ class _Own:
     decoder_sequence: Tokens | None = None
     output_bias: bool | None = None
     balance: NotNegative | None = None
+    bias_rate: NotNegative | None = None
 
 
 _Problem = Literal["regression", "single_label_classification", "multi_label_classification"]

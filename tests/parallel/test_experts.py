@@ -161,6 +161,7 @@ SPLIT = {
         ("mixtral", "micro_batch=1 accumulate=2 dp=2 ep=2"),
         ("t5 moe", "micro_batch=2 dp=2 ep=2 sharding=fsdp recompute=operators"),
         ("switch", "micro_batch=2 dp=2 ep=2"),
+        ("gpt-oss", "micro_batch=2 dp=2 ep=2 sharding=fsdp recompute=full"),
         ("marian moe", "micro_batch=2 dp=2 ep=2 sharding=fsdp padding=remove recompute=full"),
         ("qwen moe biased", "micro_batch=1 accumulate=4 dp=2 ep=2 sharding=zero1 optimizer=contiguous"),
     ],
@@ -175,6 +176,7 @@ SPLIT = {
     ],
     "layers, 2 ranks": [
         ("t5 moe", "micro_batch=1 accumulate=2 tp=2"),
+        ("gpt-oss", "micro_batch=1 accumulate=4 tp=2 sp=true ep=2"),
         ("qwen moe biased full", "micro_batch=2 tp=2 sp=true token_order=batch_second"),
         ("marian moe", "micro_batch=1 accumulate=4 tp=2 ep=2 recompute=full"),
         ("deepseek biased", "micro_batch=2 tp=2 ep=2 sp=true"),

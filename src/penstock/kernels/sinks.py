@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_aten = torch.ops.aten
-
 
 def fused_with_sums(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
@@ -25,9 +23,9 @@ def fused_with_sums(
     """torch's fused attention of q, k and v (B, H, ·, K): the output (B, H, N, K), and the logarithm of each row's sum
     of exponentials (B, H, N), in fp32 or wider. Only a CPU takes a mask, of numbers to add."""
     if q.is_cuda:
-        made = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     else:
-        made = _aten._scaled_dot_product_flash_attention_for_cpu(
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
     return made[0], made[1]
@@ -41,11 +39,11 @@ def fused_gradients(
     out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
     if q.is_cuda:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        made = _aten._scaled_dot_product_flash_attention_backward(
+        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0], scale=scale
         )  # fmt: skip
     else:
-        made = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logs, 0.0, causal, attn_mask=mask, scale=scale
         )
     return made[0], made[1], made[2]
@@ -87,7 +85,9 @@ class _WithSinks(torch.autograd.Function):
         dq, dk, dv = fused_gradients(
             grad, q, wide_k, wide_v, out, logs, mask, causal=ctx.causal, scale=ctx.scale
         )
-        dk, dv = (x if x.shape == k.shape else x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+        dk, dv = (
+            x if x.shape == k.shape else torch.unflatten(x, 1, (k.shape[1], -1)).sum(2) for x in (dk, dv)
+        )
         return dq, dk, dv, sink_gradients(grad, out, logs, sinks), None, None, None
 
 

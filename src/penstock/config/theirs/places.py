@@ -111,7 +111,8 @@ def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
     given = config.rope_parameters or config.rope_scaling
     share, theta = base.rotary.share, config.rope_theta or base.rotary.base
     if given is None and base.rotary.scaling != "none":
-        return replace(base.rotary, base=theta)
+        usual: Rotary = replace(base.rotary, base=theta)
+        return usual
     given = given or _Rope()
     trained = given.original_max_position_embeddings
     if library.partial:

@@ -216,7 +216,7 @@ class _Attending(nn.Module):
             return q, k
         if self.norms_heads_together:
             normed = (_of_its_type(norm, x.flatten(2)) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-            q, k = (x.unflatten(2, (-1, self.head_width)).to(v.dtype) for x in normed)
+            q, k = (torch.unflatten(x, 2, (-1, self.head_width)).to(v.dtype) for x in normed)
             return q, k
         # Autocast widens norms to fp32 on a GPU, but attention runs in the type of v.
         return _of_its_type(self.q_norm, q).to(v.dtype), _of_its_type(self.k_norm, k).to(v.dtype)

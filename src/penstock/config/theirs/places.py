@@ -159,7 +159,7 @@ def _turning(
         if getattr(given, name) not in allowed
     ]
     trained = given.original_max_position_embeddings or positions
-    lacks = () if given.factor else ("factor",)
+    needed: tuple[str, ...] = ("short_factor", "long_factor") if kind == "longrope" else ("factor",)
     if kind == "default":
         return plain
     if kind not in ("linear", "llama3", "yarn", "longrope"):
@@ -168,19 +168,17 @@ def _turning(
             "yarn and longrope."
         )
         return plain
-    if kind == "longrope":
-        lacks = tuple(name for name in ("short_factor", "long_factor") if not getattr(given, name))
-    if lacks:
+    if lacks := [name for name in needed if not getattr(given, name)]:
         problems.append(f"config.json has rope_type {kind!r} without its {' and '.join(lacks)}; add it.")
         return plain
     if kind == "longrope":
         return replace(
             plain, scaling="longrope", factor=given.factor or max(1.0, positions / trained), trained=trained,
-            short=given.short_factor, long=given.long_factor,
+            short=given.short_factor or (), long=given.long_factor or (),
         )  # fmt: skip
     low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
     return replace(
-        plain, scaling=cast(Scaling, kind), factor=given.factor,
+        plain, scaling=cast(Scaling, kind), factor=given.factor or 1.0,
         trained=trained if kind != "linear" else Rotary.trained,
         low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
         high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
@@ -301,8 +299,8 @@ def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
         scales = library.rotary and base.rotary.scaling != "none"  # where nothing is said
         return {**values, "rope_scaling": {"rope_type": "default"}} if scales else values
     if rotary.scaling == "longrope":  # in no more entries: version 4 of transformers refuses others
-        factors = {"short_factor": list(rotary.short), "long_factor": list(rotary.long)}
-        values["rope_scaling"] = {"type": "longrope", **factors}
+        pairs = {"short_factor": list(rotary.short), "long_factor": list(rotary.long)}
+        values["rope_scaling"] = {"type": "longrope", **pairs}
         values["original_max_position_embeddings"] = rotary.trained
         return {**values, "max_position_embeddings": round(rotary.factor * rotary.trained)}
     scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}

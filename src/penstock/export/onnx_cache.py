@@ -116,7 +116,7 @@ class _Pass(nn.Module):
         every, new = _in_pairs(before), tokens.shape[1]
         width = before[0].shape[2] + new
         if self.source:
-            past = _TensorPast(every[::2], tokens.new_ones(len(tokens), width), new, self.positions)
+            past = _TensorPast(every[::2], tokens.new_ones(tokens.shape[0], width), new, self.positions)
             past.recall(every[1::2], mask)
         else:
             # Taken by number, the mask's own size need not be known to be the sum of the two.

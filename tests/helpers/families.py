@@ -127,6 +127,12 @@ ENROLLED = {
         replace(_VIT, layer_scale=0.5, registers=3, classifier="both", mlp="swiglu", mlp_width=48),
         "AutoModelForImageClassification",
     ),
+    "siglip": Enrolled(replace(_VIT, classifier="attention", mlp="gelu_tanh"), None),
+    "clip tower": Enrolled(
+        replace(_VIT, stem_bias=False, embedding_norm=True, mlp="gelu_quick", norm_eps=1e-5, class_token=True,
+                classifier="pooled", pool_norm="none"),
+        "AutoModelForImageClassification",
+    ),
     # Distilled too, so that a second token and a second head meet every layout.
     "vit moe": Enrolled(
         replace(_VIT, experts=4, distilled=True), None

@@ -27,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
     "conv_stem": {"stem": "conv"},
     "distilled": {"distilled": True},
+    "attention_pool": {"classifier": "attention", "stem_bias": False, "embedding_norm": True},
+    "no_norm": {"classifier": "pooled", "class_token": True, "pool_norm": "none"},
     "registers": {"classifier": "both", "registers": 4, "mlp": "swiglu"},
     "qk_norm": {"qk_norm": True, "qkv_bias": False},
     "layer_scale": {"layer_scale": 0.1},

@@ -15,7 +15,8 @@ from penstock.config.stack import Stack
 
 H = TypeVar("H")
 Stem = Literal["patchify", "conv"]
-Before = Literal["norm", "tanh", "transform"]
+Before = Literal["norm", "tanh", "transform", "none"]
+ImagePool = Literal["first", "mean", "both", "attention"]
 Init = Literal["normal", "scaled", "fan_in", "xavier"]
 NoiseKind = Literal["cosine", "linear", "flow"]
 Target = Literal["v", "eps", "x0"]
@@ -170,13 +171,15 @@ class ClassHead:
     name: str = "head"
     run: str
     classes: int
-    pool: Literal["first", "mean", "both"] = "first"
-    """The vector of a sample: that of its first token, the mean over tokens, or `both`, one after the other."""
+    pool: ImagePool = "first"
+    """The vector of a sample: that of its first token, the mean over tokens, or `both`, one after the other; or what a
+    learned query attends to among all tokens, and a perceptron makes of that (`attention`; Zhai et al., CVPR 2022,
+    "Scaling Vision Transformers", section 3.2)."""
     skipped: int = 0
     """Tokens at the beginning that are no part of the mean."""
     before: Before = "norm"
-    """The layers before the last linear: a norm; a dense layer and tanh; or a dense layer, its activation and a
-    norm."""
+    """The layers before the last linear: a norm; a dense layer and tanh; a dense layer, its activation and a norm; or
+    none."""
     norm_first: bool = False
     """Whether the norm acts on all tokens before the mean is taken."""
     dropout: float = 0.0

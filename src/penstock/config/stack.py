@@ -296,6 +296,12 @@ class Stack:
         )  # fmt: skip
 
     @cached_property
+    def plain_layer(self) -> Layer:
+        """A dense layer of the heads and the width that are set, whatever sizes its own layers have."""
+        sizes = LayerSizes(heads=self.heads, kv=self.heads, hidden=self.mlp_width)
+        return replace(self._layer(sizes), qk_norm=False)
+
+    @cached_property
     def experts_of_blocks(self) -> tuple[int | None, ...]:
         """The expert that each block in `layers` belongs to; None where all samples go through it."""
         numbers = count()

@@ -14,7 +14,7 @@ from penstock.config.graph import Graph, Init, TokenInput, WordHead
 from penstock.models.block import Attention, Branch, CrossAttention, Sinks, ZeroLinear
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
-from penstock.models.heads import UnitVectors
+from penstock.models.heads import AttentionPool, UnitVectors
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def draw_weights(model: nn.Module, graph: Graph) -> None:
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d | Sinks):
             module.reset_parameters()
-        elif isinstance(module, Branch | MixtureOfExperts):
+        elif isinstance(module, Branch | MixtureOfExperts | AttentionPool):
             module.init_weights()
         if isinstance(module, UnitVectors):
             module.init_weights()

@@ -25,8 +25,8 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
-from penstock.models.block import make_norm
-from penstock.models.perceptron import activate
+from penstock.models.block import Context, CrossAttention, make_norm
+from penstock.models.perceptron import MLP, activate
 
 TIME_STEPS = 1000.0
 """A time of 1 is embedded as DDPM's last of 1,000 steps."""
@@ -123,6 +123,30 @@ class Pooler(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.dense(x))
+
+
+class AttentionPool(nn.Module):
+    """What a learned query attends to among a sample's tokens, and a perceptron over that: (B, N, D) → (B, D)."""
+
+    def __init__(self, sizes: Stack, **where: Any) -> None:
+        super().__init__()
+        layer = sizes.plain_layer
+        self.query = nn.Parameter(torch.empty(sizes.width, **where))
+        self.attention = CrossAttention(sizes, layer, sizes.width, **where)
+        self.norm = make_norm(sizes.norm_kind, sizes.width, **where)
+        self.mlp = MLP(sizes, layer, **where)
+
+    def init_weights(self) -> None:
+        """The query as class tokens are drawn."""
+        nn.init.normal_(self.query, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query.expand(x.shape[0], 1, -1)
+        tokens = 1 - self.attention.sequence_first  # attention takes its tokens in the order of the blocks
+        if not tokens:
+            x, query = x.transpose(0, 1), query.transpose(0, 1)
+        pooled = self.attention(query, Context(memory=x))
+        return (pooled + self.mlp(self.norm(pooled))).squeeze(tokens)  # type: ignore[no-any-return]
 
 
 class UnitVectors(nn.Linear):

@@ -36,7 +36,7 @@ from penstock.models.block import ZeroLinear, make_norm, modulate
 from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.heads import Conditioner, Pooler, Transform, UnitVectors, Vocabulary
+from penstock.models.heads import AttentionPool, Conditioner, Pooler, Transform, UnitVectors, Vocabulary
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of
 
@@ -142,9 +142,11 @@ class Model(nn.Module):
         elif isinstance(head, ClassHead):
             if head.before == "norm":
                 setattr(self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, **where))
-            else:
+            elif head.before != "none":
                 pooler = Pooler if head.before == "tanh" else Transform
                 setattr(self, part_of(head, "pooler"), pooler(sizes, **where))
+            if head.pool == "attention":
+                setattr(self, part_of(head, "attention_pool"), AttentionPool(sizes, **where))
             if head.dropout:
                 setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
             for name in head.linears:
@@ -373,8 +375,11 @@ class Model(nn.Module):
             x = x[:, :2].clone() if head.distilled else x[:, 0].clone()
         else:
             x, norm = (norm(x), None) if head.norm_first and norm is not None else (x, norm)
-            mean = samples.mean_of(x[:, head.skipped :], lengths)
-            x = torch.cat([x[:, 0], mean], dim=1) if head.pool == "both" else mean
+            if head.pool == "attention":
+                x = self._part(head, "attention_pool")(x)
+            else:
+                mean = samples.mean_of(x[:, head.skipped :], lengths)
+                x = torch.cat([x[:, 0], mean], dim=1) if head.pool == "both" else mean
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)
         if not head.distilled:

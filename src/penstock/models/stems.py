@@ -22,7 +22,7 @@ class PatchStem(nn.Module):
     def __init__(self, images: PatchInput, width: int, **where: Any) -> None:
         super().__init__()
         self.patch = images.patch_size
-        self.proj = nn.Linear(images.channels * images.patch_size**2, width, **where)
+        self.proj = nn.Linear(images.channels * images.patch_size**2, width, bias=images.bias, **where)
 
     def forward(self, images: Tensor) -> Tensor:
         batch, channels, height, width = images.shape
@@ -58,7 +58,7 @@ class ConvStem(nn.Module):
             ]
             channels = wider
         self.layers = nn.Sequential(*layers)
-        self.proj = nn.Linear(channels, width, **where)
+        self.proj = nn.Linear(channels, width, bias=images.bias, **where)
 
     def forward(self, images: Tensor) -> Tensor:
         maps = self.layers(images).flatten(2)  # (B, C', N)

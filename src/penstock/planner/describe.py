@@ -28,6 +28,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
+from penstock.config.stack import Stack
 from penstock.kernels.choices import (
     fuses_rows,
     logit_bytes,
@@ -231,7 +232,7 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
         features = images.stem_widths(d)[-1]
         to.move("stem.tokens", rows * features, (c, c), kind="copy")
     to.gemm(
-        "stem.proj", rows, d, features, bias=True, first=images.stem == "patchify", group="stem", narrow=False,
+        "stem.proj", rows, d, features, bias=images.bias, first=images.stem == "patchify", group="stem", narrow=False,
         kept=rows * features * c,
     )  # fmt: skip
     if stack.positions == "learned":
@@ -295,7 +296,7 @@ def _exit(to: Lister, graph: Graph) -> None:
         elif isinstance(head, VectorHead):
             _vector(to, head, run, graph.length(run))
         elif not isinstance(head, FeatureHead):
-            (_classifier if head.before == "norm" else _pooled)(to, head, run, graph.length(run))
+            (_classifier if head.before in ("norm", "none") else _pooled)(to, head, run, graph.length(run))
 
 
 def _pixels(to: Lister, graph: Graph, run: Run) -> None:
@@ -507,8 +508,12 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
     elif not head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     rows = t.samples * (tokens if head.norm_first else read)
-    to.norm("norm", rows, d, run.stack.norm_kind, cast=not head.norm_first)
-    if head.norm_first:
+    if head.before == "norm":
+        to.norm("norm", rows, d, run.stack.norm_kind, cast=not head.norm_first)
+    if head.pool == "attention":
+        with to.inside("head"):
+            _attention_pool(to, run.stack, tokens)
+    elif head.norm_first:
         to.move("pool", t.samples * d, (tokens * e, e), (e, tokens * e), kind="reduce")
     with to.inside("head"):
         for name in ("head", "distil_head")[:read]:
@@ -516,3 +521,31 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         if head.distilled:
             c = t.product
             to.move("head.mean", t.samples * head.classes, (2 * c, c), (c, 2 * c), group="output")
+
+
+def _attention_pool(to: Lister, stack: Stack, tokens: int) -> None:
+    """Attention of a learned query to all tokens of a sample, and a perceptron over that, whole on each device."""
+    t, layer, d, c = to.terms, stack.plain_layer, stack.width, to.terms.product
+    a, hidden, more = layer.heads * layer.head_width, stack.mlp_width, {"group": "output", "narrow": False}
+    to.move("pool.query", t.samples * d, (0, 0), weights=d, tensors=1, launches=0)
+    to.gemm("pool.q", t.samples, a, d, bias=layer.qkv_bias, **more)
+    to.gemm("pool.kv", t.samples * tokens, 2 * a, d, bias=layer.qkv_bias, **more)
+    kept = (2 * tokens + 1) * t.samples * a * c
+    core = Op(
+        "pool.attention", "attention", batch=t.samples * layer.heads, m=1, n=tokens, k=layer.head_width, read=kept,
+        written=t.samples * a * c, elements=t.samples * a, kept=kept, group="output",
+    )  # fmt: skip
+    to.add(core, core._replace(forward=False, written=kept))
+    to.gemm("pool.out", t.samples, d, a, bias=layer.bias, **more)
+    to.norm("pool.norm", t.samples, d, layer.norm)
+    gated = layer.perceptron.gated
+    to.gemm("pool.up", t.samples, (1 + gated) * hidden, d, bias=layer.bias, **more)
+    to.activate(
+        "pool.activation",
+        t.samples * hidden,
+        stack.mlp,
+        (c, c),
+        (2 * c, c),
+        kept=(1 + gated) * c * t.samples * hidden,
+    )
+    to.gemm("pool.down", t.samples, d, hidden, bias=layer.bias, **more)

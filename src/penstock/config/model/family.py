@@ -16,7 +16,7 @@ from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 
 Classifier = Literal["token", "pooled"]
-PoolNorm = Literal["before", "after"]
+PoolNorm = Literal["before", "after", "none"]
 Pooler = Literal["tanh", "norm"]
 EncoderHead = Literal["words", "classes", "none"]
 Branch = Literal["understanding", "generating"]

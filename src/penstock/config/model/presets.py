@@ -35,7 +35,8 @@ def _vit(width: int, depth: int, heads: int, mlp_width: int, patch_size: int) ->
 def _dino2(width: int, depth: int, heads: int, **changes: Any) -> ViTConfig:
     """DINOv2 with patches of 14 × 14; its published variants with registers have 4 of them."""
     config = ViTConfig(
-        width=width, depth=depth, heads=heads, mlp_width=4 * width, image_size=518, patch_size=14, layer_scale=1.0
+        width=width, depth=depth, heads=heads, mlp_width=4 * width, image_size=518, patch_size=14, layer_scale=1.0,
+        class_token=True,
     )  # fmt: skip
     return replace(config, **changes)
 
@@ -255,6 +256,15 @@ _DDIGITS = DiffusionConfig(
 )
 _TINY = Stack(width=96, depth=3, heads=3, mlp_width=384)
 
+_SIGLIP: dict[str, Any] = {"classifier": "attention", "mlp": "gelu_tanh"}
+_CLIP: dict[str, Any] = {
+    "class_token": True, "stem_bias": False, "embedding_norm": True, "mlp": "gelu_quick", "norm_eps": 1e-5,
+}  # fmt: skip
+_TINY_IMAGES: dict[str, Any] = {
+    "image_size": 8, "patch_size": 2, "channels": 1, "width": 96, "depth": 2, "heads": 3, "mlp_width": 384,
+    "classes": 10,
+}  # fmt: skip
+
 PRESETS: dict[str, ModelConfig] = NAMED
 PRESETS |= {
     # Dosovitskiy et al. 2021 Table 1 (B, L, H); Touvron et al. 2021 Table 1 (Ti, S); Zhai et al. 2022 Table 2 (g).
@@ -271,6 +281,11 @@ PRESETS |= {
     "dinov2-b14": _dino2(768, 12, 12),
     "dinov2-l14": _dino2(1024, 24, 16),
     "dinov2-g14": _dino2(1536, 40, 24, mlp="swiglu", mlp_width=4096),
+    # Zhai et al. 2023, "SigLIP", and Radford et al. 2021, "CLIP", Table 20: the towers over images.
+    "siglip-b16": ViTConfig(**_SIGLIP),
+    "siglip-so400m14": ViTConfig(width=1152, depth=27, heads=16, mlp_width=4304, patch_size=14, **_SIGLIP),
+    "clip-vit-b32": ViTConfig(patch_size=32, **_CLIP),
+    "clip-vit-l14": ViTConfig(width=1024, depth=24, heads=16, mlp_width=4096, patch_size=14, **_CLIP),
     # Riquelme et al. 2021, "V-MoE", Table 1 and section 3.1: every second block has 32 experts.
     "vit-moe-s32": replace(_vit(512, 8, 8, 2048, 32), **_VIT_MOE),
     "vit-moe-b16": replace(_vit(768, 12, 12, 3072, 16), **_VIT_MOE),
@@ -284,10 +299,12 @@ PRESETS |= {
         image_size=32, patch_size=8, width=128, depth=4, heads=4, mlp_width=256, classes=10, classifier="pooled",
         experts=4, experts_per_token=2, expert_every=2,
     ),
-    "dinov2-tiny": _dino2(
-        96, 2, 3, image_size=8, patch_size=2, channels=1, classes=10, registers=4, mlp="swiglu", mlp_width=256,
+    "dinov2-tiny": replace(
+        ViTConfig(**_TINY_IMAGES), layer_scale=1.0, class_token=True, registers=4, mlp="swiglu", mlp_width=256,
         classifier="both",
     ),
+    "siglip-tiny": ViTConfig(**_TINY_IMAGES, **_SIGLIP),
+    "clip-vit-tiny": ViTConfig(**_TINY_IMAGES, **_CLIP),
     # Peebles & Xie 2023, Table 1.
     "dit-s2": _dit(384, 12, 6),
     "dit-b2": _dit(768, 12, 12),

@@ -8,12 +8,14 @@ from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import Positive, Probability, Range
-from penstock.config.graph import ClassHead, Graph, PatchInput, Run, Stem
+from penstock.config.graph import ClassHead, Graph, ImagePool, PatchInput, Run, Stem
 from penstock.config.model.family import ModelFamily, Pixels, PoolNorm, Words
 from penstock.config.stack import Stack
 
-Pool = Literal["token", "pooled", "both"]
-_READS: dict[Pool, Literal["first", "mean", "both"]] = {"token": "first", "pooled": "mean", "both": "both"}
+Pool = Literal["token", "pooled", "both", "attention"]
+_READS: dict[Pool, ImagePool] = {
+    "token": "first", "pooled": "mean", "both": "both", "attention": "attention",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class ViTConfig(Stack, ModelFamily):
     """Number of classes."""
     classifier: Pool = "token"
     """Input of the head: a learned class token (`token`), the mean over patches (`pooled`), which means 196 tokens
-    instead of 197, or `both`, one after the other."""
+    instead of 197, or `both`, one after the other; or what a learned query finds in all tokens (`attention`, as in
+    SigLIP)."""
     class_token: bool | None = None
     """Whether a class token comes before the patches; none: if the head reads it."""
     registers: Annotated[int, Range(0, 1 << 12)] = 0
@@ -45,9 +48,13 @@ class ViTConfig(Stack, ModelFamily):
     "Vision Transformers Need Registers"; those of DINOv2 have 4)."""
     stem: Stem = "patchify"
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
+    stem_bias: bool = True
+    """Whether the linear map of patches has a bias."""
+    embedding_norm: bool = False
+    """Whether a norm comes before the first block, as in CLIP."""
     pool_norm: PoolNorm = "before"
-    """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's
-    `fc_norm`)."""
+    """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's `fc_norm`); `none`
+    leaves it out."""
     distilled: bool = False
     """Whether a second token and a second head learn from `recipe.teacher`, and logits are the mean of both heads'
     (Touvron et al., ICML 2021, "DeiT", section 4)."""
@@ -62,7 +69,7 @@ class ViTConfig(Stack, ModelFamily):
                 f"model.stem 'conv' halves the image with each layer, so model.patch_size must be a power of two "
                 f"of at least 2, not {self.patch_size}; use stem 'patchify'."
             )
-        if self.class_token is False and self.classifier != "pooled":
+        if self.class_token is False and self.classifier in ("token", "both"):
             yield (
                 f"model.classifier {self.classifier!r} reads the class token, but model.class_token is false; use "
                 "classifier 'pooled', or leave class_token out."
@@ -76,7 +83,7 @@ class ViTConfig(Stack, ModelFamily):
     @property
     def has_class_token(self) -> bool:
         """Whether a class token comes before the patches."""
-        return self.classifier != "pooled" if self.class_token is None else self.class_token
+        return self.classifier in ("token", "both") if self.class_token is None else self.class_token
 
     @cached_property
     def graph(self) -> Graph:
@@ -85,14 +92,17 @@ class ViTConfig(Stack, ModelFamily):
         images = PatchInput(
             image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, stem=self.stem,
             class_token=self.has_class_token, distil_token=self.distilled, registers=self.registers,
+            bias=self.stem_bias,
         )  # fmt: skip
         most = images.length
         run = Run(
-            name="encoder", stack=self, reads="images", rows=most - self.registers, most=most, last_norm=False
-        )
+            name="encoder", stack=self, reads="images", rows=most - self.registers, most=most, last_norm=False,
+            embedding_norm=self.embedding_norm,
+        )  # fmt: skip
         head = ClassHead(
             run="encoder", classes=self.classes, pool=reads, skipped=images.learned_tokens,
-            norm_first=reads == "both" or (reads == "mean" and self.pool_norm == "before"),
+            norm_first=reads in ("both", "attention") or (reads == "mean" and self.pool_norm == "before"),
+            before="none" if reads == "mean" and self.pool_norm == "none" else "norm",
             distilled=self.distilled,
         )  # fmt: skip
         return Graph(inputs=(images,), runs=(run,), heads=(head,))

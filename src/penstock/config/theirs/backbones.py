@@ -1,4 +1,5 @@
-"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2.
+"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2, and the
+towers of CLIP and SigLIP.
 
 An option of a config.json is one of our fields, or has a value that must be, or changes nothing that a model computes;
 any other is refused by name unless it is off.
@@ -6,6 +7,7 @@ any other is refused by name unless it is off.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +19,14 @@ from penstock.config.activations import ACTIVATIONS, PLAIN_NAMES, UNGATED, Mlp
 from penstock.config.convert import shown_value
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import ViTConfig
-from penstock.config.model.vit import Pool
 from penstock.config.theirs.library import FREE
 from penstock.config.theirs.names import Names, WeightPlaces
 from penstock.errors import ConfigError
 
+log = logging.getLogger(__name__)
 _FREE = FREE | {
+    "projection_dim",
+    "vision_use_head",
     "apply_layernorm",
     "out_features",
     "out_indices",
@@ -30,7 +34,7 @@ _FREE = FREE | {
     "stage_names",
     "use_mask_token",
 }
-_OWN = ("drop_path", "classifier")
+_OWN = ("drop_path", "classifier", "class_token", "pool_norm")
 """Fields of ours that config.json keeps under `penstock`, because transformers has no option for them."""
 
 
@@ -54,10 +58,12 @@ class Backbone:
     """Gated activations by the word for their gate's, where not all are `swiglu`."""
     tower: str
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
-    classes: tuple[str, Pool]
-    """The class with one, and what that reads."""
+    classes: tuple[str, Mapping[str, Any]]
+    """The class with one, and our settings of what that reads."""
     prefix: str
     """The prefix of the tower's weights beside such a head."""
+    whole: str = ""
+    """The model_type of models of images and texts that the tower is in, which the class with a head is of."""
     antialias: bool = False
     """Whether positions are interpolated with antialiasing."""
 
@@ -90,6 +96,35 @@ def _dino_names(config: ViTConfig) -> Names:
     }
 
 
+def _tower_names(config: ViTConfig) -> Names:
+    here, block, pool = "encoder.layers.{i}.", "encoder.blocks.{i}.", "attention_pool."
+    patch = config.patch_size
+    return {
+        "stem.proj.weight": WeightPlaces(
+            ("embeddings.patch_embedding.weight",), shape=(config.width, -1, patch, patch)
+        ),
+        "stem.proj": WeightPlaces(("embeddings.patch_embedding",)),
+        "class_token": WeightPlaces(("embeddings.class_embedding",)),
+        "encoder.places": WeightPlaces(("embeddings.position_embedding",)),
+        "encoder.embedding_norm": WeightPlaces(("pre_layrnorm",)),
+        block + "norm1": WeightPlaces((here + "layer_norm1",)),
+        block + "attention.qkv": WeightPlaces(tuple(f"{here}self_attn.{one}_proj" for one in "qkv"), "heads"),
+        block + "attention.out": WeightPlaces((here + "self_attn.out_proj",)),
+        block + "norm2": WeightPlaces((here + "layer_norm2",)),
+        block + "mlp.up": WeightPlaces((here + "mlp.fc1",)),
+        block + "mlp.down": WeightPlaces((here + "mlp.fc2",)),
+        "norm": WeightPlaces(("post_layernorm",)),
+        pool + "query": WeightPlaces(("head.probe",), shape=(1, 1, -1)),
+        pool + "attention.q": WeightPlaces(("head.attention.q_proj",)),
+        pool + "attention.kv": WeightPlaces(("head.attention.k_proj", "head.attention.v_proj"), "heads"),
+        pool + "attention.out": WeightPlaces(("head.attention.out_proj",)),
+        pool + "norm": WeightPlaces(("head.layernorm",)),
+        pool + "mlp.up": WeightPlaces(("head.mlp.fc1",)),
+        pool + "mlp.down": WeightPlaces(("head.mlp.fc2",)),
+        "head": WeightPlaces(("classifier",)),
+    }
+
+
 _SIZES: dict[str, tuple[Any, str]] = {
     "hidden_size": (768, "width"), "num_hidden_layers": (12, "depth"), "num_attention_heads": (12, "heads"),
     "num_channels": (3, "channels"), "image_size": (224, "image_size"),
@@ -103,25 +138,49 @@ _DINO_OPTIONS: dict[str, tuple[Any, str]] = {
     "attention_probs_dropout_prob": (0.0, "attention_dropout"), "layer_norm_eps": (1e-6, "norm_eps"),
     "qkv_bias": (True, "qkv_bias"), "layerscale_value": (1.0, "layer_scale"),
 }  # fmt: skip
+_TOWER_OPTIONS: dict[str, tuple[Any, str]] = {
+    **_SIZES, "intermediate_size": (3072, "mlp_width"), "attention_dropout": (0.0, "attention_dropout"),
+}  # fmt: skip
 
 BACKBONES: tuple[Backbone, ...] = (
     Backbone(
-        model_type="dinov2_with_registers", base=ViTConfig(),
+        model_type="dinov2_with_registers", base=ViTConfig(class_token=True),
         options={**_DINO_OPTIONS, "patch_size": (16, "patch_size"), "num_register_tokens": (4, "registers")},
-        tower="Dinov2WithRegistersModel", classes=("Dinov2WithRegistersForImageClassification", "both"),
+        tower="Dinov2WithRegistersModel", classes=("Dinov2WithRegistersForImageClassification", {"classifier": "both"}),
         prefix="dinov2_with_registers.", mark=r"embeddings\.register_tokens$", antialias=True, **_DINO,
     ),
     Backbone(
-        model_type="dinov2", base=ViTConfig(), options={**_DINO_OPTIONS, "patch_size": (14, "patch_size")},
-        tower="Dinov2Model", classes=("Dinov2ForImageClassification", "both"), prefix="dinov2.",
+        model_type="dinov2", base=ViTConfig(class_token=True),
+        options={**_DINO_OPTIONS, "patch_size": (14, "patch_size")},
+        tower="Dinov2Model", classes=("Dinov2ForImageClassification", {"classifier": "both"}), prefix="dinov2.",
         mark=r"layer_scale1\.lambda1$", **_DINO,
+    ),
+    Backbone(
+        model_type="clip_vision_model", whole="clip",
+        base=ViTConfig(class_token=True, stem_bias=False, embedding_norm=True),
+        options={
+            **_TOWER_OPTIONS, "patch_size": (32, "patch_size"), "hidden_act": ("quick_gelu", "mlp"),
+            "layer_norm_eps": (1e-5, "norm_eps"),
+        },
+        tower="CLIPVisionModel",
+        classes=("CLIPForImageClassification", {"classifier": "pooled", "class_token": True, "pool_norm": "none"}),
+        prefix="vision_model.", mark=r"embeddings\.class_embedding$", names=_tower_names,
+    ),
+    Backbone(
+        model_type="siglip_vision_model", whole="siglip", base=ViTConfig(classifier="attention"),
+        options={
+            **_TOWER_OPTIONS, "patch_size": (16, "patch_size"), "hidden_act": ("gelu_pytorch_tanh", "mlp"),
+            "layer_norm_eps": (1e-6, "norm_eps"),
+        },
+        tower="SiglipVisionModel", classes=("SiglipForImageClassification", {"classifier": "pooled"}),
+        prefix="vision_model.", mark=r"embeddings\.patch_embedding\.weight$", names=_tower_names,
     ),
 )  # fmt: skip
 
 
 def backbone_of(model_type: Any) -> Backbone | None:
     """The entry of a config.json's model_type; None for one of another kind of model."""
-    return next((one for one in BACKBONES if one.model_type == model_type), None)
+    return next((one for one in BACKBONES if model_type and model_type in (one.model_type, one.whole)), None)
 
 
 def backbone_in(names: Iterable[str]) -> Backbone | None:
@@ -138,8 +197,13 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     """
     one = backbone_of(values.get("model_type"))
     assert one is not None
-    problems = list(_refused(values, one))
-    given = {option: values.get(option, default) for option, (default, _) in one.options.items()}
+    inner = values
+    if values["model_type"] == one.whole:
+        parts = (values.get("vision_config"), values.get("vision_config_dict"))
+        inner = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
+        log.info("Of %s the part for images is read, and the part for texts is left out.", one.whole)
+    problems = list(_refused(inner, one))
+    given = {option: inner.get(option, default) for option, (default, _) in one.options.items()}
     for option in ("image_size", "patch_size"):
         sides = given[option] if isinstance(given[option], list | tuple) else [given[option]]
         if any(side != sides[0] for side in sides) or not sides:
@@ -148,7 +212,14 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
                 "patches."
             )
         given[option] = next(iter(sides), None)
-    activation, gated = given["hidden_act"], bool(one.gate) and values.get(one.gate) is True
+    side, patch = given["image_size"], given["patch_size"]
+    if isinstance(side, int) and isinstance(patch, int) and 0 < patch < side and side % patch:
+        given["image_size"] = side - side % patch
+        log.warning(
+            "Patches of %s pixels cover %s of an image's %s; it is read as a model of images of that size.",
+            patch, given["image_size"], side,
+        )  # fmt: skip
+    activation, gated = given["hidden_act"], bool(one.gate) and inner.get(one.gate) is True
     if not isinstance(activation, str) or activation not in PLAIN_NAMES:
         known = ", ".join(PLAIN_NAMES)
         problems.append(f"config.json has hidden_act {shown_value(activation)}; known are {known}.")
@@ -161,7 +232,9 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     labels, kinds = values.get("id2label"), values.get("architectures")
     settings["classes"] = len(labels) if isinstance(labels, dict) and labels else values.get("num_labels", 2)
     if isinstance(kinds, list) and one.classes[0] in kinds:
-        settings["classifier"] = one.classes[1]
+        settings |= one.classes[1]
+    elif inner.get("vision_use_head") is False:
+        settings["classifier"] = "pooled"
     own = values.get("penstock")
     settings |= {name: own[name] for name in _OWN if isinstance(own, dict) and name in own}
     return from_dict(ViTConfig, to_dict(one.base) | settings, origin="config.json")
@@ -220,16 +293,20 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any] | None:
         values["hidden_act"] = "gelu" if gated else values["hidden_act"]
     if None in values.values() or (gated and not one.gate):
         return None
-    classes = config.classifier == one.classes[1]
+    classes = all(getattr(config, name) == value for name, value in one.classes[1].items())
     own = {name: getattr(config, name) for name in _OWN}
     labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
-    return {
-        "architectures": [one.classes[0] if classes else one.tower],
+    tower = {
         "model_type": one.model_type,
         **values,
         **({one.gate: gated} if one.gate else {}),
         **{option: allowed[0] for option, allowed in one.must.items()},
+        **({"vision_use_head": config.classifier == "attention"} if one.whole == "siglip" else {}),
         "initializer_range": 0.02,
+    }
+    return {
+        "architectures": [one.classes[0] if classes else one.tower],
+        **({"model_type": one.whole, "vision_config": tower} if classes and one.whole else tower),
         "id2label": labels,
         "label2id": {label: int(i) for i, label in labels.items()},
         # What transformers' configuration has no field for.

@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 Names = Literal["penstock", "hf", "timm"]
 
 # Parts of transformers' models that a classifier does not have: they are reported and left out.
-_IGNORED = re.compile(r"(vit\.)?(pooler|decoder)\.|(vit\.)?embeddings\.mask_token$")
+_IGNORED = re.compile(
+    r"(vit\.)?(pooler|decoder)\.|(vit\.)?embeddings\.(mask_token|position_ids)$|text_model\.|(text|visual)_projection\."
+    r"|logit_(scale|bias)$|head\.(probe$|attention\.|layernorm\.|mlp\.)|post_layernorm\."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +284,8 @@ def _names_of(state: Mapping[str, Tensor]) -> Names:
     """Whose names a ViT's state dict carries. Raises ConfigError if they are of no known library."""
     if "patch_embed.proj.weight" in state:
         return "timm"
-    if any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in state):
+    stem = re.compile(r"embeddings\.patch_embeddings?(\.projection)?\.weight$")
+    if any(stem.search(name) for name in state):
         return "hf"
     if POSITIONS in state or "stem.proj.weight" in state:
         return "penstock"

@@ -125,7 +125,7 @@ def _sizes(name: str, config: TextConfig | ViTConfig) -> tuple[int, list[int]]:
     """Features of a head, and how many heads queries, keys and values have for each head of keys."""
     stack = stack_of(config, name.partition(".")[0])
     layer = stack.layers[0]
-    return layer.head_width, [1, 1] if ".cross.kv." in name else [layer.queries_per_key, 1, 1]
+    return layer.head_width, [1, 1] if ".kv." in name else [layer.queries_per_key, 1, 1]
 
 
 def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig | ViTConfig) -> list[Tensor]:

@@ -41,7 +41,7 @@ def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = Fal
     if written := written_as(config):
         one, values = written
         prefix = one.prefix if values["architectures"] == [one.classes[0]] else ""
-        named = to_library(state, config, one.names(config)).items()
+        named = _projections_joined(to_library(state, config, one.names(config))).items()
         return {name if name.startswith("classifier.") else prefix + name: tensor for name, tensor in named}
     require_representable(config)
     names = [f"vit.{'layers' if modules else 'encoder.layer'}.{i}." for i in range(config.depth)]
@@ -55,7 +55,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     Positions keep the grid they were learned on; names that the model lacks are kept.
     """
     if one := backbone_in(state):
-        state = {name.removeprefix(one.prefix): tensor for name, tensor in state.items()}
+        state = _projections_apart({name.removeprefix(one.prefix): tensor for name, tensor in state.items()})
         expected, table = dict(Model(config, device="meta").state_dict()), one.names(config)
         places = state.get(table[POSITIONS].names[0]) if POSITIONS in table else None
         if places is not None and places.ndim > 1:
@@ -71,6 +71,26 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     require_representable(config)
     state = {re.sub(r"^(?!vit\.|classifier\.)", "vit.", name): tensor for name, tensor in state.items()}
     return _inward(translate(state, pruned(_hf(state, config), state), ours.anatomy(config.graph)))
+
+
+_JOINED = "head.attention.in_proj_"
+"""What torch's MultiheadAttention stores in one, in the head of SigLIP's tower."""
+
+
+def _projections_joined(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    for kind in ("weight", "bias"):
+        names = [f"head.attention.{one}_proj.{kind}" for one in "qkv"]
+        if names[0] in state:
+            state[_JOINED + kind] = torch.cat([state.pop(name) for name in names])
+    return state
+
+
+def _projections_apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `_projections_joined`."""
+    for kind in ("weight", "bias"):
+        if (joined := state.pop(_JOINED + kind, None)) is not None:
+            state |= {f"head.attention.{one}_proj.{kind}": part for one, part in zip("qkv", joined.chunk(3))}
+    return state
 
 
 def _hf(names: Collection[str], config: ViTConfig) -> Anatomy:

@@ -116,8 +116,9 @@ def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
         "tanh": (Pooler(pooler),),
         "transform": (Pooler(f"{pooler}.dense"), Norm(f"{pooler}.norm")),
     }
+    pool = (Pooler(part_of(head, "attention_pool")),) if head.pool == "attention" else ()
     dropout = (Dropout(part_of(head, "dropout")),) if head.dropout else ()
-    return (*kinds[head.before], *dropout, *map(Head, head.linears))
+    return (*kinds.get(head.before, ()), *pool, *dropout, *map(Head, head.linears))
 
 
 def _blocks(run: Run) -> tuple[Block, ...]:

@@ -354,7 +354,7 @@ def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
         if (
             ".lora_" not in name
             and not counted
-            and not (head and name.startswith(("head.", "distil_head.", "pooler.")))
+            and not (head and name.startswith(("head.", "distil_head.", "pooler.", "attention_pool.")))
         ):
             assert torch.equal(tensor, start[name.replace(".base_layer.", ".")]), name
     weights = {"weights": built.model.state_dict()}

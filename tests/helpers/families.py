@@ -127,6 +127,11 @@ ENROLLED = {
         replace(_VIT, layer_scale=0.5, registers=3, classifier="both", mlp="swiglu", mlp_width=48),
         "AutoModelForImageClassification",
     ),
+    "dinov3": Enrolled(
+        replace(_VIT, layer_scale=0.5, registers=3, class_token=True, positions="axial", rotary=Rotary(base=100.0),
+                key_bias=False, norm_eps=1e-5),
+        None,
+    ),
     "siglip": Enrolled(replace(_VIT, classifier="attention", mlp="gelu_tanh"), None),
     "clip tower": Enrolled(
         replace(_VIT, stem_bias=False, embedding_norm=True, mlp="gelu_quick", norm_eps=1e-5, class_token=True,

@@ -126,6 +126,7 @@ def _of_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 LAYOUT_CASES: dict[str, Case] = {
     "vit of tokens": _own(replace(_VIT, classifier="token")),
     "vit pooled": _own(replace(_VIT, classifier="pooled")),
+    "dinov3": _own(replace(_VIT, registers=3, class_token=True, positions="axial", key_bias=False)),
     "siglip": _own(replace(_VIT, classifier="attention")),
     "dinov2": _own(replace(_VIT, classifier="both", registers=3, layer_scale=0.5)),
     "gpt": _own(_wider("gpt-tiny"), summed),

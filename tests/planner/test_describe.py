@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "distilled": {"distilled": True},
     "attention_pool": {"classifier": "attention", "stem_bias": False, "embedding_norm": True},
     "no_norm": {"classifier": "pooled", "class_token": True, "pool_norm": "none"},
+    "axial": {"positions": "axial", "key_bias": False, "registers": 2, "class_token": True},
     "registers": {"classifier": "both", "registers": 4, "mlp": "swiglu"},
     "qk_norm": {"qk_norm": True, "qkv_bias": False},
     "layer_scale": {"layer_scale": 0.1},

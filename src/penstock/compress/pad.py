@@ -94,9 +94,9 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
         for part, rows in layer.head_rows.items():
             _grow(state, f"{name}.attention.{part}", 0, more * rows)
         _grow(state, f"{name}.attention.out", 1, more * shared * layer.value_width)
-        if layer.sinks:
-            sinks = f"{name}.attention.sinks.weight"
-            state[sinks] = F.pad(state[sinks], (0, more * shared))
+        for part, size in (("sinks", shared), ("shift", (shared + 1) * features)):
+            if (key := f"{name}.attention.{part}.weight") in state:
+                state[key] = F.pad(state[key], (0, more * size))
         if run.memories:
             _grow(state, f"{name}.cross.q", 0, more * shared * features)
             _grow(state, f"{name}.cross.kv", 0, more * 2 * features)

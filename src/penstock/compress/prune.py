@@ -85,6 +85,7 @@ def keep_heads(
         _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv_heads)
         for part, rows in layer.head_rows.items():
             _take_rows(state, f"{name}.attention.{part}", kept[number], rows)
+        _take_rows(state, f"{name}.attention.shift", kept[number], (shared + 1) * features)
         _take_columns(state, f"{name}.attention.out", kept[number], shared * layer.value_width)
         _take_rows(state, f"{name}.attention.sinks", kept[number], shared)
         if beside:

@@ -555,6 +555,11 @@ class Graph:
                     yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
             if run.reads in known:
                 yield from self._reading_problems(run)
+            if run.stack.positions == "axial" and not isinstance(self.input_of(run), PatchInput):
+                yield (
+                    f"{run.setting}.positions axial are of patches of an image, but the run {run.name} reads tokens; "
+                    "use positions rotary."
+                )
             if run.memories and run.stack.parallel:
                 yield (
                     f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "

@@ -218,6 +218,7 @@ class Layer:
     parallel: bool = False
     bias: bool = True
     qkv_bias: bool = True
+    key_bias: bool = True
     layer_scale: float | None = None
     routed: bool = False
     """Whether it computes the samples of one expert alone."""
@@ -226,6 +227,11 @@ class Layer:
     def norms_branches(self) -> bool:
         """Whether what attention and feed-forward return is normalised before the sum."""
         return self.placement in ("both", "branch")
+
+    @property
+    def shifted(self) -> bool:
+        """Whether its projection to queries, keys and values has a bias of all but the keys."""
+        return self.qkv_bias and not self.key_bias
 
     @property
     def mixture(self) -> ExpertMixture | None:

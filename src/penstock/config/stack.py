@@ -29,7 +29,7 @@ from penstock.config.layer import (
 
 Depth = Annotated[int, Range(1, 1 << 14)]
 Experts = Annotated[int, Range(0, 1 << 16)]
-Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "alibi", "relative", "none"]
+Positions = Literal["learned", "sinusoidal", "fairseq", "rotary", "axial", "alibi", "relative", "none"]
 ExpertsIn = Literal["mlp", "block"]
 
 
@@ -82,9 +82,13 @@ class Stack:
     """Whether linear layers have biases, except the projections to queries, keys and values."""
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
+    key_bias: bool = True
+    """Whether that to keys has one too, where `qkv_bias` is true."""
     positions: Positions = "learned"
-    """How tokens know their place; `fairseq` are sinusoidal positions as fairseq's translators count them: from 2 on,
-    and with the slowest feature at 1 / 10000."""
+    """How tokens know their place. `fairseq` are sinusoidal positions as fairseq's translators count them: from 2 on,
+    and with the slowest feature at 1 / 10000. `axial` are rotary positions of patches: half of the pairs of features
+    turn with the row and half with the column, counted from −1 to 1 across the image (Siméoni et al., 2025, "DINOv3",
+    section 3.2)."""
     rotary: Rotary = field(default_factory=Rotary)
     unturned_every: Annotated[int, Range(0, 1 << 14)] = 0
     """Every n-th block, the last of n, has no rotary positions (Yang et al., 2025, "Rope to Nope and Back Again"); 0:
@@ -275,13 +279,15 @@ class Stack:
 
     def _layer(self, sizes: LayerSizes) -> Layer:
         """The layer of these sizes, which is in all else as this stack says."""
-        rotary = self.rotary if self.positions == "rotary" and sizes.turned else None
+        turns = self.positions in ("rotary", "axial") and sizes.turned
+        rotary = self.rotary if turns else None
         if rotary is not None and sizes.window:
             base = self.window_base or rotary.base
             rotary = replace(rotary, base=base) if self.window_scaled else unscaled(rotary, base)
         perceptron = FeedForward(width=sizes.hidden, activation=self.mlp)
         names = (
-            "qk_norm", "qk_norm_whole", "score_cap", "sinks", "latent", "parallel", "bias", "qkv_bias", "layer_scale",
+            "qk_norm", "qk_norm_whole", "score_cap", "sinks", "latent", "parallel", "bias", "qkv_bias", "key_bias",
+            "layer_scale",
         )  # fmt: skip
         width = self.latent.head_width if self.latent else self.head_features or self.width // self.heads
         scale = self.attention_scale
@@ -341,6 +347,11 @@ class Stack:
             )
         if self.latent is not None:
             yield from self._latent_problems(where)
+        if self.positions == "axial" and (turned % 4 or not turned):
+            yield (
+                f"{where}.positions axial turns pairs of features by row and by column, but {turned} of a head's "
+                f"{features} turn; choose {where}.heads or {where}.head_features so that it is a multiple of 4."
+            )
         pairs = turned // 2 if rotary.scaling == "longrope" else 0
         if self.positions == "rotary" and (len(rotary.short), len(rotary.long)) != (pairs, pairs):
             yield (

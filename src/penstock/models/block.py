@@ -245,6 +245,26 @@ class Sinks(nn.Module):
         return self.weight.unsqueeze(1)
 
 
+class HeadShift(nn.Module):
+    """Adds a bias to queries and values, and nothing to keys, as `Attention.qkv` orders them."""
+
+    def __init__(self, layer: Layer, **where: Any) -> None:
+        super().__init__()
+        self.shape = layer.queries_per_key + 1, layer.head_width
+        rows = layer.kv_heads * self.shape[0] * self.shape[1]
+        self.weight = nn.Parameter(torch.empty(rows, **where))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, packed: Tensor) -> Tensor:
+        """packed: (·, ·, rows of all three)."""
+        bias = self.weight.to(packed.dtype).view(-1, *self.shape)
+        return (
+            packed + torch.cat([bias[:, :-1], torch.zeros_like(bias[:, :1]), bias[:, -1:]], dim=1).flatten()
+        )
+
+
 class Attention(_Attending):
     """Multi-head self-attention.
 
@@ -261,12 +281,13 @@ class Attention(_Attending):
         multiply, normed and rotated; none: nowhere."""
         rows = (layer.heads + 2 * layer.kv_heads) * layer.head_width
         # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
-        self.qkv = nn.Linear(sizes.width, rows, bias=layer.qkv_bias, **where)
+        self.qkv = nn.Linear(sizes.width, rows, bias=layer.qkv_bias and layer.key_bias, **where)
+        self.shift = HeadShift(layer, **where) if layer.shifted else None
         self.out = nn.Linear(layer.heads * layer.head_width, sizes.width, bias=layer.bias, **where)
         self.sinks = Sinks(layer.heads, **where) if layer.sinks else None
 
     def forward(self, x: Tensor, context: Context = _ALONE) -> Tensor:
-        packed = self.qkv(x)
+        packed = self.qkv(x) if self.shift is None else self.shift(self.qkv(x))
         packed = packed if context.real is None else context.real.put(packed)
         if self._stays_packed(context):
             return self.out(self._mix_packed(packed, context))  # type: ignore[no-any-return]

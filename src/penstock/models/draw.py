@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import Graph, Init, TokenInput, WordHead
-from penstock.models.block import Attention, Branch, CrossAttention, Sinks, ZeroLinear
+from penstock.models.block import Attention, Branch, CrossAttention, HeadShift, Sinks, ZeroLinear
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import AttentionPool, UnitVectors
@@ -59,7 +59,7 @@ def draw_weights(model: nn.Module, graph: Graph) -> None:
             nn.init.normal_(module.weight, std=_deviation(graph.init, tokens, width))
         elif isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d | Sinks):
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.BatchNorm2d | Sinks | HeadShift):
             module.reset_parameters()
         elif isinstance(module, Branch | MixtureOfExperts | AttentionPool):
             module.init_weights()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.graph import Input, PatchInput
 from penstock.config.layer import Rotary
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
@@ -68,18 +69,24 @@ Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
 
 
-Turns = tuple[tuple[Rotary, int, tuple[str, ...]], ...]
-"""Rotary positions, over how many features of a head, and the entries of a `Context` that they are for."""
+Grid = tuple[int, int]
+"""The number of the first patch among the tokens of an image, and how many patches a row of it has."""
+Turns = tuple[tuple[Rotary, int, Grid | None, tuple[str, ...]], ...]
+"""Rotary positions, over how many features of a head, on which grid if they are axial, and the entries of a `Context`
+that they are for."""
 
 
-def turns_of(sizes: Stack) -> Turns:
-    """The rotary positions of a stack's layers."""
+def turns_of(sizes: Stack, one: Input | None) -> Turns:
+    """The rotary positions of a stack's layers over an input."""
+    grid = None
+    if sizes.positions == "axial" and isinstance(one, PatchInput):
+        grid = one.learned_tokens, one.image_size // one.patch_size
     entries: dict[tuple[Rotary, int], dict[str, None]] = {}
     for layer in sizes.kinds:
         if layer.rotary is not None:
             name = "near_rotation" if layer.window else "rotation"
             entries.setdefault((layer.rotary, layer.rotary_width), {})[name] = None
-    return tuple((*key, tuple(names)) for key, names in entries.items())
+    return tuple((*key, grid, tuple(names)) for key, names in entries.items())
 
 
 def rotations(
@@ -87,19 +94,26 @@ def rotations(
 ) -> dict[str, Rotation]:
     """The entries of a stack's `Context` for rotary positions; none for other stacks. `last` (1,) or (B, 1) are the
     last places of the samples; none: the last of `places`."""
-    made = [_rotation(*turn[:2], places, last, sequence_first=sequence_first) for turn in turns]
-    return {name: rotation for (_, _, names), rotation in zip(turns, made) for name in names}
+    made = [_rotation(*turn[:3], places, last, sequence_first=sequence_first) for turn in turns]
+    return {name: rotation for (*_, names), rotation in zip(turns, made) for name in names}
 
 
 def _rotation(
-    rotary: Rotary, features: int, places: Tensor, last: Tensor | None, *, sequence_first: bool
+    rotary: Rotary,
+    features: int,
+    grid: Grid | None,
+    places: Tensor,
+    last: Tensor | None,
+    *,
+    sequence_first: bool,
 ) -> Rotation:
-    rates = frequencies(rotary, rotary.turned(features), places.device)
+    features = rotary.turned(features)
+    rates = frequencies(rotary, features if grid is None else features // 2, places.device)
     if rotary.scaling == "longrope":
         last = places.amax(-1, keepdim=True) if last is None else last
         short, long = (rates.new_tensor(factors) for factors in (rotary.short, rotary.long))
         rates = rates / torch.where(last.unsqueeze(-1) < rotary.trained, short, long)
-    angles = places.unsqueeze(-1) * rates  # (…, N, K/2)
+    angles = places.unsqueeze(-1) * rates if grid is None else _axial(rates, *grid, places)  # (…, N, K/2)
     if angles.dim() == 2:
         angles = angles.unsqueeze(0)
     if sequence_first:
@@ -110,6 +124,14 @@ def _rotation(
     if rotary.scaling == "longrope":
         longer = math.sqrt(1 + math.log(rotary.factor) / math.log(rotary.trained))
     return angles.cos() * longer, angles.sin() * longer
+
+
+def _axial(rates: Tensor, first: int, side: int, places: Tensor) -> Tensor:
+    """Angles of patches by row and by column, (…, N, K/2), of rates (K/4,); tokens before the first patch have none."""
+    patches = places - first
+    centres = torch.stack([patches // side, patches % side], dim=-1) * (2 / side) + (1 / side - 1)
+    angles = (2 * math.pi * centres[..., None] * rates).flatten(-2)
+    return angles.where((patches >= 0)[..., None], 0.0)
 
 
 def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:

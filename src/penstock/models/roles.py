@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Split = Literal["column", "row", "none"]
-Kind = Literal["token", "position", "segment", "class", "register", "mask", "relative", "sink"]
+Kind = Literal["token", "position", "segment", "class", "register", "mask", "relative", "sink", "shift"]
 T = TypeVar("T")
 
 
@@ -66,15 +66,16 @@ class Embedding(Role):
 
     `token`: one row per entry of the vocabulary, over which it can be split; `position`, `segment`: one row per
     position or kind of segment; `class`, `register`: tokens put among the others; `mask`: the token in place of hidden
-    ones; `relative`: biases of attention scores, one column per head; `sink`: a number per head, in its denominator.
+    ones; `relative`: biases of attention scores, one column per head; `sink`: a number per head, in its denominator; `shift`: what is added
+    to the queries and values of each head.
     """
 
     kind: Kind
 
     @property
     def split_dim(self) -> int | None:
-        """The dimension that can be split: the vocabulary of tokens, the heads of relative biases and sinks."""
-        return {"token": 0, "relative": 1, "sink": 0}.get(self.kind)
+        """The dimension that can be split: the vocabulary of tokens, the heads of relative biases, sinks and shifts."""
+        return {"token": 0, "relative": 1, "sink": 0, "shift": 0}.get(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class Attention(Compound):
     """Norms of queries and keys, over the features of a head, or of latents."""
     relative: Embedding | None = None
     sinks: Embedding | None = None
+    shift: Embedding | None = None
     cross: bool = False
     """Whether keys and values come from another sequence."""
     counts: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ class TokenStack(nn.Module):
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.begins = True
         """Whether it is the first that a text goes through."""
-        self.turns = turns_of(sizes)
+        self.turns = turns_of(sizes, one)
         self.windows = tuple(layer.window for layer in sizes.layers)
         """Tokens that a token of each block attends to; 0 is all."""
         self.sequence_first = False

@@ -167,7 +167,7 @@ class _Splitter:
 
     def run(self) -> None:
         for role in walk(self.anatomy.stacks):
-            if isinstance(role, Embedding) and role.kind in ("relative", "sink"):
+            if isinstance(role, Embedding) and role.kind in ("relative", "sink", "shift"):
                 self._split(role, {"weight": role.split_dim or 0})
         tokens = self._vocabulary()
         for number, stack in enumerate(self.anatomy.stacks):

@@ -178,7 +178,11 @@ def _attend(
         to.move(f"{name}.join", rows * 3 * a, (c, c), kind="copy")
     else:
         others = rows + t.samples * t.cached
-        to.gemm(f"{name}.qkv", computed, a + 2 * kv, d, bias=layer.qkv_bias, pieces=(a, kv, kv))
+        to.gemm(
+            f"{name}.qkv", computed, a + 2 * kv, d, bias=layer.qkv_bias and layer.key_bias, pieces=(a, kv, kv)
+        )
+        if layer.shifted:
+            to.move(f"{name}.shift", computed * (a + 2 * kv), (c, c), weights=a + kv, tensors=1)
         if computed < rows:
             to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
     queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)

@@ -67,7 +67,7 @@ class Storing(NamedTuple):
 
 _ALONE = ("norm", "activation", "pointwise", "copy")
 """Operators that a block in one call computes as it reads and writes the factors of its products."""
-_IN_ATTENTION = ("rotary", "alibi", "relative")
+_IN_ATTENTION = ("rotary", "axial", "alibi", "relative")
 """Positions that attention sees, which that call does not."""
 
 
@@ -99,6 +99,7 @@ def in_one_call(block: BlockKind) -> bool:
         or layer.score_cap is not None
         or layer.sinks
         or layer.layer_scale is not None
+        or layer.shifted
     )
     alike = (
         layer.heads == layer.kv_heads

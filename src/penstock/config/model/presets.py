@@ -260,6 +260,10 @@ _SIGLIP: dict[str, Any] = {"classifier": "attention", "mlp": "gelu_tanh"}
 _CLIP: dict[str, Any] = {
     "class_token": True, "stem_bias": False, "embedding_norm": True, "mlp": "gelu_quick", "norm_eps": 1e-5,
 }  # fmt: skip
+_DINO3: dict[str, Any] = {
+    "class_token": True, "registers": 4, "positions": "axial", "rotary": Rotary(base=100.0), "key_bias": False,
+    "layer_scale": 1.0, "norm_eps": 1e-5,
+}  # fmt: skip
 _TINY_IMAGES: dict[str, Any] = {
     "image_size": 8, "patch_size": 2, "channels": 1, "width": 96, "depth": 2, "heads": 3, "mlp_width": 384,
     "classes": 10,
@@ -281,6 +285,10 @@ PRESETS |= {
     "dinov2-b14": _dino2(768, 12, 12),
     "dinov2-l14": _dino2(1024, 24, 16),
     "dinov2-g14": _dino2(1536, 40, 24, mlp="swiglu", mlp_width=4096),
+    # Siméoni et al. 2025, "DINOv3", Table 6, and the published config.json of each.
+    "dinov3-vits16": ViTConfig(width=384, depth=12, heads=6, mlp_width=1536, **_DINO3),
+    "dinov3-vitb16": ViTConfig(**_DINO3),
+    "dinov3-vitl16": ViTConfig(width=1024, depth=24, heads=16, mlp_width=4096, **_DINO3),
     # Zhai et al. 2023, "SigLIP", and Radford et al. 2021, "CLIP", Table 20: the towers over images.
     "siglip-b16": ViTConfig(**_SIGLIP),
     "siglip-so400m14": ViTConfig(width=1152, depth=27, heads=16, mlp_width=4304, patch_size=14, **_SIGLIP),
@@ -303,6 +311,7 @@ PRESETS |= {
         ViTConfig(**_TINY_IMAGES), layer_scale=1.0, class_token=True, registers=4, mlp="swiglu", mlp_width=256,
         classifier="both",
     ),
+    "dinov3-tiny": ViTConfig(**_TINY_IMAGES, **_DINO3),
     "siglip-tiny": ViTConfig(**_TINY_IMAGES, **_SIGLIP),
     "clip-vit-tiny": ViTConfig(**_TINY_IMAGES, **_CLIP),
     # Peebles & Xie 2023, Table 1.

@@ -1,5 +1,5 @@
-"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2, and the
-towers of CLIP and SigLIP.
+"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2
+and 3, and the towers of CLIP and SigLIP.
 
 An option of a config.json is one of our fields, or has a value that must be, or changes nothing that a model computes;
 any other is refused by name unless it is off.
@@ -12,11 +12,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from penstock.boundary.files import shown
-from penstock.config.activations import ACTIVATIONS, PLAIN_NAMES, UNGATED, Mlp
+from penstock.config.activations import ACTIVATIONS, GATED_NAMES, PLAIN_NAMES, UNGATED, Mlp
 from penstock.config.convert import shown_value
+from penstock.config.layer import Rotary
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import ViTConfig
 from penstock.config.theirs.library import FREE
@@ -56,12 +58,14 @@ class Backbone:
     """The option for a gated perceptron, where there is one."""
     gated: Mapping[str, Mlp] = field(default_factory=dict)
     """Gated activations by the word for their gate's, where not all are `swiglu`."""
+    unapplied: tuple[str, ...] = ()
+    """Options of training alone, which a warning says are not applied."""
     tower: str
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
-    classes: tuple[str, Mapping[str, Any]]
-    """The class with one, and our settings of what that reads."""
+    classes: tuple[str, Mapping[str, Any]] = ("", {})
+    """The class with one, and our settings of what that reads; none: there is no such class."""
     prefix: str
-    """The prefix of the tower's weights beside such a head."""
+    """The prefix of the tower's weights beside such a head, or in a state dict."""
     whole: str = ""
     """The model_type of models of images and texts that the tower is in, which the class with a head is of."""
     antialias: bool = False
@@ -93,6 +97,30 @@ def _dino_names(config: ViTConfig) -> Names:
         block + "branch2.scale": WeightPlaces((here + "layer_scale2.lambda1",)),
         "norm": WeightPlaces(("layernorm",)),
         "head": WeightPlaces(("classifier",)),
+    }
+
+
+def _dino3_names(config: ViTConfig) -> Names:
+    here, block, patch = "layer.{i}.", "encoder.blocks.{i}.", config.patch_size
+    up = (here + "mlp.gate_proj", here + "mlp.up_proj") if config.mlp in UNGATED else (here + "mlp.up_proj",)
+    return {
+        **_dino_names(config),
+        "stem.proj.weight": WeightPlaces(
+            ("embeddings.patch_embeddings.weight",), shape=(config.width, -1, patch, patch)
+        ),
+        "stem.proj": WeightPlaces(("embeddings.patch_embeddings",)),
+        block + "norm1": WeightPlaces((here + "norm1",)),
+        block + "attention.qkv": WeightPlaces(tuple(f"{here}attention.{one}_proj" for one in "qkv"), "heads"),
+        block + "attention.shift": WeightPlaces(
+            tuple(f"{here}attention.{one}_proj" for one in "qv"), "heads"
+        ),
+        block + "attention.out": WeightPlaces((here + "attention.o_proj",)),
+        block + "branch1.scale": WeightPlaces((here + "layer_scale1.lambda1",)),
+        block + "norm2": WeightPlaces((here + "norm2",)),
+        block + "mlp.up": WeightPlaces(up, "rows"),
+        block + "mlp.down": WeightPlaces((here + "mlp.down_proj",)),
+        block + "branch2.scale": WeightPlaces((here + "layer_scale2.lambda1",)),
+        "norm": WeightPlaces(("norm",)),
     }
 
 
@@ -143,6 +171,21 @@ _TOWER_OPTIONS: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 BACKBONES: tuple[Backbone, ...] = (
+    Backbone(
+        model_type="dinov3_vit",
+        base=ViTConfig(class_token=True, positions="axial", key_bias=False, rotary=Rotary(base=100.0)),
+        options={
+            **_TOWER_OPTIONS, "hidden_size": (384, "width"), "num_attention_heads": (6, "heads"),
+            "intermediate_size": (1536, "mlp_width"), "patch_size": (16, "patch_size"), "hidden_act": ("gelu", "mlp"),
+            "layer_norm_eps": (1e-5, "norm_eps"), "rope_theta": (100.0, "rotary.base"),
+            "query_bias": (True, "qkv_bias"), "value_bias": (True, "qkv_bias"), "key_bias": (False, "key_bias"),
+            "proj_bias": (True, "bias"), "mlp_bias": (True, "bias"), "layerscale_value": (1.0, "layer_scale"),
+            "num_register_tokens": (0, "registers"),
+        },
+        must={"drop_path_rate": (0.0,)}, unapplied=("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"),
+        gate="use_gated_mlp", gated=GATED_NAMES, tower="DINOv3ViTModel", prefix="model.",
+        mark=r"embeddings\.patch_embeddings\.weight$", names=_dino3_names,
+    ),
     Backbone(
         model_type="dinov2_with_registers", base=ViTConfig(class_token=True),
         options={**_DINO_OPTIONS, "patch_size": (16, "patch_size"), "num_register_tokens": (4, "registers")},
@@ -228,7 +271,19 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     if problems:
         raise ConfigError(problems)
     given["hidden_act"] = one.gated.get(activation, "swiglu") if gated else PLAIN_NAMES[activation]
-    settings = {path: given[option] for option, (_, path) in one.options.items()}
+    settings: dict[str, Any] = {}
+    for option, (_, path) in one.options.items():
+        if settings.setdefault(path, given[option]) != given[option]:
+            problems.append(
+                f"config.json has {option} {shown_value(given[option])}, but another value of an option that is "
+                f"model.{path} here too; Penstock's model has one for both."
+            )
+    if problems:
+        raise ConfigError(problems)
+    if "rotary.base" in settings:
+        settings["rotary"] = {"base": settings.pop("rotary.base")}
+    for option in (one_of for one_of in one.unapplied if inner.get(one_of)):
+        log.warning("%s %s of config.json is not applied in training.", option, shown_value(inner[option]))
     labels, kinds = values.get("id2label"), values.get("architectures")
     settings["classes"] = len(labels) if isinstance(labels, dict) and labels else values.get("num_labels", 2)
     if isinstance(kinds, list) and one.classes[0] in kinds:
@@ -249,7 +304,7 @@ def _hidden(width: Any, ratio: Any, *, gated: bool) -> Any:
 
 def _refused(values: Mapping[str, Any], one: Backbone) -> Iterator[str]:
     """Each option that has no place in our models, or another value than they have."""
-    known = {*one.options, *_FREE, one.gate}
+    known = {*one.options, *_FREE, *one.unapplied, one.gate}
     for option, value in values.items():
         if option in one.must:
             if value not in one.must[option]:
@@ -283,7 +338,7 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any] | None:
     """A config.json that may be of a model; None where none can be."""
     gated = config.mlp in UNGATED
     plain = UNGATED.get(config.mlp, config.mlp)
-    values = {option: getattr(config, path) for option, (_, path) in one.options.items()}
+    values = {option: attrgetter(path)(config) for option, (_, path) in one.options.items()}
     values["hidden_act"] = "gelu_pytorch_tanh" if plain == "gelu_tanh" else ACTIVATIONS[plain].names[0]
     if "mlp_ratio" in values:
         ratios = (
@@ -293,7 +348,9 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any] | None:
         values["hidden_act"] = "gelu" if gated else values["hidden_act"]
     if None in values.values() or (gated and not one.gate):
         return None
-    classes = all(getattr(config, name) == value for name, value in one.classes[1].items())
+    classes = bool(one.classes[0]) and all(
+        getattr(config, name) == value for name, value in one.classes[1].items()
+    )
     own = {name: getattr(config, name) for name in _OWN}
     labels = {str(i): f"LABEL_{i}" for i in range(config.classes)}
     tower = {

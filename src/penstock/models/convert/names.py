@@ -125,7 +125,8 @@ def _sizes(name: str, config: TextConfig | ViTConfig) -> tuple[int, list[int]]:
     """Features of a head, and how many heads queries, keys and values have for each head of keys."""
     stack = stack_of(config, name.partition(".")[0])
     layer = stack.layers[0]
-    return layer.head_width, [1, 1] if ".kv." in name else [layer.queries_per_key, 1, 1]
+    each = [layer.queries_per_key, 1, 1]
+    return layer.head_width, each[1:] if ".kv." in name else each[:2] if ".shift." in name else each
 
 
 def _split(tensor: Tensor, name: str, entry: WeightPlaces, config: TextConfig | ViTConfig) -> list[Tensor]:

@@ -55,7 +55,9 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     Positions keep the grid they were learned on; names that the model lacks are kept.
     """
     if one := backbone_in(state):
-        state = _projections_apart({name.removeprefix(one.prefix): tensor for name, tensor in state.items()})
+        state = _projections_apart(
+            {name.removeprefix(one.prefix): tensor for name, tensor in state.items() if tensor.numel()}
+        )
         expected, table = dict(Model(config, device="meta").state_dict()), one.names(config)
         places = state.get(table[POSITIONS].names[0]) if POSITIONS in table else None
         if places is not None and places.ndim > 1:

@@ -201,6 +201,7 @@ def _attention(layer: Layer, name: str, projections: tuple[Linear, ...]) -> Atte
         kv_heads=layer.kv_heads,
         norms=(Norm(f"{name}.q_norm"), Norm(f"{name}.k_norm")) if layer.qk_norm else (),
         sinks=Embedding(f"{name}.sinks", "sink") if layer.sinks and name == "attention" else None,
+        shift=Embedding(f"{name}.shift", "shift") if layer.shifted and name == "attention" else None,
         cross=len(projections) == 2,
     )  # fmt: skip
 

@@ -44,6 +44,8 @@ SIZES = {
 }  # fmt: skip
 VIT = ViTConfig(image_size=32, patch_size=8, width=64, depth=2, heads=4, mlp_width=96, classes=10)
 VIT_SIZES = ("image_size", "patch_size", "width", "depth", "heads")
+TEXTS_OF_IMAGES = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}
+"""The half for texts of models of both, which is left out."""
 LATENT: dict[str, Any] = {
     "kv_lora_rank": 24, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 4, "topk_group": 2,
@@ -73,7 +75,9 @@ def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "vit", "ViTForImageClassification", values
     for one in BACKBONES:
         sizes = {option: getattr(VIT, name) for option, (_, name) in one.options.items() if name in VIT_SIZES}
-        yield one.model_type, one.classes[0], sizes
+        sizes = {"vision_config": sizes, "text_config": TEXTS_OF_IMAGES} if one.whole else sizes
+        if one.classes[0]:
+            yield one.model_type, one.classes[0], sizes
     for library in LIBRARIES:
         options: dict[str, Any] = {
             option: SIZES[name]

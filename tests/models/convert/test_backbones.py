@@ -62,7 +62,8 @@ def _logits(model: Any, images: torch.Tensor, **options: Any) -> torch.Tensor:
 
 def _tower(model: Any) -> Any:
     """The part of a model of transformers that sees images."""
-    return getattr(model, "vision_model", model.base_model)
+    alone = hasattr(model, "rope_embeddings")  # DINOv3's, whose `base_model` is its blocks
+    return model if alone else getattr(model, "vision_model", model.base_model)
 
 
 def _close(ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -66,8 +66,8 @@ class Embedding(Role):
 
     `token`: one row per entry of the vocabulary, over which it can be split; `position`, `segment`: one row per
     position or kind of segment; `class`, `register`: tokens put among the others; `mask`: the token in place of hidden
-    ones; `relative`: biases of attention scores, one column per head; `sink`: a number per head, in its denominator; `shift`: what is added
-    to the queries and values of each head.
+    ones; `relative`: biases of attention scores, one column per head; `sink`: a number per head, in its denominator;
+    `shift`: what is added to the queries and values of each head.
     """
 
     kind: Kind

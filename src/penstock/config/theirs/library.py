@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.boundary.files import shown
 from penstock.config.activations import Mlp
+from penstock.config.convert import shown_value
 from penstock.config.model import ModelConfig, TextConfig
 from penstock.config.theirs.names import Names
 
@@ -106,3 +108,24 @@ class Library:
     written: bool = True
     """Whether our models are written as this one. What is only read is written as the one that it computes the same
     as."""
+
+
+def refused(
+    values: Mapping[str, Any], known: Container[str], must: Mapping[str, tuple[Any, ...]]
+) -> Iterator[str]:
+    """Each option of a config.json that has no place in our models, or another value than they have."""
+    for option, value in values.items():
+        if option in must:
+            if value not in must[option]:
+                allowed = must[option][0]
+                yield f"config.json has {option} {shown_value(value)}, but Penstock's model has {allowed!r} only."
+        elif option not in known and not option.startswith("_") and not _is_off(value):
+            yield (
+                f"config.json has {shown(option)} {shown_value(value)}, of which Penstock does not know what it "
+                "changes; remove it if it changes nothing that the model computes."
+            )
+
+
+def _is_off(value: Any) -> bool:
+    """Whether an option that is not known can change nothing, because it is turned off."""
+    return value is None or value is False or value in ({}, [], "")

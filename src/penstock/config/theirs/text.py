@@ -12,7 +12,7 @@ from reprlib import repr as brief
 from types import NoneType
 from typing import Any, Literal, get_args
 
-from penstock.boundary.files import quoted, shown
+from penstock.boundary.files import quoted
 from penstock.config.convert import NotNegative, shown_value
 from penstock.config.graph import Init
 from penstock.config.kinds import dataclasses_of, field_types
@@ -27,7 +27,7 @@ from penstock.config.model import (
     stacks,
 )
 from penstock.config.theirs.libraries import LIBRARIES
-from penstock.config.theirs.library import FREE, Library
+from penstock.config.theirs.library import FREE, Library, refused
 from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
 from penstock.errors import ConfigError
 
@@ -179,21 +179,7 @@ def _value(given: Any, option: str, library: Library) -> Any:
 def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
     """Each option that has no place in our models, or another value than they have."""
     known = {*field_types(_record(library.model_type)), *FREE, *library.free, *library.of_classes}
-    for option, value in values.items():
-        if option in library.must:
-            allowed = library.must[option]
-            if value not in allowed:
-                yield f"config.json has {option} {shown_value(value)}, but Penstock's model has {allowed[0]!r} only."
-        elif option not in known and not option.startswith("_") and not _is_off(value):
-            yield (
-                f"config.json has {shown(option)} {shown_value(value)}, of which Penstock does not know what it "
-                "changes; remove it if it changes nothing that the model computes."
-            )
-
-
-def _is_off(value: Any) -> bool:
-    """Whether an option that is not known can change nothing, because it is turned off."""
-    return value is None or value is False or value in ({}, [], "")
+    return refused(values, known, library.must)
 
 
 def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def unrepresentable(config: ViTConfig) -> list[str]:
         "model.qk_norm": config.qk_norm,
         "model.layer_scale": config.layer_scale is not None,
         "model.registers": config.registers > 0,
+        "model.stem_bias": not config.stem_bias,
+        "model.embedding_norm": config.embedding_norm,
+        "model.key_bias": not config.key_bias,
         "model.class_token": config.class_token is False,
         "model.experts": config.experts > 0,
         "model.kv_heads": config.kv_heads not in (None, config.heads),
@@ -80,7 +83,7 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
     """The config.json of transformers' ViTForImageClassification, or of the model of `backbones` that computes the
     same. Raises ConfigError if it has no such model.
     """
-    if written := written_as(config):
+    if unrepresentable(config) and (written := written_as(config)):
         return written[1]
     require_representable(config)
     labels = {i: f"LABEL_{i}" for i in range(config.classes)}

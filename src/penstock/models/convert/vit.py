@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.config.model import ViTConfig
 from penstock.config.theirs.backbones import backbone_in, written_as
-from penstock.config.theirs.vit import require_representable
+from penstock.config.theirs.vit import require_representable, unrepresentable
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, pruned
 from penstock.models.convert.names import from_library, in_library, to_library
@@ -38,7 +38,7 @@ def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = Fal
     version 5; or as the model of `config.theirs.backbones` that computes the same. Raises ConfigError if it has no such
     model.
     """
-    if written := written_as(config):
+    if unrepresentable(config) and (written := written_as(config)):
         one, values = written
         prefix = one.prefix if values["architectures"] == [one.classes[0]] else ""
         named = _projections_joined(to_library(state, config, one.names(config))).items()

@@ -155,8 +155,9 @@ BACKBONES: tuple[Backbone, ...] = (
         base=ViTConfig(class_token=True, positions="axial", key_bias=False, rotary=Rotary(base=100.0)),
         options={
             **_WIDE, "hidden_size": (384, "width"), "num_attention_heads": (6, "heads"),
-            "intermediate_size": (1536, "mlp_width"), "hidden_act": ("gelu", "mlp"), "layer_norm_eps": (1e-5, "norm_eps"),
-            "rope_theta": (100.0, "rotary.base"), "query_bias": (True, "qkv_bias"), "value_bias": (True, "qkv_bias"),
+            "intermediate_size": (1536, "mlp_width"), "hidden_act": ("gelu", "mlp"),
+            "layer_norm_eps": (1e-5, "norm_eps"), "rope_theta": (100.0, "rotary.base"),
+            "query_bias": (True, "qkv_bias"), "value_bias": (True, "qkv_bias"),
             "key_bias": (False, "key_bias"), "proj_bias": (True, "bias"), "mlp_bias": (True, "bias"),
             "layerscale_value": (1.0, "layer_scale"), "num_register_tokens": (0, "registers"),
         },
@@ -259,6 +260,10 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
 def _here(option: str, value: Any, inner: Mapping[str, Any], one: Backbone, problems: list[str]) -> Any:
     """The value of our field for that of an option, of sizes that may be pairs one number."""
     gated = bool(one.gate) and inner.get(one.gate) is True
+    if value is None:
+        problems.append(
+            f"config.json has {option} null, but a model needs a value; leave it out for the default."
+        )
     if option == "hidden_act":
         if not isinstance(value, str) or value not in PLAIN_NAMES:
             known = ", ".join(PLAIN_NAMES)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.graph import Run
+from penstock.config.graph import ClassHead, Run
 from penstock.config.layer import Layer
 from penstock.config.model import ModelConfig
 from penstock.config.stack import Stack
@@ -243,7 +243,9 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
     width = dense[0] if dense else stack.mlp_width if stack.expert_width else mixed[0]
     expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width
     equal = replace(stack, depth=len(layers), unequal=(), mlp_width=width, expert_width=expert, **heads)
-    if equal.layers == tuple(layers):
+    pooled = any(one.pool == "attention" and one.run == run.name for one in config.graph.heads_of(ClassHead))
+    resized = pooled and equal.plain_layer != stack.plain_layer  # the sizes of the pool would follow
+    if equal.layers == tuple(layers) and not resized:
         return with_stack(config, run, equal)
     shared = heads if stack.biased else {}
     sizes = tuple(layer.sizes for layer in layers)

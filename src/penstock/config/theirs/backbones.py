@@ -215,7 +215,7 @@ def backbone_in(names: Iterable[str]) -> Backbone | None:
 
 def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     """The model that a config.json of transformers describes; what is absent has transformers' default. A tower without
-    a head for classes gets one, over the vector that it makes of an image.
+    a head for classes gets one, over the vector that it makes of an image, for as many as a ViT has by default.
 
     Raises ConfigError with every option that our models cannot honour.
     """
@@ -248,9 +248,10 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
         settings["image_size"] = side - side % patch
         log.warning("Patches cover %s of an image's %s pixels: those are read.", settings["image_size"], side)
     labels, kinds, own = (values.get(name) for name in ("id2label", "architectures", "penstock"))
-    settings["classes"] = len(labels) if isinstance(labels, dict) and labels else values.get("num_labels", 2)
+    if isinstance(labels, dict) and labels:
+        settings["classes"] = len(labels)
     if isinstance(kinds, list) and one.classes[0] in kinds:
-        settings |= one.classes[1]
+        settings = {"classes": values.get("num_labels", 2)} | settings | one.classes[1]
     elif inner.get("vision_use_head") is False:
         settings["classifier"] = "pooled"
     settings |= {name: own[name] for name in _OWN if isinstance(own, dict) and name in own}

@@ -294,8 +294,8 @@ FORMS = list(
 
 NEAR = {"attention_pool": 0.05, "axial": 0.13}
 """Variants whose bytes are not exact, and by how much they differ at most (measured: 4.6 and 12.8 %): attention of a
-pool's one query is listed as one kernel, whichever computes it; queries that are turned are copied already, which `math`
-does not do again in fp32 with samples second."""
+pool's one query is listed as one kernel, whichever computes it; queries that are turned are copies already, which
+`math` does not copy again in fp32 with samples second."""
 
 
 def _kept_bytes(model: Model, images: torch.Tensor, *, autocast: bool) -> int:

@@ -126,7 +126,7 @@ class Pooler(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """What a learned query attends to among a sample's tokens, and a perceptron over that: (B, N, D) → (B, D)."""
+    """Attention of a learned query to a sample's tokens, and a perceptron over that: (B, N, D) → (B, D)."""
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()

@@ -8,10 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from helpers.families import loss
+from penstock.build import build
+from penstock.config.plan import Plan
+from penstock.config.run import DataConfig, Lora, Recipe
+from penstock.data import open_source
 from penstock.errors import ConfigError
 from penstock.models import Model
 from penstock.models.convert import from_pretrained, load_weights, model_in, save_pretrained
@@ -161,3 +167,18 @@ def test_folders_go_there_and_back_to_the_bit(family: str, tmp_path: Path) -> No
     back = from_pretrained(tmp_path / "ours")
     assert back.config == ours.config
     assert all(torch.equal(back.state_dict()[name], one) for name, one in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("recipe", [Recipe(freeze=("stem", "encoder.blocks.0")), Recipe(lora=Lora(rank=4))])
+@pytest.mark.parametrize("family", ["Dinov2WithRegisters", "DINOv3ViT", "CLIPVision", "SiglipVision"])
+def test_tuning_a_tower_on_digits_lowers_the_loss(family: str, recipe: Recipe, tmp_path: Path) -> None:
+    _theirs(family, "Model").save_pretrained(tmp_path)
+    source = open_source(DataConfig(source="digits"), split="train", channels=3)
+    pixels, labels = source.read(np.arange(48))
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255).repeat_interleave(4, 2)
+    batch = images.repeat_interleave(4, 3), torch.from_numpy(labels).long()
+    plan = Plan(micro_batch=48)
+    built = build(model_in(tmp_path), plan, recipe=replace(recipe, lr=3e-3), loss=loss, seed=0)
+    load_weights(built.model, tmp_path, new_head=True)
+    losses = [float(built.step([batch]).loss) for _ in range(12)]
+    assert losses[-1] < losses[0] - 0.3, losses

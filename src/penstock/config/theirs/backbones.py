@@ -75,12 +75,12 @@ class Backbone:
         """Where the weights of a model are stored, without the prefix."""
         width, patch, block = config.width, config.patch_size, "encoder.blocks.{i}."
         shapes = dict.fromkeys(_OF_ONE_SAMPLE, (1, -1, width))
-        places = {block + ours: self.block + theirs for ours, theirs in self.parts.items()}
+        stored = {block + part: self.block + name for part, name in self.parts.items()}
         table = {
-            ours: WeightPlaces((theirs,), shape=shapes.get(theirs, ()))
-            for ours, theirs in {**places, **self.ends}.items()
+            part: WeightPlaces((name,), shape=shapes.get(name, ()))
+            for part, name in {**stored, **self.ends}.items()
         }
-        queries, keys, values = (self.block + one for one in self.inner)
+        queries, keys, values = (self.block + name for name in self.inner)
         table |= {
             "stem.proj": WeightPlaces((self.stem,)),
             "stem.proj.weight": WeightPlaces((f"{self.stem}.weight",), shape=(width, -1, patch, patch)),
@@ -88,8 +88,8 @@ class Backbone:
             block + "attention.shift.weight": WeightPlaces((f"{queries}.bias", f"{values}.bias"), "heads"),
             "attention_pool.attention.kv": WeightPlaces(_POOL_PAIR, "heads"),
         }
-        for ours, theirs in self.gated_parts.items() if config.mlp in UNGATED else ():
-            table[block + ours] = WeightPlaces(tuple(self.block + one for one in theirs), "rows")
+        for part, names in self.gated_parts.items() if config.mlp in UNGATED else ():
+            table[block + part] = WeightPlaces(tuple(self.block + name for name in names), "rows")
         return table
 
 

@@ -76,7 +76,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
 
 
 _JOINED = "head.attention.in_proj_"
-"""What torch's MultiheadAttention stores in one, in the head of SigLIP's tower."""
+"""Prefix of the projections that torch's MultiheadAttention stores as one, in the head of SigLIP's tower."""
 
 
 def _projections_joined(state: dict[str, Tensor]) -> dict[str, Tensor]:

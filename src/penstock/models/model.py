@@ -302,7 +302,7 @@ class Model(nn.Module):
             )
         x: Tensor = self.stem(images)
         learned = [
-            torch.atleast_2d(token).expand(x.shape[0], -1, -1)
+            token.view(-1, x.shape[-1]).expand(x.shape[0], -1, -1)
             for token in (self.class_token, self.distil_token, self.registers)
             if token is not None
         ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 from penstock.config.formats import BYTES, FORMATS
 from penstock.config.fused import FUSED, FusedName
@@ -526,7 +527,8 @@ def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
 def _attention_pool(to: Lister, stack: Stack, tokens: int) -> None:
     """Attention of a learned query to all tokens of a sample, and a perceptron over that, whole on each device."""
     t, layer, d, c = to.terms, stack.plain_layer, stack.width, to.terms.product
-    a, hidden, more = layer.heads * layer.head_width, stack.mlp_width, {"group": "output", "narrow": False}
+    a, hidden = layer.heads * layer.head_width, stack.mlp_width
+    more: dict[str, Any] = {"group": "output", "narrow": False}
     to.move("pool.query", t.samples * d, (0, 0), weights=d, tensors=1, launches=0)
     to.gemm("pool.q", t.samples, a, d, bias=layer.qkv_bias, **more)
     to.gemm("pool.kv", t.samples * tokens, 2 * a, d, bias=layer.qkv_bias, **more)

@@ -251,7 +251,7 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     if isinstance(labels, dict) and labels:
         settings["classes"] = len(labels)
     if isinstance(kinds, list) and one.classes[0] in kinds:
-        settings = {"classes": values.get("num_labels", 2)} | settings | one.classes[1]
+        settings = {"classes": values.get("num_labels", 2), **settings, **one.classes[1]}
     elif inner.get("vision_use_head") is False:
         settings["classifier"] = "pooled"
     settings |= {name: own[name] for name in _OWN if isinstance(own, dict) and name in own}

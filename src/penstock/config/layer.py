@@ -231,7 +231,7 @@ class Layer:
     @property
     def shifted(self) -> bool:
         """Whether its projection to queries, keys and values has a bias of all but the keys."""
-        return self.qkv_bias and not self.key_bias
+        return self.qkv_bias and not self.key_bias and self.latent is None
 
     @property
     def mixture(self) -> ExpertMixture | None:

@@ -63,7 +63,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
         attention.shared == 1
         and attention.q_norm is None
         and not (attention.causal or attention.windowed)
-        and attention.cap is attention.sinks is attention.shift is None
+        and (attention.cap, attention.sinks, attention.shift) == (None, None, None)
     )
     if not (plain and alone and known and heads and attention.head_width % VECTOR == 0):
         return None

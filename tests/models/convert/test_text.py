@@ -579,7 +579,7 @@ def test_heads_that_predict_further_tokens_are_left_out_and_reported(
     theirs.save_pretrained(tmp_path)
     state = read_state_dict(tmp_path)
     last = {name: state[name] for name in state if name.startswith("model.layers.2.")}
-    ahead = {name.replace("layers.2.", "layers.3."): tensor for name, tensor in last.items()}
+    ahead = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
     ahead["model.layers.3.eh_proj.weight"] = torch.zeros(32, 64)
     save_file({**state, **ahead}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level("INFO"):

@@ -39,8 +39,7 @@ from penstock.config.model import stacks, title
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.data.text.build import TextRow
-from penstock.data.toy.names import names
-from penstock.data.toy.numbers import DIGITS, numbers
+from penstock.data.toy.words import DIGITS, names, numbers
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.models import create

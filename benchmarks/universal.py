@@ -35,7 +35,7 @@ from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.config.stack import Stack
 from penstock.data import Loader
 from penstock.data.text.build import TextRow
-from penstock.data.toy.numbers import numbers
+from penstock.data.toy.words import numbers
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert import from_pretrained
 from penstock.planner.describe import totals

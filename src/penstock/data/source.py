@@ -65,7 +65,7 @@ class Source(ABC):
     label_names: tuple[str, ...] = ()
     """Names of the labels by which a model's visits to experts are counted, such as languages."""
     labels_in_prompts: bool = False
-    """Whether a text begins with its label, as `penstock.data.toy.names.prompt_of` writes it."""
+    """Whether a text begins with its label, as `penstock.data.toy.words.prompt_of` writes it."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
     digest: str = ""

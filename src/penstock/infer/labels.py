@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.boundary.files import quoted
 from penstock.config.graph import Graph
-from penstock.data.toy.names import label_of
+from penstock.data.toy.words import label_of
 from penstock.errors import CheckpointError, ConfigError
 
 

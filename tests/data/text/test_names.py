@@ -13,7 +13,7 @@ from penstock.config.run import DataConfig
 from penstock.data.text.build import TextRow
 from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Bytes
-from penstock.data.toy.names import AFRICAN, LANGUAGES, LONGEST, is_held_out, names, read_names
+from penstock.data.toy.words import AFRICAN, LANGUAGES, LONGEST, is_held_out, names, read_names
 from penstock.errors import ConfigError, EnvironmentProblem
 
 

@@ -90,7 +90,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         return Content([read_files(part, columns) for part in parts], identity, size, labelled)
     if kind == "hf":
         return replace(hub_rows(path, data, columns), labels=labelled)
-    from penstock.data.toy import numbers as toy
+    from penstock.data.toy import words as toy
 
     if form in CHATS and kind in ("numbers", "names"):
         raise ConfigError(
@@ -106,9 +106,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     if kind == "numbers":
         return toy.numbers(form, tuple(path.split(",")) if path else ())
     if kind == "names":
-        from penstock.data.toy.names import names
-
-        return names(form, tuple(path.split(",")) if path else ())
+        return toy.names(form, tuple(path.split(",")) if path else ())
     raise ConfigError(
         f"data.source={quoted(kind)} holds images, but this task takes text; choose stdlib, numbers, text:PATH, "
         "pairs:PATH, hf:NAME or pack:PATH."

@@ -20,7 +20,7 @@ from penstock.boundary.files import quoted, read_bytes, shown
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
 from penstock.data.source import ImageSource, Pixels, Split
-from penstock.data.toy.names import LONGEST, is_held_out
+from penstock.data.toy.words import LONGEST, is_held_out, speaker
 from penstock.errors import ConfigError, DataError
 
 LANGUAGES = (
@@ -117,7 +117,6 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
     """The embedded digits, and their names as num2words has them. Raises ConfigError for fewer than two languages, and
     for one that it does not speak."""
     from penstock.data.toy.digits import Digits
-    from penstock.data.toy.numbers import speaker
 
     if len(set(languages)) < 2:
         raise ConfigError(

@@ -11,7 +11,7 @@ from penstock.cli._app import configured, load_or_described
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
 from penstock.errors import ConfigError, ExitCode
-from penstock.serve.settings import HERE, DeployConfig
+from penstock.serve.settings import DeployConfig
 
 
 @configured(DeployConfig, positional="model", flags=("json",), loader=load_or_described)
@@ -54,7 +54,7 @@ def deploy(config: DeployConfig) -> int:
 
 
 def _machine(name: str) -> Machine:
-    if name == HERE:
+    if name == "here":
         from penstock.probe import machine_for
 
         return machine_for()

@@ -15,8 +15,6 @@ from penstock.config.plan import Plan
 from penstock.config.rules import inference_problems
 
 WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
-HERE = "here"
-"""The machine on which the command runs."""
 _GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|min)?")
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, None: 1.0}

@@ -194,8 +194,6 @@ def small_form(words: list[str], folder: Path) -> list[str]:
     if verb == "probe":
         kept.append("--quick")
     for word in passed:
-        if word == "--measure":  # is tested with the server
-            continue
         if word == ">":
             next(passed)
             continue

@@ -584,7 +584,7 @@ def test_heads_that_predict_further_tokens_are_left_out_and_reported(
     save_file({**state, **ahead}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with caplog.at_level("INFO"):
         ours = from_pretrained(tmp_path).eval()
-    assert "and 36 more" in caplog.text
+    assert f" and {len(ahead) - 4} more." in caplog.text
     assert "predicts further tokens than the next" in caplog.text
     _assert_alike(_run(ours, True), _run(theirs, False))
     further = {name.replace("layers.3.", "layers.4."): tensor for name, tensor in ahead.items()}

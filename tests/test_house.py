@@ -397,7 +397,7 @@ def test_the_check_of_docstrings_sees_all_places() -> None:
 # Class names that more than one class has, still; take off what becomes unique, and add none.
 TWICE = """
     Account Attention Batch Block Costs Cut Dropout Embedding Entry Histogram Loaded
-    Loader Outcome Own Past Pooler Scale Shared Space Stream Text _Layer
+    Loader Outcome Own Pooler Scale Shared Space Stream Text _Layer
 """
 THRICE = "Line Stack"
 

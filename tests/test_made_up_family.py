@@ -69,7 +69,7 @@ class Gist(ModelFamily, where="model"):
         unequal = Stack(**sizes, depth=2, unequal=layers, positions="rotary", norm="rms")
         plain, wide = Stack(**sizes, depth=2), Stack(**sizes, depth=1, mlp="swiglu", kv_heads=2)
         rows = self.max_positions or self.sequence
-        run: dict[str, Any] = {"rows": rows, "most": rows}
+        run: dict[str, Any] = {"rows": rows, "max_tokens": rows}
         table: dict[str, Any] = {"vocabulary": self.vocabulary, "length": self.sequence}
         return Graph(
             inputs=(TokenInput(name="source", **table), TokenInput(name="target", **table)),

@@ -7,7 +7,7 @@ import random
 import torch
 
 from penstock.decode.blocks import Blocks, BlockTable
-from penstock.decode.past import Columns, Pages, Past
+from penstock.decode.kv_cache import Columns, KVCache, Pages
 
 
 def test_texts_that_begin_alike_share_what_has_been_computed() -> None:
@@ -73,7 +73,7 @@ def test_layers_with_unequal_heads_read_what_they_wrote() -> None:
         written = [torch.randn(2, 2, count, new, 4) for count in heads]
         kept = []
         for store in (pages, whole):
-            past = Past(store, rows=2, columns=columns, device=device)
+            past = KVCache(store, rows=2, columns=columns, device=device)
             past.at(torch.arange(begin, begin + new), columns=begin, width=begin + new)
             pages.look(texts)
             kept.append([store.keep(layer, k, v, past) for layer, (k, v) in enumerate(written)])

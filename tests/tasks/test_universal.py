@@ -22,7 +22,7 @@ from penstock.config.model import with_stacks
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, RunConfig
 from penstock.data import Loader
-from penstock.decode.past import Columns, Past, run_pass
+from penstock.decode.kv_cache import Columns, KVCache, run_pass
 from penstock.errors import ConfigError
 from penstock.infer.encode import Classifier
 from penstock.infer.generator import Generator
@@ -272,7 +272,7 @@ def test_the_branch_that_generates_alone_has_a_cache() -> None:
     made = Generator(model, start=0, ends=()).generate([[1, 2, 3], [4, 5, 6, 7]], max_tokens=8)
     assert list(made[0].ids) == expected[3:]
     assert len(set(made[0].ids)) > 1
-    past = Past(Columns(1, 16), rows=1, columns=16, device=torch.device("cpu"))
+    past = KVCache(Columns(1, 16), rows=1, columns=16, device=torch.device("cpu"))
     past.at(torch.arange(3), columns=0, width=3, first=True)
     run_pass(model, past, torch.tensor([[1, 2, 3]]))
     assert len(past.store.layers) == SMALL.shared.depth + SMALL.generating.depth

@@ -119,9 +119,9 @@ class Run:
     stack: Stack
     reads: str
     """The input, or the earlier run, whose tokens it computes."""
-    also: tuple[str, ...] = ()
+    more_inputs: tuple[str, ...] = ()
     """Further inputs whose samples it computes behind those of the one that it reads, each with a mask of its own."""
-    of: str = ""
+    input: str = ""
     """The input whose samples it computes, where it reads a run over several inputs."""
     memories: tuple[str, ...] = ()
     """Earlier runs whose outputs its cross attention sees, one after the other; of several, those that are there, or
@@ -130,7 +130,7 @@ class Run:
     """Whether a token sees itself and those before it only."""
     rows: int = 0
     """Rows in its table of learned positions."""
-    most: int = 0
+    max_tokens: int = 0
     """Tokens that it can be given."""
     embedding_norm: bool = False
     """Whether a norm comes before its first layer's."""
@@ -272,9 +272,9 @@ class Graph:
         names: tuple[str, ...] = ()
         while at is not None and not names:
             source = at.reads
-            names = (at.of,) * bool(at.of)
-            also, at = at.also, next((other for other in self.runs if other.name == source), None)
-        names = names or (source, *also)
+            names = (at.input,) * bool(at.input)
+            more, at = at.more_inputs, next((other for other in self.runs if other.name == source), None)
+        names = names or (source, *more)
         return tuple(one for name in names for one in self.inputs if one.name == name)
 
     def hides_later(self, run: Run, one: Input) -> bool:
@@ -318,8 +318,7 @@ class Graph:
 
     def samples(self, run: Run) -> float:
         """Samples that a run computes for each of a micro-batch, on average."""
-        through = self.inputs_through(run)
-        return sum(one.share if isinstance(one, TokenInput) else 1.0 for one in through)
+        return sum(one.share if isinstance(one, TokenInput) else 1.0 for one in self.inputs_through(run))
 
     @property
     def width(self) -> int:
@@ -328,7 +327,8 @@ class Graph:
 
     def width_of(self, one: Input) -> int:
         """Features of a token of an input: those of the run that reads it."""
-        return next((run.stack.width for run in self.runs if one.name in (run.reads, *run.also)), self.width)
+        reading = (run.stack.width for run in self.runs if one.name in (run.reads, *run.more_inputs))
+        return next(reading, self.width)
 
     def memory_width(self, run: Run) -> int:
         """Features of a token that a run's cross attention sees, the most of several memories; 0 where it has none."""
@@ -507,8 +507,8 @@ class Graph:
                     f"both read the table {min(tables)}, whose rows have one width; make them equal."
                 )
         through = self.inputs_through(run)
-        if run.of and len(through) != 1:
-            yield f"The run {run.name} computes samples of {run.of}, which is no input."
+        if run.input and len(through) != 1:
+            yield f"The run {run.name} computes samples of {run.input}, which is no input."
         if len(through) == 1:
             return
         if not self.enters(run) or run.memories or any(not isinstance(one, TokenInput) for one in through):
@@ -550,7 +550,7 @@ class Graph:
         names = [run.name for run in self.runs]
         for run in self.runs:
             yield from run.stack.problems(run.setting)
-            for name in (run.reads, *run.also, *run.memories):
+            for name in (run.reads, *run.more_inputs, *run.memories):
                 if name not in known:
                     yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
             if run.reads in known:

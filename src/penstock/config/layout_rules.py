@@ -181,7 +181,7 @@ def _tokens_split_over_devices(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """`cp` divides the tokens of a sample."""
     if plan.cp == 1:
         return
-    if any(run.also for run in model.graph.runs):
+    if any(run.more_inputs for run in model.graph.runs):
         yield f"plan.cp={plan.cp} cannot cut samples of several inputs of one run; use cp=1."
     for tokens in model.graph.lengths:
         if tokens % plan.cp:

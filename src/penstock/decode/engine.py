@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.config.decoding import Decoding, bucket
 from penstock.decode.blocks import Blocks, BlockTable
 from penstock.decode.choose import history_of, next_tokens
-from penstock.decode.past import Columns, Pages, Past, run_pass
+from penstock.decode.kv_cache import Columns, KVCache, Pages, run_pass
 from penstock.decode.static import Compiled
 from penstock.decode.texts import eagerly
 from penstock.errors import ConfigError
@@ -122,7 +122,7 @@ class Engine:
         self._compiled = compiled
         self.model = model.eval()
         graph = model.graph
-        longest, most = graph.runs[0].most, graph.written[-1].most
+        longest, most = graph.runs[0].max_tokens, graph.written[-1].max_tokens
         self.context: int = min(context or most, most + 1)
         self.slots, self.chunk, self.start, self.ends = slots, chunk, start, tuple(ends)
         self.device = next(model.parameters()).device
@@ -140,7 +140,7 @@ class Engine:
             store = Pages(count + 1, block)  # the last block takes what slots without a text write
         else:
             store = Columns(slots, self.context)
-        self._past = Past(store, rows=slots, columns=self.context, memory=self._source, device=self.device)
+        self._past = KVCache(store, rows=slots, columns=self.context, memory=self._source, device=self.device)
         self._lengths = torch.ones(slots, dtype=torch.int64, device=self.device)
         """(slots,), tokens of each source."""
         self._routes = torch.zeros_like(self._lengths) if model.graph.routed else None

@@ -20,8 +20,8 @@ from penstock.models.positions import Rotation, alibi, rotations
 
 
 class Continuing:
-    """The base of a pass over tokens that follow others, whose keys and values are kept: see
-    `penstock.models.block.Past`. A pass may run through several stacks, of which each has its own tables and keeps."""
+    """The base of a pass over tokens that follow others, whose keys and values are kept: a
+    `penstock.models.block.TokenCache`. Each of several stacks has tables of its own, and keeps."""
 
     places: Tensor
     """(N,) or (R, N), positions of the tokens."""
@@ -113,8 +113,8 @@ class Continuing:
 
 
 class _Look(Continued):
-    """A `Sight` of the columns, or of a memory whose keys and values are made in the first pass and kept: of each block
-    in turn, for blocks run in their order."""
+    """An `AttentionMask` of the columns, or of a memory whose keys and values are made in the first pass and kept: of
+    each block in turn, for blocks run in their order."""
 
     def __init__(self, attend: Callable[..., Tensor], layer: int, more: Sequence[tuple[Any, ...]]) -> None:
         """`more` are arguments of `attend` for each block, behind its number."""

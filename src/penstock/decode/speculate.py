@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.config.decoding import Decoding
 from penstock.decode.choose import adjust_logits, shares
-from penstock.decode.past import Columns, Past, run_pass
+from penstock.decode.kv_cache import Columns, KVCache, run_pass
 from penstock.decode.texts import Generating
 from penstock.dtypes import widened
 from penstock.kernels.top import largest
@@ -65,7 +65,7 @@ class DraftedText:
         self.routes: Tensor | None = None
         if model.graph.routed and route is not None:
             self.routes = torch.tensor([route], device=self.device)
-        self.past = Past(Columns(1, columns), rows=1, columns=columns, device=self.device)
+        self.past = KVCache(Columns(1, columns), rows=1, columns=columns, device=self.device)
 
     def read(self, tokens: Sequence[int]) -> Tensor:
         """Logits (N, V) after each of the next tokens."""

@@ -8,7 +8,7 @@ and one token of each in place of beams side by side, have code of their own.
 On a GPU each step is recorded once for each bucket of widths and texts, and played back from then on as a whole (CUDA
 graphs): its tensors stay where they are.
 
-The eager pass of `penstock.decode.past` is the reference. It reads the prompts, too.
+The eager pass of `penstock.decode.kv_cache` is the reference. It reads the prompts, too.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from penstock.config.decoding import RECORDED, bucket
 from penstock.containers import replaced
 from penstock.containers import tensors as all_tensors
+from penstock.decode.kv_cache import Columns, KVCache, run_pass
 from penstock.decode.looks import Continuing, grouped_attention
-from penstock.decode.past import Columns, Past, run_pass
 from penstock.errors import ConfigError
 from penstock.models.anatomy import let_recompile
 from penstock.models.model import Model
@@ -58,7 +58,7 @@ class StepTensors(NamedTuple):
     memory_mask: Tensor | None
     """(R, 1, 1, M)"""
     tables: dict[str, Any]
-    """Tables of rotations and biases over all positions, from `Past`."""
+    """Tables of rotations and biases over all positions, from `KVCache`."""
     updates_places: bool
     """Whether the positions of the new tokens are to be written into `column_places`."""
 
@@ -135,7 +135,7 @@ class Compiled:
         return self._record is not None
 
     def __call__(
-        self, past: Past, tokens: Tensor, places: Tensor, columns: Tensor, width: int,
+        self, past: KVCache, tokens: Tensor, places: Tensor, columns: Tensor, width: int,
         seen: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Logits (R·N, V) of one step, and the past with its keys and values. `width` is of a bucket, and the other
@@ -192,9 +192,9 @@ class _Play:
     def __init__(self, run: Callable[[StepTensors], Tensor], tensors: StepTensors, record: Record) -> None:
         self.tensors = replaced(tensors, torch.clone)
         self.replay, self.logits = record(lambda: run(self.tensors))
-        self.owner: weakref.ref[Past] | None = None
+        self.owner: weakref.ref[KVCache] | None = None
 
-    def __call__(self, past: Past, tensors: StepTensors) -> Tensor:
+    def __call__(self, past: KVCache, tensors: StepTensors) -> Tensor:
         before = None if self.owner is None else self.owner()
         if before is not None and before is not past and self._holds(before):
             before.take(replaced(self.tensors, torch.clone))
@@ -206,7 +206,7 @@ class _Play:
         self.replay()
         return self.logits
 
-    def _holds(self, past: Past) -> bool:
+    def _holds(self, past: KVCache) -> bool:
         """Whether a past's keys and values are still here."""
         layers = past.store.layers
         return bool(layers) and layers[0][0] is self.tensors.layers[0][0]

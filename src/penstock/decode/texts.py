@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.config.decoding import bucket
 from penstock.decode.choose import history_of
-from penstock.decode.past import NEVER, Columns, Past, run_pass, run_pass_with
+from penstock.decode.kv_cache import NEVER, Columns, KVCache, run_pass, run_pass_with
 from penstock.decode.static import Compiled
 from penstock.models.model import Model
 from penstock.shards import TENSOR
@@ -100,7 +100,7 @@ class Texts:
         rows, longest = prompts.tokens.shape
         columns = longest + steps * side_by_side
         columns = columns if compiled is None else bucket(columns)
-        self.past = Past(
+        self.past = KVCache(
             Columns(rows, columns),
             rows=1 if prompts.even else rows,
             columns=columns,

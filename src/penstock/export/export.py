@@ -286,7 +286,7 @@ def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any
     samples = torch.export.Dim("samples", min=1, max=MOST_SAMPLES)
     most = {source.name: source.length for source in graph.inputs_of(TokenInput)}
     # Samples of several inputs that one run computes are equally long.
-    beside = {name: run.reads for run in graph.runs for name in run.also if run.reads in example}
+    beside = {name: run.reads for run in graph.runs for name in run.more_inputs if run.reads in example}
     lengths = {name: torch.export.Dim(name, min=2, max=most[name]) for name in example if name in most}
     return tuple(
         {0: samples} | ({1: lengths[beside.get(name, name)]} if name in lengths else {}) for name in example

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.decode.past import NEVER, Columns, Past
+from penstock.decode.kv_cache import NEVER, Columns, KVCache
 from penstock.errors import ConfigError
 from penstock.export.onnx_file import Run, write_onnx
 from penstock.models.model import Model
@@ -70,15 +70,15 @@ class _JoinedColumns(Columns):
         super().__init__(0, 0)
         self.before = before
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: KVCache) -> tuple[Tensor, Tensor]:
         if self.before:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self.before[layer], (k, v)))
         self.layers.append((k, v))
         return k, v
 
 
-class _TensorPast(Past):
-    """A `Past` that is made of tensors in one pass, so that a program of it takes any sizes."""
+class _TensorCache(KVCache):
+    """A `KVCache` that is made of tensors in one pass, so that a program of it takes any sizes."""
 
     def __init__(self, before: Pairs, mask: Tensor, new: int, positions: int) -> None:
         """`mask` (B, P + N) is 0 for padding, and `new` is N."""
@@ -105,7 +105,7 @@ class _Pass(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.model, self.positions = model, model.graph.written[-1].most
+        self.model, self.positions = model, model.graph.written[-1].max_tokens
         assert model.graph.text is not None
         self.text = model.graph.text.name
         self.source = model.graph.input_of(model.graph.remembered[0]).name if model.graph.remembered else ""
@@ -116,12 +116,12 @@ class _Pass(nn.Module):
         every, new = _in_pairs(before), tokens.shape[1]
         width = before[0].shape[2] + new
         if self.source:
-            past = _TensorPast(every[::2], tokens.new_ones(tokens.shape[0], width), new, self.positions)
+            past = _TensorCache(every[::2], tokens.new_ones(tokens.shape[0], width), new, self.positions)
             past.recall(every[1::2], mask)
         else:
             # Taken by number, the mask's own size need not be known to be the sum of the two.
             mask = mask.index_select(1, torch.arange(width, device=mask.device))
-            past = _TensorPast(every, mask, new, self.positions)
+            past = _TensorCache(every, mask, new, self.positions)
         return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
 
 
@@ -132,7 +132,7 @@ class _SourcePass(_Pass):
 
     def forward(self, source: Tensor, mask: Tensor) -> list[Tensor]:  # type: ignore[override]
         first = torch.zeros_like(source[:, :1])
-        past = _TensorPast([], torch.ones_like(first), 1, self.positions)
+        past = _TensorCache([], torch.ones_like(first), 1, self.positions)
         self.model(**{self.source: source, self.text: first}, lengths=mask.sum(1), past=past)
         return _flat(past.memory)
 
@@ -199,14 +199,14 @@ def _continue_texts(read: Run | None, run: Run, model: Model) -> tuple[Tensor, T
 
 def _dims(model: Model) -> tuple[Any, Any, Any]:
     """Texts, new tokens and tokens before them, as sizes that may vary."""
-    most = model.graph.written[-1].most
+    most = model.graph.written[-1].max_tokens
     sizes = (("batch", 1, 1 << 12), ("tokens", 1, most), ("past", 0, most))
     batch, new, past = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
     return batch, new, past
 
 
 def _source_size(model: Model) -> Any:
-    return torch.export.Dim("source", min=1, max=model.graph.remembered[0].most)
+    return torch.export.Dim("source", min=1, max=model.graph.remembered[0].max_tokens)
 
 
 def _words(model: Model, rows: int, count: int) -> Tensor:

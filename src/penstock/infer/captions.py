@@ -113,7 +113,7 @@ class Captioner:
         device = next(self.model.parameters()).device
         opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()
         ids = torch.tensor([[self.start, *opened]], device=device)
-        room = self.model.graph.written[-1].most - ids.shape[1]
+        room = self.model.graph.written[-1].max_tokens - ids.shape[1]
         if room < 1:
             raise ConfigError(
                 f"The name of the language {language[:20]!r} leaves no room for a text; shorten it."

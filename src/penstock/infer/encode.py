@@ -53,7 +53,7 @@ class _Texts:
         """`run` is the model, or what of it is to be run, of texts of at most `most` tokens; none: as its first run."""
         assert isinstance(opened.model, Model)
         self.model, self.tokenizer, self.batch, self.run = opened.model, opened.tokenizer, batch, run
-        self.dims, self.most = dims, most or opened.model.graph.runs[0].most
+        self.dims, self.most = dims, most or opened.model.graph.runs[0].max_tokens
         set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
@@ -194,7 +194,7 @@ def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]]
         run = graph.run(head.run)
         one = graph.input_of(run)
         if isinstance(one, kind):
-            return run.most, partial(_compared, model, head, one.name)
+            return run.max_tokens, partial(_compared, model, head, one.name)
     return None
 
 

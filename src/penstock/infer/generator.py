@@ -272,7 +272,7 @@ class Generator:
         config = self.model.config
         size: int = config.vocabulary
         remembered = self.model.graph.remembered
-        source, room = self.model.graph.runs[0].most, self.model.graph.written[-1].most
+        source, room = self.model.graph.runs[0].max_tokens, self.model.graph.written[-1].max_tokens
         if not decoding.max_tokens:
             longest = 1 if remembered else max(map(len, rows), default=1)
             sizes = lengths(self.usual, vars(decoding), longest, room)

@@ -31,7 +31,7 @@ class Scorer:
         if graph.form != "causal tokens" or graph.words is None:
             raise ConfigError("Only decoders score the tokens of a text.")
         self.model, self.head = model, model.get_submodule(graph.words.name)
-        self.most: int = graph.written[-1].most
+        self.most: int = graph.written[-1].max_tokens
 
     @torch.inference_mode()
     def __call__(self, ids: list[int], top: int = 0) -> TextScores:

@@ -43,7 +43,7 @@ PINNED = {
 _NO_KERNEL = ("No available kernel", "No viable backend")
 
 
-class Sight(Protocol):
+class AttentionMask(Protocol):
     """A mask that is no tensor of N × M: it knows how to compute attention in parts."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
@@ -54,7 +54,7 @@ class Sight(Protocol):
 class Scores(NamedTuple):
     """The options of attention scores besides the product; all may be left out."""
 
-    mask: Tensor | Sight | None = None
+    mask: Tensor | AttentionMask | None = None
     """Broadcast to (B, H, N, M): true where a query may look, or numbers to add."""
     causal: bool = False
     """Whether a query looks at its own and earlier tokens only; a mask must say so itself."""
@@ -258,7 +258,7 @@ def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, 
 def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, scores: Scores) -> Tensor:
     """`native` attention over a packed projection of as many heads of keys as of queries, which no rotation or norm
     takes apart: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
-    mask: Tensor | None = scores.mask  # type: ignore[assignment]  # a Sight takes heads apart
+    mask: Tensor | None = scores.mask  # type: ignore[assignment]  # an AttentionMask takes heads apart
     heads = packed.view(*packed.shape[:2], -1, 3, head_width)
     return native_packed_attention(
         heads, sequence_first, mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
-from penstock.kernels.attention import Scores, Sight, attention
+from penstock.kernels.attention import AttentionMask, Scores, attention
 from penstock.kernels.padding import Unpadded
 
 LEAST_MEAN = 32
@@ -32,7 +32,7 @@ class Documents:
         runs: list[list[int]],
         *,
         causal: bool,
-        mask: Callable[[int], Tensor | Sight | None] | None = None,
+        mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
     ) -> None:
         self.runs, self.causal = runs, causal
         """Tokens of each document in each sample. What is behind the last sees nothing, and becomes zeros."""
@@ -46,7 +46,7 @@ class Documents:
         documents: Tensor | Unpadded,
         *,
         causal: bool,
-        mask: Callable[[int], Tensor | Sight | None] | None = None,
+        mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
     ) -> Documents | None:
         """Runs of one number in `documents` (B, N), or None where they are on no CPU, or too short."""
         if isinstance(documents, Unpadded):
@@ -90,7 +90,7 @@ class AlikeSamples(NamedTuple):
     samples: int
     causal: bool
     """Whether a token sees itself and those before it only, where no mask says so."""
-    mask: Tensor | Sight | None = None
+    mask: Tensor | AttentionMask | None = None
 
 
 class Batches:

@@ -72,7 +72,7 @@ def put_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
 class Unpadded:
     """The samples of a batch behind each other, as one sample. No tuple, whose numbers compiled code would be made for.
 
-    As a mask of cross attention it lets the tokens of each sample see those that belong to it: see `Sight`.
+    As a mask of cross attention it lets the tokens of each sample see those that belong to it: see `AttentionMask`.
     """
 
     def __init__(self, real: Real, lengths: list[int], *, varlen: bool) -> None:
@@ -128,8 +128,8 @@ class Unpadded:
 
 
 class Padded:
-    """A `Sight` that puts padding back for attention: queries, keys and values of (1, T) tokens become those of whole
-    samples, whose padding a mask hides. For models of others, which cannot be told of `Real`.
+    """An `AttentionMask` that puts padding back for attention: queries, keys and values of (1, T) tokens become those
+    of whole samples, whose padding a mask hides. For models of others, which cannot be told of `Real`.
     """
 
     def __init__(self, real: Real, mask: Tensor) -> None:

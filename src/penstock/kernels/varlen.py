@@ -17,7 +17,7 @@ from penstock.kernels.attention import Scores
 
 
 class Varlen:
-    """Where sequences begin in a batch whose samples are taken for one: a `Sight`."""
+    """Where sequences begin in a batch whose samples are taken for one: an `AttentionMask`."""
 
     def __init__(self, starts: Tensor, longest: int, *, causal: bool, window: int | None = None) -> None:
         self.starts = starts

@@ -23,8 +23,8 @@ from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
 from penstock.dtypes import widened
 from penstock.kernels.attention import (
+    AttentionMask,
     Scores,
-    Sight,
     keeps_scores,
     packed_attention,
     split_heads,
@@ -42,8 +42,8 @@ _RATE_UNIT = 2.0**-24
 class Context(NamedTuple):
     """The inputs of all blocks of a stack besides the tokens, in one pass. Masks are as `attention` takes them."""
 
-    mask: Tensor | Sight | None = None
-    near: Tensor | Sight | None = None
+    mask: Tensor | AttentionMask | None = None
+    near: Tensor | AttentionMask | None = None
     """The mask of blocks with a sliding window."""
     rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
@@ -51,7 +51,7 @@ class Context(NamedTuple):
     """Cosine and sine for blocks with a sliding window."""
     memory: Tensor | None = None
     """Features that cross attention reads, in the order of the tokens."""
-    memory_mask: Tensor | Sight | None = None
+    memory_mask: Tensor | AttentionMask | None = None
     real: Real | None = None
     """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
     shares: Tensor | None = None
@@ -86,8 +86,8 @@ class Context(NamedTuple):
 _ALONE = Context()
 
 
-class Past(Protocol):
-    """The keys and values of earlier tokens, with which a model continues them: see `penstock.decode.past`."""
+class TokenCache(Protocol):
+    """The keys and values of earlier tokens, with which a model continues them: see `penstock.decode.kv_cache`."""
 
     places: Tensor
     """Positions of the tokens of this pass, (N,) or (B, N)."""
@@ -103,8 +103,8 @@ class Past(Protocol):
         ...
 
 
-class Continued(Sight):
-    """A `Sight` of tokens and of those before them, whose keys and values are kept."""
+class Continued(AttentionMask):
+    """An `AttentionMask` of tokens and of those before them, whose keys and values are kept."""
 
     first: bool
     """Whether nothing is kept yet."""
@@ -193,7 +193,7 @@ class _Attending(nn.Module):
             self.k_norm = make_norm(layer.norm, kv_heads * layer.head_width, **where)
 
     def mix(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Sight | None, causal: bool | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, causal: bool | None = None
     ) -> Tensor:
         """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
         scores = self.scores(mask, causal)
@@ -204,7 +204,7 @@ class _Attending(nn.Module):
             return checkpoint(attend, q, k, v, self.backend, use_reentrant=False)  # type: ignore[no-any-return]
         return attend(q, k, v, self.backend)
 
-    def scores(self, mask: Tensor | Sight | None, causal: bool | None) -> Scores:
+    def scores(self, mask: Tensor | AttentionMask | None, causal: bool | None) -> Scores:
         """How scores are made and masked in one pass."""
         causal = self.causal if causal is None else causal
         rate, sinks = self.rate if self.training else 0.0, None if self.sinks is None else self.sinks()

@@ -208,16 +208,16 @@ class Model(nn.Module):
         there = [one for one in graph.inputs_through(run) if given.get(one.name) is not None]
         more: dict[str, Any] = {}
         if not graph.enters(run):
-            if run.reads not in outputs or (run.of and not there):
+            if run.reads not in outputs or (run.input and not there):
                 return
             x = outputs[run.reads]
-            x = x[samples.samples_of(graph, run, given)] if run.of else x
+            x = x[samples.samples_of(graph, run, given)] if run.input else x
         elif not there:
             return
         else:
             parts = [self.embed(given[one.name], one, given.get("segments")) for one in there]
             x = parts[0] if len(parts) == 1 else _beside(parts, there)
-            if run.also:
+            if run.more_inputs:
                 hides = (graph.hides_later(run, one) for one in there)
                 more["batches"] = tuple((part.shape[0], each) for part, each in zip(parts, hides))
             if shares is not None and isinstance(there[0], PatchInput):
@@ -433,7 +433,7 @@ class Model(nn.Module):
         x = self.embed(tokens, self.graph.text)
         for run in path:
             beside: dict[str, Any] = {"memory": memory} if run.memories else {}
-            beside |= {"batches": ((x.shape[0], True),)} if run.also else {}
+            beside |= {"batches": ((x.shape[0], True),)} if run.more_inputs else {}
             x = getattr(self, run.name)(x, **beside, **more)
         return x
 
@@ -479,7 +479,7 @@ class Model(nn.Module):
     def share_tokens(self, cut: Cut) -> None:
         """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.
         Raises ConfigError for runs over several inputs, which a cut would mix."""
-        if any(run.also for run in self.graph.runs):
+        if any(run.more_inputs for run in self.graph.runs):
             raise ConfigError("plan.cp cannot cut samples of several inputs of one run; use plan.cp=1.")
         self.cut = cut
 

@@ -113,10 +113,10 @@ def samples_of(graph: Graph, run: Run, given: dict[str, Any]) -> slice:
     """Which samples of what a run reads are of its own input."""
     first = 0
     for one in graph.inputs_through(graph.run(run.reads)):
-        if one.name == run.of:
+        if one.name == run.input:
             break
         first += 0 if given.get(one.name) is None else given[one.name].shape[0]
-    return slice(first, first + given[run.of].shape[0])
+    return slice(first, first + given[run.input].shape[0])
 
 
 def for_head(graph: Graph, head: WordHead, value: Any) -> Tensor | None:

@@ -15,14 +15,14 @@ from penstock.config.plan import AttentionBackend, Padding
 from penstock.config.stack import Stack
 from penstock.dtypes import format_of
 from penstock.errors import ConfigError
-from penstock.kernels.attention import Sight, type_of_scores
+from penstock.kernels.attention import AttentionMask, type_of_scores
 from penstock.kernels.choices import knows_lengths
 from penstock.kernels.documents import AlikeSamples, Batches, Documents
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real, Unpadded
 from penstock.kernels.varlen import Varlen
 from penstock.kernels.windows import Windows
-from penstock.models.block import Block, Context, Past, make_norm
+from penstock.models.block import Block, Context, TokenCache, make_norm
 from penstock.models.positions import (
     Learned,
     Relative,
@@ -96,7 +96,7 @@ class TokenStack(nn.Module):
     def forward(
         self, x: Tensor, lengths: Tensor | None = None, documents: Tensor | None = None,
         prefixes: Tensor | None = None, memory: Tensor | None = None, memory_lengths: Tensor | None = None,
-        memory_seen: Tensor | None = None, past: Past | None = None, shares: Tensor | None = None,
+        memory_seen: Tensor | None = None, past: TokenCache | None = None, shares: Tensor | None = None,
         routes: Tensor | None = None, condition: Tensor | None = None,
         batches: tuple[tuple[int, bool], ...] = (), order: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
@@ -167,7 +167,7 @@ class TokenStack(nn.Module):
         self, context: Context, memory: Tensor, lengths: Tensor | None, seen: Tensor | None, x: Tensor
     ) -> Context:
         """The context with the memory that cross attention of x reads."""
-        mask: Tensor | Sight | None = added(seen, type_of_scores(x))
+        mask: Tensor | AttentionMask | None = added(seen, type_of_scores(x))
         if lengths is not None:
             dtype, unpadded = type_of_scores(x), None
             if self.padding == "remove":
@@ -208,7 +208,7 @@ class TokenStack(nn.Module):
             "prefixes": prefixes,
         }
 
-        def seen(window: int | None) -> Tensor | Sight | None:
+        def seen(window: int | None) -> Tensor | AttentionMask | None:
             if len(batches) < 2:
                 return self._sight(tokens, window, bias, documents, causal=causal, **known)
             assert not isinstance(documents, Unpadded)
@@ -235,7 +235,7 @@ class TokenStack(nn.Module):
     def _sight(
         self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,
         *, causal: bool, dtype: torch.dtype, varlen: bool = False, prefixes: Tensor | None = None, **known: Any,
-    ) -> Tensor | Sight | None:  # fmt: skip
+    ) -> Tensor | AttentionMask | None:  # fmt: skip
         """Which tokens see which, in the form that takes the least memory here."""
         if prefixes is not None:
             assert not isinstance(documents, Unpadded)  # whose tokens have no order
@@ -250,7 +250,7 @@ class TokenStack(nn.Module):
             return alone
         if documents is not None and (causal or known["lengths"] is None):
 
-            def within_one(length: int) -> Tensor | Sight | None:
+            def within_one(length: int) -> Tensor | AttentionMask | None:
                 inside = None if bias is None else bias[..., :length, :length]
                 alone = {**known, "samples": 1, "lengths": None}
                 return self._sight(length, window, inside, causal=causal, dtype=dtype, **alone)

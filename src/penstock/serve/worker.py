@@ -198,7 +198,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
             device = join(settings)[1]
         embedder = Embedder(where, plan, weights=settings["weights"], device=device)
         vectors = LedVectors(embedder)
-        about |= {"context": config.graph.runs[0].most}
+        about |= {"context": config.graph.runs[0].max_tokens}
         ranks = None if embedder.dims.alone else vectors
         return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
     dims = ALONE
@@ -211,7 +211,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     )  # fmt: skip
     own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
     if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
-        most = start.model.graph.written[-1].most + 1
+        most = start.model.graph.written[-1].max_tokens + 1
         tokens = own * limits.blocks(min(settings["context"] or most, most))
     engine = Engine(
         start.model, slots=own, context=settings["context"], cache=settings["cache"],
@@ -221,7 +221,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     if settings["compile"] != "none":
         engine.warm()
     remembered = start.model.graph.remembered
-    source = remembered[0].most if remembered else 0
+    source = remembered[0].max_tokens if remembered else 0
     rounds, balance = rounds_of(start.model), None
     if rounds is not None and dims.main:
         balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)

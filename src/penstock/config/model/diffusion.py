@@ -63,7 +63,7 @@ class DiffusionConfig(Stack, ModelFamily):
         """Noisy images, a modulated run over their patches, images; before them texts and a run over these."""
         images = PatchInput(image_size=self.image_size, patch_size=self.patch_size, channels=self.channels)
         denoiser = Run(
-            name="denoiser", stack=self, reads="images", rows=images.length, most=images.length, last_norm=False,
+            name="denoiser", stack=self, reads="images", rows=images.length, max_tokens=images.length, last_norm=False,
             modulated=True, memories=() if self.text is None else ("text",),
         )  # fmt: skip
         head = PixelHead(run="denoiser", predicts=self.predicts, schedule=self.schedule, min_snr=self.min_snr)
@@ -72,7 +72,7 @@ class DiffusionConfig(Stack, ModelFamily):
             return Graph(inputs=(images,), runs=(denoiser,), heads=(head,), condition=condition)
         tokens = TokenInput(vocabulary=self.vocabulary, length=self.sequence)
         text = Run(
-            name="text", stack=self.text, reads="tokens", rows=self.sequence, most=self.sequence,
+            name="text", stack=self.text, reads="tokens", rows=self.sequence, max_tokens=self.sequence,
             setting="model.text", embedding_norm=self.text_norm, causal=self.text_causal,
         )  # fmt: skip
         return Graph(inputs=(images, tokens), runs=(text, denoiser), heads=(head,), condition=condition)

@@ -55,7 +55,7 @@ class MultimodalConfig(TextFamily):
         )
         vision = Run(
             name="vision", stack=self.vision, reads="images", setting="model.vision", rows=images.length,
-            most=images.length, embedding_norm=self.vision_norm,
+            max_tokens=images.length, embedding_norm=self.vision_norm,
         )  # fmt: skip
         text = self._run(
             "text", self.text, "source", self.sequence, setting="model.text", causal=self.text_causal

@@ -45,7 +45,7 @@ class TextFamily(ModelFamily):
     def _run(self, name: str, stack: Stack, reads: str, length: int, **changes: Any) -> Run:
         return Run(
             name=name, stack=stack, reads=reads, rows=self.max_positions or self.sequence,
-            most=self.max_positions or length, embedding_norm=self.embedding_norm, **changes,
+            max_tokens=self.max_positions or length, embedding_norm=self.embedding_norm, **changes,
         )  # fmt: skip
 
     def _input(self, name: str, length: int, segments: int = 0) -> TokenInput:

@@ -80,16 +80,16 @@ class UniversalConfig(TextFamily):
         wide = self.shared.width
         shared = self._run(
             "shared", self.shared, "tokens", self.sequence, setting="model.shared",
-            also=("hidden",) if both else (), causal=not understands,
+            more_inputs=("hidden",) if both else (), causal=not understands,
             # A branch of as many features goes on where the body ends, as if both were one stack.
             last_norm=any(getattr(self, name).width != wide for name in self.branches),
         )  # fmt: skip
         runs, heads = [shared], list[Head]()
         for name in self.BRANCHES:
             if name in self.branches:
-                of = {"of": read if name == "understanding" else "tokens"} if both else {}
+                own = {"input": read if name == "understanding" else "tokens"} if both else {}
                 stack = getattr(self, name)
-                run = self._run(name, stack, "shared", self.sequence, setting=f"model.{name}", **of)
+                run = self._run(name, stack, "shared", self.sequence, setting=f"model.{name}", **own)
                 runs.append(replace(run, causal=name == "generating", embedding_norm=False))
         if understands and self.head != "words":
             before: Before = "tanh"

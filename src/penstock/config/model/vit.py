@@ -96,7 +96,7 @@ class ViTConfig(Stack, ModelFamily):
         )  # fmt: skip
         most = images.length
         run = Run(
-            name="encoder", stack=self, reads="images", rows=most - self.registers, most=most, last_norm=False,
+            name="encoder", stack=self, reads="images", rows=most - self.registers, max_tokens=most, last_norm=False,
             embedding_norm=self.embedding_norm,
         )  # fmt: skip
         head = ClassHead(

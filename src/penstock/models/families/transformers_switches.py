@@ -22,8 +22,8 @@ from penstock.dtypes import format_of
 from penstock.errors import ConfigError
 from penstock.kernels.attention import (
     BACKENDS,
+    AttentionMask,
     Scores,
-    Sight,
     attention,
     keeps_scores,
     kernel_for,
@@ -169,16 +169,16 @@ class _MaskContent:
 
     def __init__(self, real: Real, lengths: Tensor, mask: Tensor) -> None:
         self.real, self._lengths, self._mask = real, lengths, mask
-        self._sights: dict[tuple[torch.dtype, bool], Sight] = {}
+        self._sights: dict[tuple[torch.dtype, bool], AttentionMask] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def sight(self, dtype: torch.dtype, *, varlen: bool) -> Sight:
+    def sight(self, dtype: torch.dtype, *, varlen: bool) -> AttentionMask:
         """How queries of this type attend; made once for all blocks. `varlen` says that the kernel knows lengths."""
         if (dtype, varlen) not in self._sights:
             self._sights[dtype, varlen] = self._made(dtype, varlen=varlen)
         return self._sights[dtype, varlen]
 
-    def _made(self, dtype: torch.dtype, *, varlen: bool) -> Sight:
+    def _made(self, dtype: torch.dtype, *, varlen: bool) -> AttentionMask:
         if not Unpadded.pays(self._lengths, dtype, varlen=varlen):
             return Padded(self.real, self._mask)
         unpadded = Unpadded(self.real, self._lengths.tolist(), varlen=varlen)

@@ -38,7 +38,7 @@ class Columns:
         self.rows, self.columns = rows, columns
         self.layers: list[tuple[Tensor, Tensor]] = []
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: KVCache) -> tuple[Tensor, Tensor]:
         """Write new keys and values, (r, G, N, K), and return those of the columns in sight, (r, G, width, K)."""
         if layer == len(self.layers):
             empty = (self.rows, k.shape[1], 0)
@@ -111,7 +111,7 @@ class Pages:
         """Set the blocks of the texts of the next pass."""
         self.table, self._pass = table, {}
 
-    def keep(self, layer: int, k: Tensor, v: Tensor, past: Past) -> tuple[Tensor, Tensor]:
+    def keep(self, layer: int, k: Tensor, v: Tensor, past: KVCache) -> tuple[Tensor, Tensor]:
         """Keep and return as `Columns.keep`. Columns are gathered, since kernels here take contiguous keys."""
         if layer == len(self.layers):
             rows = k.shape[1] * self.tokens
@@ -126,7 +126,7 @@ class Pages:
             in_sight.append(store.index_select(0, read).view(*new.shape[:2], past.width, new.shape[3]))
         return in_sight[0], in_sight[1]
 
-    def _places(self, past: Past, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
+    def _places(self, past: KVCache, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Rows of the store that new tokens are written to, and those that are read: (r·G·N,) and (r·G·width,)."""
         device = self.table.device
         columns = past.columns
@@ -142,7 +142,7 @@ class Pages:
         return of(columns), of(every)
 
 
-class Past(Continuing):
+class KVCache(Continuing):
     """A cache, and the positions of this pass's tokens in it, with which a model continues texts.
 
     `at` says so before each pass; then `model(…, past=past)`.

@@ -21,6 +21,7 @@ from penstock.config.model import PRESETS, ModelConfig, with_stacks
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
 from penstock.config.run import DataConfig
+from penstock.config.stack import Stack
 from penstock.errors import CheckpointError, ConfigError
 from penstock.infer.load import loaded
 from penstock.models import create
@@ -65,7 +66,13 @@ WIDE: dict[str, Any] = {"width": 32, "mlp_width": 64}
 
 
 def wider(name: str) -> ModelConfig:
-    return with_stacks(ENROLLED[name].config, lambda stack: replace(stack, **WIDE))
+    def widened(stack: Stack) -> Stack:
+        turned = stack.rotary and replace(
+            stack.rotary, short=2 * stack.rotary.short, long=2 * stack.rotary.long
+        )
+        return replace(stack, **WIDE, rotary=turned)
+
+    return with_stacks(ENROLLED[name].config, widened)
 
 
 @pytest.mark.slow

@@ -154,6 +154,6 @@ def test_an_inverse_is_one() -> None:
 
 
 def test_statistics_search_space_and_judge_are_free_of_torch() -> None:
-    modules = "statistics, space, judge, forecast, result"
+    modules = "statistics, space, losses, forecast, result"
     code = f"import sys; from penstock.ladder import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -270,7 +270,7 @@ def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
         return hook
 
     hooks = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    shape = (_SAMPLES, min(_TOKENS, first.most))
+    shape = (_SAMPLES, min(_TOKENS, first.max_tokens))
     model.features(torch.randint(words.vocabulary, shape, generator=torch.Generator().manual_seed(0)))
     for hook in hooks:
         hook.remove()

@@ -24,6 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["PENSTOCK_CACHE"] = str(SHARED)
+_SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").splitlines())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,9 +35,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (len(usable_cores()) or os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the modules with the longest tests first: whoever starts a long one last is waited for by all others."""
+def _marked_slow(item: pytest.Item) -> bool:
+    """Whether tests/slow.txt names this test, all cases of its function, or the one."""
+    return item.nodeid in _SLOW or item.nodeid.partition("[")[0] in _SLOW
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Mark slow tests before any is chosen by its marks. Of those chosen put the modules with the longest tests first:
+    whoever starts a long one last is waited for by all others."""
+    for item in filter(_marked_slow, items):
+        item.add_marker("slow")
+    yield
     weights: Counter[Path] = Counter()
     for item in items:
         limit = item.get_closest_marker("timeout")

@@ -479,6 +479,14 @@ def test_nothing_grows_that_nothing_pays_for() -> None:
     assert not grown, "\n".join(grown)
 
 
+def test_every_slow_test_is_there() -> None:
+    """tests/slow.txt holds ids of tests, or of functions for all of their cases."""
+    for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()[1:]:
+        path, _, name = line.partition("::")
+        function = f"def {name.partition('[')[0].rpartition('::')[2]}("
+        assert function in (ROOT / path).read_text(encoding="utf-8"), f"tests/slow.txt names {line}"
+
+
 def test_the_brake_sees_what_grows() -> None:
     problems = _lines().problems
     stored = {"rooms": {"a": 10, "b": 10}, "tests": 5, "files": {"a/x.py": 500}, "functions": {}}

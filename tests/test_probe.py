@@ -42,6 +42,7 @@ from penstock.probe import (
     machine_name,
     probe,
     products,
+    rates,
     resolve_device,
 )
 from penstock.probe.rates import alone_speedup, measure_link, page_seconds, seconds, shared
@@ -151,21 +152,21 @@ def test_ranks_on_one_core_are_twice_as_fast_alone() -> None:
 
 
 def _in_turns() -> tuple[float, float]:
-    """What a product takes in processor time, and where two ranks multiply on one core at once."""
-    factor = torch.rand(256, 256)
+    """Elapsed over processor time of two ranks on one core, and how much longer a call of one tick counts for them."""
 
     def measure() -> tuple[float, float]:
-        with shared(CPU):
-            together = seconds(lambda: factor @ factor, CPU, 0.2)
-        return seconds(lambda: factor @ factor, CPU, 0.2), together
+        with shared(CPU), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rates, "_time", lambda *_: 1e-3)
+            return rates._sharing.get(), seconds(lambda: None, CPU, 0.01) / 1e-3
 
     found: tuple[float, float] = _on_one_core(measure)
     return found
 
 
 def test_ranks_count_the_time_that_they_wait_for_a_processor() -> None:
-    for alone, together in pool(2).run(_in_turns):
-        assert together > 1.6 * alone
+    for waits, longer in pool(2).run(_in_turns):
+        assert longer == pytest.approx(waits)
+        assert waits > 1.6
 
 
 def _shapes_of_a_rank() -> list[tuple[str, int, int, int]]:

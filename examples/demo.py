@@ -1,6 +1,6 @@
 """Tune two small models, train one on real images, and say what to type next: `make demo`.
 
-Takes about four minutes and downloads nothing. The images are handwritten digits, which come with Penstock; the other
+Takes about three minutes and downloads nothing. The images are handwritten digits, which come with Penstock; the other
 model is transformers' BERT on padded texts. Both ladders search for Plans with the same results.
 
     python examples/demo.py --output runs/demo --budget 120
@@ -85,8 +85,8 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="a folder that does not exist yet"
     )
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds for both ladders")
-    parser.add_argument("--epochs", type=float, default=50.0, help="passes over the images in training")
+    parser.add_argument("--budget", type=float, default=75.0, help="seconds for both ladders")
+    parser.add_argument("--epochs", type=float, default=30.0, help="passes over the images in training")
     given = parser.parse_args()
     summary = given.output / "demo.txt"
     if summary.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.run import RunConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import create
-from penstock.models.convert import from_pretrained
+from penstock.models.convert import from_pretrained, load_weights
 from penstock.models.convert.files import read_state_dict
 from penstock.models.former_names import former_name
 from penstock.optim.groups import freeze
@@ -102,6 +103,31 @@ def test_a_checkpoint_with_former_names_is_read_and_exported(tmp_path: Path) -> 
     images = torch.randn(2, 1, 8, 8)
     with torch.no_grad():
         assert torch.equal(from_pretrained(tmp_path / "export").eval()(images), model.eval()(images))
+
+
+def test_biases_of_routers_by_their_former_name_are_read_and_exported(tmp_path: Path) -> None:
+    size = replace(TINY, experts=4, router="sigmoid")
+    model = create(size)
+    steps = torch.randint(-9000, 9000, (size.depth, 4), dtype=torch.int32)
+    for block, moved in zip(model.encoder.blocks, steps):
+        block.mlp.correction.copy_(moved.long() << 26)
+    weights = {name: value for name, value in model.state_dict().items() if "correction" not in name}
+    # 2⁻²⁴ was the unit, and the numbers were int32.
+    weights |= {f"encoder.blocks.{i}.mlp.bias": moved for i, moved in enumerate(steps)}
+    settings = to_dict(RunConfig(model=size))
+    checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(1, {"weights": weights}, {}, settings))
+    stored = checkpoint.find(tmp_path / "checkpoints")
+    assert stored is not None
+    for held in (None, model.state_dict().keys()):
+        read = stored.load(dict(model.named_parameters()), held=held).weights["weights"]
+        create(size).load_state_dict(read)
+        assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
+    rewrite.export_model(stored, tmp_path / "export", "weights")
+    rewrite.export_plain(stored, tmp_path / "plain", "weights")
+    plain = create(size)
+    load_weights(plain, tmp_path / "plain")
+    for other in (from_pretrained(tmp_path / "export"), plain):
+        assert torch.equal(other.encoder.blocks[1].mlp.correction, steps[1].long() << 26)
 
 
 def test_patterns_with_former_names_mean_the_same_parts() -> None:

@@ -1,18 +1,19 @@
-"""Names of parameters that Vision Transformers had when they ran a loop of their own, and those of today."""
+"""Names that weights had in older versions, and those of today."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from penstock.models.experts import UNIT
 from penstock.models.model import Model
-
-T = TypeVar("T")
 
 OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
 """Beginnings of names that Vision Transformers had when they ran a loop of their own, with those of today."""
+_BIAS, _CORRECTION = ".mlp.bias", ".mlp.correction"
 
 
 def present_name(name: str) -> str:
@@ -37,8 +38,24 @@ def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
     return [present_name(p) if renamed and isinstance(p, str) else p for p in patterns]
 
 
-def renamed(state: Mapping[str, T], model: nn.Module) -> dict[str, T]:
-    """A state dict with `present_name` in place of old names, where it is one of such a model."""
+def renamed(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A state dict with `present_name` in place of old names, where it is one of such a model, and
+    `with_corrections`."""
     if isinstance(model, Model) and model.graph.vision and "positions" in state:
-        return {present_name(name): value for name, value in state.items()}
-    return dict(state)
+        state = {present_name(name): value for name, value in state.items()}
+    return with_corrections(state)
+
+
+def with_corrections(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with the biases of sigmoid routers as mixtures hold them today. They were once called `bias`, and
+    were int32 in units of 2⁻²⁴."""
+    state = dict(state)
+    for name in [name for name in state if name.removesuffix(_BIAS) + ".mlp.last" in state]:
+        if name.endswith(_BIAS) and state[name].dtype == torch.int32:
+            state[name.removesuffix(_BIAS) + _CORRECTION] = state.pop(name).long() * round(2.0**-24 / UNIT)
+    return state
+
+
+def with_former_biases(names: Collection[str]) -> set[str]:
+    """Names of weights, and the names that the biases of sigmoid routers among them once had."""
+    return {*names, *(name.removesuffix(_CORRECTION) + _BIAS for name in names if name.endswith(_CORRECTION))}

@@ -298,38 +298,6 @@ pool's one query is listed as one kernel, whichever computes it; queries that ar
 `math` does not copy again in fp32 with samples second."""
 
 
-def _kept_bytes(model: Model, images: torch.Tensor, *, autocast: bool) -> int:
-    """Bytes of the distinct blocks of memory that autograd keeps, without parameters, buffers and images."""
-    others = [*model.parameters(), *model.buffers(), images]
-    known = {t.untyped_storage().data_ptr() for t in others}
-    kept: dict[int, int] = {}
-    alive = []  # so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(tensor)
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-    ):
-        model(images)
-    return sum(kept.values())
-
-
-FORMS = list(
-    itertools.product(("O0", "O1", "O3"), ("plain", "sdpa", "math"), ("batch_first", "batch_second"))
-)
-
-
-NEAR = {"attention_pool": 0.05, "axial": 0.13}
-"""Variants whose bytes are not exact, and by how much they differ at most (measured: 4.6 and 12.8 %): attention of a
-pool's one query is listed as one kernel, whichever computes it, and tables of angles are not listed."""
-
-
 def _kept(variant: str, precision: str, attention: str, token_order: str) -> tuple[Workload, Plan, int]:
     """A variant as it is described, its plan, and the bytes that autograd keeps."""
     config = replace(TINY, **VARIANTS[variant])

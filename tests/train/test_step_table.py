@@ -19,8 +19,7 @@ from penstock.kernels.native_attention import _Direct, _DirectPacked
 from penstock.kernels.residual_norm import _DirectNorm, add_norm
 from penstock.planner import predict
 from penstock.planner.describe import describe
-from penstock.planner.ideal import BETWEEN, least_of_generation, least_of_step
-from penstock.planner.serve import Serving, predict_inference
+from penstock.planner.ideal import BETWEEN, least_of_step
 from penstock.train.step_table import HOST, STEP, as_text, measure_rows, step_table
 
 
@@ -153,24 +152,3 @@ def test_the_table_ends_with_the_whole_step(tmp_path: Path) -> None:
     assert float(last[2]) == pytest.approx(0.7)
     trace.write_text(json.dumps({"traceEvents": []}))
     assert step_table(trace, {}) == []
-
-
-def test_the_least_work_of_generation_reads_weights_for_each_token() -> None:
-    model = PRESETS["gpt-tiny"]
-    serving = Serving(batch=4, prompt=16, generated=8, half=False, weight_bytes=4.0, cache_bytes=4.0)
-    least = least_of_generation(model, TOY, serving)
-    blocks = model.graph.runs[0].stack.depth * 12 * model.width**2
-    output = model.width * model.vocabulary
-    # The last of the new tokens is not read again, and only the last of a prompt needs an output.
-    assert least["products, forward"].flops == 2 * 4 * ((16 + 8 - 1) * blocks + 8 * output)
-    weights = 4.0 * 8 * (blocks + output)
-    assert least["products, forward"].seconds > 0.9 * weights / TOY.memory_bytes_per_second
-    predicted = predict_inference(model, TOY, serving)
-    most = predicted.prefill_seconds + 8 * predicted.decode_seconds_per_token
-    assert 0 < sum(one.seconds for one in least.values()) <= most
-    assert not any("backward" in row for row in least)
-    longer = least_of_generation(model, TOY, replace(serving, generated=9))
-    assert longer["attention, forward"].flops > least["attention, forward"].flops
-    trained = replace(model, dropout=0.1, attention_dropout=0.1, mlp_dropout=0.1)
-    assert least_of_generation(trained, TOY, serving) == least, "nothing is dropped out in generation"
-    assert predict_inference(trained, TOY, serving) == predicted

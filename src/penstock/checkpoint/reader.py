@@ -86,8 +86,7 @@ class Checkpoint:
             )
             if old:
                 weights, state = _with_present_names(weights), _with_present_names(state)
-            weights = {which: with_corrections(tensors) for which, tensors in weights.items()}
-            local = state.pop(LOCAL)
+            weights, local = {key: with_corrections(each) for key, each in weights.items()}, state.pop(LOCAL)
             return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
     def _has_former_names(self) -> bool:

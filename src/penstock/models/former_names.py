@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.models.experts import UNIT
 from penstock.models.model import Model
 
 OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
@@ -48,12 +47,10 @@ def renamed(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 def with_corrections(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A state dict with the biases of sigmoid routers as mixtures hold them today. They were once called `bias`, and
-    were int32 in units of 2⁻²⁴."""
-    state = dict(state)
-    for name in [name for name in state if name.removesuffix(_BIAS) + ".mlp.last" in state]:
-        if name.endswith(_BIAS) and state[name].dtype == torch.int32:
-            state[name.removesuffix(_BIAS) + _CORRECTION] = state.pop(name).long() * round(2.0**-24 / UNIT)
-    return state
+    were int32 in units of 2⁻²⁴, not of 2⁻⁵⁰."""
+    old = [name for name in state if name.endswith(_BIAS) and state[name].dtype == torch.int32]
+    new = {name.removesuffix(_BIAS) + _CORRECTION: state[name].long() << 26 for name in old}
+    return {name: tensor for name, tensor in state.items() if name not in old} | new
 
 
 def with_former_biases(names: Collection[str]) -> set[str]:

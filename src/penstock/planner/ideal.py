@@ -18,7 +18,6 @@ from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op
 from penstock.planner.price import products_of
 from penstock.planner.rates import Rates, rates_of
-from penstock.planner.serve import Passes, Serving
 from penstock.planner.states import device_share, orthogonal_share, update_bytes
 
 FORMS: tuple[ProductForm, ...] = ("forward", "input", "weight")
@@ -57,22 +56,6 @@ def least_of_step(
                 least[row] = Least(*[a + times * b for a, b in zip(least[row], _least(op, rates))])
     moved = device_share(work, plan).updated * update_bytes(plan, orthogonal_share(work, plan))
     least["optimizer"] = Least(0.0, moved, moved / rates.memory)
-    return dict(least)
-
-
-def least_of_generation(model: ModelConfig, machine: Machine, serving: Serving) -> dict[str, Least]:
-    """The least work of generating a batch of texts with a decoder, by the same rows: operators of forward passes,
-    which read weights and keys once for each token.
-
-    Raises ConfigError for degrees that the model does not admit.
-    """
-    passes = Passes(model, machine, serving)
-    least: defaultdict[str, Least] = defaultdict(Least)
-    for times, part in passes.parts():
-        for op in part.forward:
-            if op.kind not in COLLECTIVE and op.module != "loss":
-                row = row_of(op, compiled=False)
-                least[row] = Least(*[a + times * b for a, b in zip(least[row], _least(op, passes.rates))])
     return dict(least)
 
 

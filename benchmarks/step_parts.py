@@ -72,7 +72,7 @@ def stepper(model: ModelConfig, samples: int, plan: Plan, device: torch.device) 
         generator = torch.Generator().manual_seed(0)
         shape = samples, pixels.channels, pixels.image_size, pixels.image_size  # type: ignore[union-attr]
         images = torch.randn(shape, generator=generator).to(device)
-        targets = torch.arange(samples, device=device)
+        targets = torch.arange(samples, device=device) % model.classes
         built = build(model, plan, device=device, recipe=recipe, seed=0)
         return lambda: built.step([(images, targets)])
     batch = batch_of(model, samples, device)
@@ -136,7 +136,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     every = *CELLS, GENERATION
-    parser.add_argument("--model", nargs="+", choices=sorted({*every, *PRESETS}), help="all cells by default")
+    parser.add_argument(
+        "--model", nargs="+", choices=sorted({*every, *PRESETS}), metavar="NAME", help="all cells by default"
+    )
     parser.add_argument("--samples", type=int, help="of a batch, instead of the cell's")
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sample, instead of the cell's")
     parser.add_argument("--plan", action="append", help="a Plan to profile; may be given again")

@@ -10,11 +10,9 @@ import logging
 import os
 import re
 import tempfile
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from penstock.boundary.files import quoted, shown, write_text
 from penstock.boundary.owners import distrust
 from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, PositiveShare
 from penstock.config.load import dump_toml, from_dict, read_file, to_dict
+from penstock.config.shipped import read_shipped
 from penstock.errors import ConfigError, EnvironmentProblem
 
 _log = logging.getLogger(__name__)
@@ -192,9 +191,8 @@ class Machine(Checked, where="machine"):
 @cache
 def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
     """Each shipped Machine, and the words that identify it in a device's name."""
-    text = resources.files("penstock.config").joinpath("presets/machines.toml").read_text(encoding="utf-8")
     machines: dict[str, tuple[Machine, tuple[str, ...]]] = {}
-    for name, table in tomllib.loads(text).items():
+    for name, table in read_shipped("machines").items():
         values: dict[str, Any] = {
             "name": name,
             "source": "datasheet",

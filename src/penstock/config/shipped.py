@@ -1,0 +1,37 @@
+"""Tables in TOML that come with the package: presets, what they are trained for, and machines."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+
+def read_shipped(name: str) -> dict[str, Any]:
+    """The content of `presets/NAME.toml`."""
+    return tomllib.loads(
+        resources.files("penstock.config").joinpath(f"presets/{name}.toml").read_text(encoding="utf-8")
+    )
+
+
+def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a table over those of the forms that it is like, one over the other."""
+    settings: dict[str, Any] = {}
+    like = table.get("like", ())
+    for form in [like] if isinstance(like, str) else like:
+        settings = over(settings, with_forms(forms[form], forms))
+    return over(settings, {key: value for key, value in table.items() if key != "like"})
+
+
+def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Two trees of settings as one, in which those `above` count. A key with commas is several names."""
+    joined = dict(below)
+    for key, value in above.items():
+        for name in key.split(","):
+            before = joined.get(name)
+            if isinstance(value, Mapping):
+                joined[name] = over(before if isinstance(before, Mapping) else {}, value)
+            else:
+                joined[name] = value
+    return joined

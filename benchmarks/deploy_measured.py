@@ -59,8 +59,6 @@ STEADY = 4
 """Steps of all texts together that are enough to time one."""
 BURST = 4
 """Prompts sent at once, to see how long the engine is busy with each."""
-CHUNK = 512
-"""Tokens of prompts that the server reads in a step."""
 _TOKEN = b'"token_ids": ['
 
 
@@ -154,7 +152,7 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
 
 
 async def step_costs(
-    client: Client, *, slots: int, longest: int, prompt: int | None = None, chunk: int = CHUNK
+    client: Client, *, slots: int, longest: int, prompt: int | None = None, chunk: int = 512
 ) -> StepCosts:
     """The seconds of reading a prompt, of a step of the engine, and of a request's way through the server. `longest`
     are the tokens of prompt and answer together, `prompt` those of the longest prompt, `chunk` those of prompts that
@@ -230,7 +228,7 @@ def _steady(answers: Sequence[Answer]) -> tuple[float, float]:
 def limits_of(layout: Layout) -> Limits:
     """The limits of a layout's server."""
     return Limits(
-        slots=layout.slots, waiting=WAITING, context=layout.context, chunk=CHUNK, pieces=True,
+        slots=layout.slots, waiting=WAITING, context=layout.context,
         cache=min(layout.cache_tokens, layout.slots * Limits().blocks(layout.context)),
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ def test_what_can_never_run_is_refused(prompt: int, most: int) -> None:
 
 
 def test_prompts_are_read_in_pieces_beside_the_tokens_of_others() -> None:
-    one = Scheduler(Limits(slots=4, chunk=10, pieces=True))
+    one = Scheduler(Limits(slots=4, chunk=10))
     one.submit(Job(0, 4, 9))
     one.submit(Job(1, 25, 9))
     first = one.turn()
@@ -75,19 +75,6 @@ def test_prompts_are_read_in_pieces_beside_the_tokens_of_others() -> None:
     second = one.turn()
     assert [job.number for job in second.decode] == [0]
     assert [(read.start, read.stop) for read in second.reads] == [(6, 16)]
-
-
-def test_a_long_prompt_that_must_be_read_whole_has_a_turn_of_its_own() -> None:
-    one = Scheduler(Limits(slots=4, chunk=10))
-    for number, prompt in enumerate((4, 25, 3)):
-        one.submit(Job(number, prompt, 9))
-    found = []
-    for _ in range(3):
-        turn = one.turn()
-        found.append([read.job.number for read in turn.reads])
-        for read in turn.reads:
-            one.has_read(read)
-    assert found == [[0], [1], [2]]
 
 
 def test_jobs_can_be_taken_out_wherever_they_are() -> None:
@@ -106,7 +93,7 @@ def test_whatever_happens_the_bounds_hold_and_all_ends() -> None:
     for _ in range(40):
         limits = Limits(
             slots=draw.randint(1, 5), waiting=draw.randint(0, 6), context=60, cache=draw.randint(64, 200),
-            chunk=draw.randint(1, 40), pieces=draw.random() < 0.5,
+            chunk=draw.randint(1, 40),
         )  # fmt: skip
         one, number, left = Scheduler(limits), 0, set[int]()
         for step in range(300):

@@ -705,7 +705,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         where = tiny(family, tmp_path / family)
         for compile in ("none", "whole"):
             config = ServeConfig(slots=3, cache="slots", compile=compile)  # type: ignore[arg-type]
-            one = opened(_settings(config, where), Limits(slots=3, chunk=config.chunk, pieces=True))
+            one = opened(_settings(config, where), Limits(slots=3, chunk=config.chunk))
             before = len(graphs)
             assert bool(graphs) == (compile == "whole" or family == "marian-tiny"), "before the first request"
             made[family, compile] = texts_of(one)

@@ -86,7 +86,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
     """A turn that nothing interrupts is counted once for many steps; with a costly stranger every step is its own."""
     costs = StepCosts(((1.0, 0.002), (512.0, 0.3)), ((1.0, 0.01, 1e-6), (16.0, 0.03, 1e-5)))
     arrivals = Rate(rate=12, prompt=(5, 200), made=(1, 60)).arrivals(400, seed=5)
-    together = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64, pieces=True), costs)
+    together = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64), costs)
 
     class Slow:
         """The same costs, an exception where several steps would be taken at once."""
@@ -102,7 +102,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
         patch.setattr(
             module, "_steps", lambda turn, rows, by, until: taken(turn, rows, by, min(until, 1e-12))
         )
-        single = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64, pieces=True), Slow())
+        single = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64), Slow())
     assert together.latency.p95 == pytest.approx(single.latency.p95, rel=1e-3)
     assert together.tokens_per_second == pytest.approx(single.tokens_per_second, rel=1e-3)
 

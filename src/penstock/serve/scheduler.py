@@ -39,10 +39,8 @@ class Limits(Checked):
     """Tokens of all sequences together, in whole blocks."""
     block: Count = 16
     """Tokens of one block of the cache."""
-    chunk: Count = 2048
-    """Tokens of prompts that are read between two steps, so that sequences under way do not stall."""
-    pieces: bool = False
-    """Whether a prompt may be read in pieces; if not, one longer than `chunk` is read alone."""
+    chunk: Count = 512
+    """Tokens of prompts that are read between two steps, in pieces, so that sequences under way do not stall."""
 
     @property
     def room(self) -> int:
@@ -154,9 +152,6 @@ class Scheduler:
             elif left > 0:
                 left -= self._read(job, left, turn)
         while left > 0 and self._waiting and self._fits(self._waiting[0]):
-            # A prompt that must be read whole waits for a turn of its own, unless it begins one.
-            if not self.limits.pieces and turn.reads and self._waiting[0].prompt > left:
-                break
             job = self._waiting.popleft()
             self._running[job.number] = job
             self._held += self.limits.blocks(job.tokens)
@@ -169,9 +164,7 @@ class Scheduler:
 
     def _read(self, job: Job, left: int, turn: Turn) -> int:
         """Tokens of the job's prompt that are read in this turn."""
-        size = job.prompt - job.read
-        if self.limits.pieces:
-            size = min(size, left)
+        size = min(job.prompt - job.read, left)
         turn.reads.append(Read(job, job.read, job.read + size))
         return size
 

@@ -304,7 +304,7 @@ def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:
     context = about["context"] + about["source"]
     most = settings["tokens"] or settings["slots"] * about["context"]
     return Limits(
-        slots=settings["slots"], waiting=settings["waiting"], context=context, pieces=True, chunk=settings["chunk"],
+        slots=settings["slots"], waiting=settings["waiting"], context=context, chunk=settings["chunk"],
         cache=max(most, context + 16) if settings["cache"] == "paged" else 1 << 30,
     )  # fmt: skip
 
@@ -322,7 +322,7 @@ def main(handle: int) -> None:
         settings = first["settings"]
         try:
             made: Opened = getattr(importlib.import_module(module), name)(settings, Limits(
-                slots=settings["slots"], waiting=settings["waiting"], chunk=settings["chunk"], pieces=True
+                slots=settings["slots"], waiting=settings["waiting"], chunk=settings["chunk"]
             ))  # fmt: skip
             limits = limits_of(settings, made.about)
         except PenstockError as problem:

@@ -55,9 +55,11 @@ class Clock:
 
 
 class Scripted(Subject):
-    """Steps that take `cost(setting)` seconds and lose `loss(setting, seed)` each; building may raise."""
+    """Steps that take `cost(setting)` seconds and lose `loss(setting, seed)` each, less `fall(setting)` for each step
+    before; building may raise."""
 
     title, unit = "scripted", "images"
+    fall = staticmethod(lambda setting: 0.0)
 
     def __init__(self, clock: Clock, cost: Cost, loss: Callable[[Setting, int], float]) -> None:
         self.device = torch.device("cpu")
@@ -76,11 +78,13 @@ class Scripted(Subject):
         self.built.append(setting)
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
+        taken = itertools.count()
 
         class Step(SimpleNamespace):
             def __call__(_, batches: Any) -> SimpleNamespace:
                 self.clock.now += self.cost(setting)
-                return SimpleNamespace(loss=torch.tensor(self.loss(setting, seed)), grad_norm=None)
+                loss = self.loss(setting, seed) - next(taken) * self.fall(setting)
+                return SimpleNamespace(loss=torch.tensor(loss), grad_norm=None)
 
         step = Step(model=model, optimizer=optimizer, replicas=None, device=self.device)
         return SimpleNamespace(model=model, optimizer=optimizer, step=step, dims=ALONE, replicas=None)
@@ -500,6 +504,23 @@ def test_smaller_models_are_reported_with_their_loss_and_never_carried(clock: Cl
         assert rung.loss_difference == pytest.approx(change)
     assert report.plan == "baseline"
     assert report.fastest is None
+
+
+def test_muon_is_reported_with_its_seconds_to_the_loss_and_never_carried(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss falls by 0.1 a step to 1.35 in the last two of eight, and by 0.2 with Muon: there after five."""
+    monkeypatch.setattr(Scripted, "fall", staticmethod(lambda s: 0.2 if s.plan.algorithm == "muon" else 0.1))
+
+    def cost(setting: Setting) -> float:
+        return 0.5 if setting.plan.algorithm == "muon" else 1.0  # a quicker step is no reason either
+
+    report, rungs, _ = _climb(clock, cost, rungs=("muon",), loss_steps=8)
+    assert (rungs["muon"].status, rungs["muon"].plan) == ("reported", "algorithm=muon")
+    assert [rungs[name].steps_to_loss for name in ("baseline", "muon")] == [8, 5]
+    assert rungs["baseline"].seconds_to_loss == pytest.approx(8.0, rel=1e-3)
+    assert rungs["muon"].seconds_to_loss == pytest.approx(2.5, rel=1e-3)
+    assert (report.plan, report.fastest) == ("baseline", None)
 
 
 def test_the_command_makes_the_report_again() -> None:

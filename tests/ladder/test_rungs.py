@@ -79,7 +79,10 @@ def test_what_no_rung_objects_to_is_a_valid_plan_once_climbed_to(machine: str) -
             setting = rung.apply(setting, situation)
             assert setting.model is not None
             require(setting.plan, setting.model, situation.machine, run=True)
-    assert setting.plan.optimizer == "contiguous"
+    assert (setting.plan.algorithm, setting.plan.optimizer) == (
+        "muon",
+        "fused",
+    )  # flat buffers hold no matrices
     assert setting.plan.precision == "O3"
     assert setting.plan.dtype == ("fp16" if machine == "v100" else "bf16")
     assert setting.plan.micro_batch == 32
@@ -93,7 +96,8 @@ def test_the_order_is_that_of_the_ladder() -> None:
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "classifier", "token-order",
         "attention-plain", "compile-blocks", "compile-whole", "fp8", "int8", "batch-x2", "parallel-context",
-        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "compress-depth", "compress-width", "whole-half",
+        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "compress-depth", "compress-width", "muon",
+        "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 

@@ -67,18 +67,17 @@ class Account:
         step = self.arena.wall.joint().seconds(self.first)
         if math.isnan(step):  # no round fitted into the time: the step that warmed it up
             step = self.arena.step_seconds.get(self.first, math.nan)
-        return (
-            None
-            if speed is None or math.isnan(step)
-            else speed.times(self.contenders.samples(self.first) / step)
-        )
+        if speed is None or math.isnan(step):
+            return None
+        return speed.times(self.contenders.samples(self.first) / step)
 
     def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
         """A result with all that was measured of a setting."""
         by, rate = result.compared_by, self.rate(setting)
         flops = self._flops(setting)
         memory = self._memory.get(setting, [])
-        curve = self.losses.known(setting)
+        curve, steps = self.losses.known(setting), self.losses.steps_to_loss(setting)
+        step_seconds = self.contenders.samples(setting) / rate.value if rate else math.nan
         return replace(
             result, samples_per_second=rate, model_flops_per_second=rate.times(flops) if rate and flops else None,
             to_previous=self.ratio(setting, before, by), to_baseline=self.ratio(setting, self.first, by),
@@ -87,7 +86,8 @@ class Account:
             memory_by_rank=tuple(memory) if len(memory) > 1 else (),
             compile_seconds=self.arena.compile_seconds.get(setting), losses=curve,
             loss=tail_mean(curve) if curve else None, loss_difference=self.losses.difference(setting),
-            allowed_difference=self.losses.allowed(setting),
+            allowed_difference=self.losses.allowed(setting), steps_to_loss=steps,
+            seconds_to_loss=steps * step_seconds if steps and rate else None,
         )  # fmt: skip
 
     def result(self, rung: Rung, setting: Setting | None = None) -> RungResult:

@@ -69,11 +69,8 @@ def ladder(
         overrides["factory"] = factory
     settled = load(LadderConfig, overrides=overrides, base=config, origin="the call of ladder")
     if settled.quick:
-        settled = replace(
-            settled,
-            loss_steps=min(settled.loss_steps, QUICK_LOSS_STEPS),
-            round_seconds=min(settled.round_seconds, 0.1),
-        )
+        steps, seconds = min(settled.loss_steps, QUICK_LOSS_STEPS), min(settled.round_seconds, 0.1)
+        settled = replace(settled, loss_steps=steps, round_seconds=seconds)
     rungs = choose(settled.rungs, settled.skip)
     device = resolve_device(settled.device)
     _require_devices(settled.procs, device)

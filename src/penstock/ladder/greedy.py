@@ -138,7 +138,7 @@ class Greedy:
             )  # fmt: skip
             ranks = arena.trained(setting, self._seed, EQUAL_STEPS)
             alone = arena.trained(replace(setting, plan=single), self._seed, EQUAL_STEPS)
-            equal = equality(plan, ranks.losses, alone.losses, ranks.norms, alone.norms)
+            equal = equality(plan, ranks, alone)
             change = ranks.losses[-1] - alone.losses[-1]
         else:
             account.losses.curve(setting)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.ladder.arena import Arena
+from penstock.ladder.contender import LossRun
 from penstock.ladder.result import Equality, Noise, RungResult, Status
 from penstock.ladder.rung import Rung, Setting
 from penstock.ladder.statistics import Verdict
@@ -20,16 +21,10 @@ after some steps, of which 3e-7 was measured."""
 DEVIATIONS = 2.0
 """Standard deviations of the loss over seeds within which a setting counts as giving the same results."""
 NO_GAIN: dict[Verdict, str] = {
-    "slower": "slower",
-    "same": "no difference",
-    "open": "no clear gain",
-    "faster": "",
-}
+    "slower": "slower", "same": "no difference", "open": "no clear gain", "faster": "",
+}  # fmt: skip
 """Why a rung of this verdict is not kept."""
-
-
 UNPROVEN = "part of the Plan, though its own gain is within the noise"
-
 WORTH = "its step is within the noise, but the Plan is surely slower without it"
 
 
@@ -55,20 +50,13 @@ def tail_mean(curve: Sequence[float]) -> float:
     return sum(tail) / len(tail)
 
 
-def equality(
-    plan: Plan,
-    losses: Sequence[float],
-    others: Sequence[float],
-    norms: Sequence[float],
-    other_norms: Sequence[float],
-) -> Equality:
+def equality(plan: Plan, ranks: LossRun, alone: LossRun) -> Equality:
     """Losses and gradient norms of several processes under `plan` against those of one."""
     return Equality(
-        steps=len(losses),
-        loss=_largest_difference(losses, others),
-        norm=_largest_difference(norms, other_norms) if norms and other_norms else None,
+        steps=len(ranks.losses), loss=_largest_difference(ranks.losses, alone.losses),
+        norm=_largest_difference(ranks.norms, alone.norms) if ranks.norms and alone.norms else None,
         tolerance=TOLERANCES[numerics_of(plan).compute],
-    )
+    )  # fmt: skip
 
 
 def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -139,6 +127,17 @@ class Losses:
         if noise is None:
             return None
         return tail_mean(self.known(setting)[: len(noise.curves[0])]) - noise.losses[0]
+
+    def steps_to_loss(self, setting: Setting) -> int | None:
+        """Steps until the loss, as a mean over a quarter of the run, is down to the baseline's at its end; None where
+        it was not run or stays above."""
+        curve, width = self.known(setting), max(1, self.steps // 4)
+        if self._noise is None or self._grow:
+            return None
+        ends = range(width, len(curve) + 1)
+        return next(
+            (end for end in ends if sum(curve[end - width : end]) / width <= self._noise.losses[0]), None
+        )
 
     def allowed(self, setting: Setting) -> float | None:
         """The part of that which chance explains; of steps that were timed, also the rounding of its type."""

@@ -13,17 +13,9 @@ from typing import Any, Literal
 from penstock.report.page import cell
 
 Status = Literal[
-    "baseline",
-    "kept",
-    "unproven",
-    "not kept",
-    "offered",
-    "reported",
-    "unsupported",
-    "out of memory",
-    "failed",
+    "baseline", "kept", "unproven", "not kept", "offered", "reported", "unsupported", "out of memory", "failed",
     "not run",
-]
+]  # fmt: skip
 """`kept`: part of the Plan with the same results, and faster beyond the noise. `unproven`: part of a Plan that is
 faster as a whole, while the interval of its own gain holds 1. `not kept`: measured, and it does not pay. `offered`: it
 changes results and pays, and is part of the fastest Plan only. `reported`: measured, and no Plan takes it by its
@@ -135,6 +127,10 @@ class RungResult:
     """`loss` less the baseline's, from the same weights and the same order of samples."""
     allowed_difference: float | None = None
     """The part of that which chance explains, and the rounding of a script's type."""
+    steps_to_loss: int | None = None
+    """Steps of the loss run until its loss is down to the baseline's at the end; None where it stays above."""
+    seconds_to_loss: float | None = None
+    """The time that these steps take."""
 
     @property
     def measured(self) -> bool:

@@ -181,6 +181,13 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
     )  # fmt: skip
 
 
+def _muon(setting: Setting, situation: Situation) -> Setting:
+    form = (
+        "fused" if setting.plan.optimizer == "contiguous" else setting.plan.optimizer
+    )  # buffers hold no matrices
+    return replace(setting, plan=replace(setting.plan, algorithm="muon", optimizer=form))
+
+
 _SIZE = 256
 
 
@@ -448,6 +455,16 @@ for _rung in (
     _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),
     _compressed(
         "width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width
+    ),
+    Rung(
+        name="muon",
+        place=930,
+        title="Muon for AdamW",
+        why="Updates of the blocks' matrices are orthogonalised. A step takes longer, and fewer may reach a loss: the "
+        "seconds to the loss are of a few steps, at AdamW's learning rate. It trains another model, so it is reported "
+        "rather than carried; `--recipe.optimizer muon` trains with it.",
+        apply=_muon,
+        carried=False,
     ),
     Rung(
         name="whole-half",

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
 
 from penstock.boundary.files import own_file, write_text
 from penstock.ladder.course import OnProgress
 from penstock.ladder.page import picture, to_html
-from penstock.ladder.result import LadderReport
+from penstock.ladder.result import LadderReport, Progress
 from penstock.ladder.tables import (
     equality_words,
     figures,
@@ -24,20 +32,6 @@ from penstock.ladder.tables import (
     times,
 )
 from penstock.report.page import PLAIN_WIDTH, plain_console, terminal_table
-
-if TYPE_CHECKING:
-    from rich.table import Table
-import time
-from typing import TextIO
-
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
-
-from penstock.ladder.result import Progress
 
 _LISTED = 6
 """Rungs that are named in one line."""
@@ -129,7 +123,7 @@ def _counted(report: LadderReport) -> list[str]:
             f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
         )
         more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
-        lines.append(f"{len(slow)} measured that do not pay beyond the noise: {named}{more}.")
+        lines.append(f"{len(slow)} measured that no Plan takes: {named}{more}.")
     absent = Counter(rung.status for rung in report.rungs if not rung.measured)
     words = {
         "unsupported": "do not apply here",
@@ -137,10 +131,8 @@ def _counted(report: LadderReport) -> list[str]:
         "not run": "were not run",
     }
     if absent:
-        lines.append(
-            ", ".join(f"{n} {words.get(status, status)}" for status, n in absent.items())
-            + " (--all says why)."
-        )
+        named = ", ".join(f"{n} {words.get(status, status)}" for status, n in absent.items())
+        lines.append(f"{named} (--all says why).")
     return lines
 
 

@@ -31,7 +31,8 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
         Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
         Cell(f"{report.unit}/s", "interval", rank=1), Cell(flop_unit(report)[1], rank=7),
         Cell("CPU time", "in all", rank=6), Cell("MiB", "predicted", rank=3), Cell("compile s", rank=5),
-        Cell("loss change", "loss" if report.script is None else "explained", rank=2), Cell("verdict", words=True),
+        Cell("loss change", "loss" if report.script is None else "explained", rank=2),
+        Cell("s to loss", "steps", rank=6), Cell("verdict", words=True),
     ]  # fmt: skip
     rows = []
     for rung in rungs:
@@ -42,7 +43,7 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
 
 
 def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
-    forecast, first = rung.forecast, rung.status == "baseline"
+    forecast, first, to_loss = rung.forecast, rung.status == "baseline", rung.seconds_to_loss
     samples, flops, change = rung.samples_per_second, rung.model_flops_per_second, rung.loss_difference
     return [
         Cell("") if first else ratio(rung.to_previous, "" if rung.interleaved else " *"),
@@ -56,10 +57,8 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
         Cell("") if first else ratio(rung.processor_to_baseline),
         Cell(mebibytes(rung.memory_bytes), mebibytes(forecast.memory_bytes if forecast else None)),
         Cell(seconds(rung.compile_seconds)),
-        Cell(
-            "" if change is None or first else signed(change, 4),
-            _beside(report, rung),
-        ),
+        Cell("" if change is None or first else signed(change, 4), _beside(report, rung)),
+        Cell("" if to_loss is None else number(to_loss), f"{rung.steps_to_loss or ''}"),
     ]
 
 

@@ -516,7 +516,7 @@ def test_muon_is_reported_with_its_seconds_to_the_loss_and_never_carried(
         return 0.5 if setting.plan.algorithm == "muon" else 1.0  # a quicker step is no reason either
 
     report, rungs, _ = _climb(clock, cost, rungs=("muon",), loss_steps=8)
-    assert (rungs["muon"].status, rungs["muon"].plan) == ("reported", "algorithm=muon")
+    assert (rungs["muon"].status, rungs["muon"].plan) == ("reported", "optimizer=fused algorithm=muon")
     assert [rungs[name].steps_to_loss for name in ("baseline", "muon")] == [8, 5]
     assert rungs["baseline"].seconds_to_loss == pytest.approx(8.0, rel=1e-3)
     assert rungs["muon"].seconds_to_loss == pytest.approx(2.5, rel=1e-3)
@@ -525,11 +525,7 @@ def test_muon_is_reported_with_its_seconds_to_the_loss_and_never_carried(
 
 def test_the_command_makes_the_report_again() -> None:
     config = LadderConfig(
-        model=replace(MODEL, classifier="pooled"),
-        batch=4,
-        rungs=("matmul", "half"),
-        quick=True,
-        loss_steps=3,
+        model=replace(MODEL, classifier="pooled"), batch=4, rungs=("matmul", "half"), quick=True, loss_steps=3
     )
     line = command_of(config)
     assert line.startswith("penstock ladder vit-digits --model.width 32 ")

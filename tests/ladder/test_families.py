@@ -28,15 +28,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 TEXT = {
     "gpt-tiny --data text:words": {"loss-chunked"},
     "bert-tiny --data text:words": {"loss-chunked"},
-    "gpt-tiny --data text:lines.jsonl --data.packed false --model.sequence 64": {
-        "loss-chunked",
-        "packed",
-    },
-    "bert-tiny --data text:lines.jsonl --data.packed false": {
-        "loss-chunked",
-        "padding",
-        "packed",
-    },
+    "gpt-tiny --data text:lines.jsonl --data.packed false --model.sequence 64": {"loss-chunked", "packed"},
+    "bert-tiny --data text:lines.jsonl --data.packed false": {"loss-chunked", "padding", "packed"},
     "bert-tiny --task pairs --data pairs:rows.tsv --data.columns source,target,label": {
         "padding",
         "length-groups",

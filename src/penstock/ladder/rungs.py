@@ -27,14 +27,10 @@ def _autocast(dtype: HalfDtype, place: int) -> Rung:
         return None
 
     return Rung(
-        name=f"half-{dtype}",
-        place=place,
-        title=f"autocast {dtype}",
+        name=f"half-{dtype}", place=place, title=f"autocast {dtype}", choice="precision",
         why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
-        apply=plan(precision="O1", dtype=dtype),
-        obstacle=superfluous,
-        choice="precision",
-    )
+        apply=plan(precision="O1", dtype=dtype), obstacle=superfluous,
+    )  # fmt: skip
 
 
 def _optimizer(form: str, place: int, why: str) -> Rung:
@@ -72,13 +68,9 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
         return f"attention={now} takes that kernel here already" if new == old and backend != now else None
 
     return Rung(
-        name=f"attention-{backend}",
-        place=place,
-        title=f"{backend} attention",
-        why=why,
-        apply=plan(attention=backend),
-        obstacle=obstacle,
-    )
+        name=f"attention-{backend}", place=place, title=f"{backend} attention", why=why,
+        apply=plan(attention=backend), obstacle=obstacle,
+    )  # fmt: skip
 
 
 def _compiled(region: str, place: int, why: str) -> Rung:
@@ -95,14 +87,11 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
             return f"there is no kernel for a {situation.machine.device}"
         return None
 
+    name, title = (names[0], FUSED[names[0]].title) if len(names) == 1 else ("all", "operators")
     return Rung(
-        name=f"fuse-{names[0] if len(names) == 1 else 'all'}",
-        place=place,
-        title=f"fused {FUSED[names[0]].title if len(names) == 1 else 'operators'}",
-        why=" ".join(FUSED[name].why for name in names),
-        apply=plan(fuse=names),
-        obstacle=obstacle,
-    )
+        name=f"fuse-{name}", place=place, title=f"fused {title}", why=" ".join(FUSED[name].why for name in names),
+        apply=plan(fuse=names), obstacle=obstacle,
+    )  # fmt: skip
 
 
 _ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
@@ -134,14 +123,11 @@ def _batch(factor: int, place: int) -> Rung:
         return None
 
     return Rung(
-        name=f"batch-x{factor}",
-        place=place,
-        title=f"batch × {factor}",
+        name=f"batch-x{factor}", place=place, title=f"batch × {factor}", obstacle=obstacle,
         why="More samples per step: larger products, and launches and the optimizer's update are shared by more. "
         "The global batch grows with it, which a recipe must allow for.",
         apply=plan(micro_batch=lambda situation: situation.micro_batch * factor),
-        obstacle=obstacle,
-    )
+    )  # fmt: skip
 
 
 def group_size(procs: int) -> int:
@@ -179,13 +165,6 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
         name=f"parallel-{kind}", place=place, title=title, why=why, apply=plan(**alone | fields), obstacle=obstacle,
         twin=True,
     )  # fmt: skip
-
-
-def _muon(setting: Setting, situation: Situation) -> Setting:
-    form = (
-        "fused" if setting.plan.optimizer == "contiguous" else setting.plan.optimizer
-    )  # buffers hold no matrices
-    return replace(setting, plan=replace(setting.plan, algorithm="muon", optimizer=form))
 
 
 _SIZE = 256
@@ -463,7 +442,7 @@ for _rung in (
         why="Updates of the blocks' matrices are orthogonalised. A step takes longer, and fewer may reach a loss: the "
         "seconds to the loss are of a few steps, at AdamW's learning rate. It trains another model, so it is reported "
         "rather than carried; `--recipe.optimizer muon` trains with it.",
-        apply=_muon,
+        apply=plan(algorithm="muon", optimizer="fused"),
         carried=False,
     ),
     Rung(

@@ -19,7 +19,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.ladder import arena, climb, course, greedy, measure, models, search
 from penstock.ladder.climb import _Climb
-from penstock.ladder.result import LadderReport, Progress, RungResult
+from penstock.ladder.result import Estimate, LadderReport, Progress, RungResult
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
 from penstock.ladder.rungs import choose
 from penstock.ladder.settings import LadderConfig, command_of
@@ -96,9 +96,6 @@ class Scripted(Subject):
         assert setting.model is not None
         return describe(setting.model, setting.plan, MACHINE.device)
 
-    def blocks(self) -> int:
-        return MODEL.depth
-
     def train_command(self, setting: Setting) -> str:
         return setting.plan.line()
 
@@ -123,6 +120,11 @@ def _climb(
     config = LadderConfig(**{**defaults, **settings})
     report = _Climb(subject, MACHINE, config, told.append).run(choose(config.rungs, config.skip))
     return report, {rung.name: rung for rung in report.rungs}, subject
+
+
+def value(estimate: Estimate | None) -> float:
+    assert estimate is not None
+    return estimate.value
 
 
 told: list[Progress] = []
@@ -152,10 +154,8 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
         report.plan == "precision=O1 optimizer=fused token_order=batch_second attention=plain compile=whole"
     )
     assert report.speedup == pytest.approx(best, rel=1e-3)
-    assert rungs["half-bf16"].worth is not None
-    assert rungs["half-bf16"].worth.value == pytest.approx(1 / (0.6 * 0.8 / 1.1), rel=1e-3)
-    assert rungs["optimizer-fused"].worth is not None
-    assert rungs["optimizer-fused"].worth.value == pytest.approx(1.25, rel=1e-3)
+    for name, worth in (("half-bf16", 1 / (0.6 * 0.8 / 1.1)), ("optimizer-fused", 1.25)):
+        assert value(rungs[name].worth) == pytest.approx(worth, rel=1e-3)
     assert {name for name, rung in rungs.items() if rung.status == "kept"} == set(report.same.rungs)
     assert report.fastest is None
     assert report.candidates > 100
@@ -164,15 +164,12 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
     # Steps of the path multiply to the total.
     product, last = 1.0, report.baseline
     for name in report.same.rungs:
-        step, last = rungs[name].to_previous, rungs[name]
-        assert step is not None
-        product *= step.value
-    assert last.to_baseline is not None
-    assert product == pytest.approx(last.to_baseline.value)
+        last = rungs[name]
+        product *= value(last.to_previous)
+    assert product == pytest.approx(value(last.to_baseline))
     assert product == pytest.approx(report.same.speedup.value)
-    assert report.baseline.samples_per_second is not None
-    ratio = report.same.samples_per_second.value / report.baseline.samples_per_second.value
-    assert ratio == pytest.approx(product)
+    rates = [value(one.samples_per_second) for one in (report.same, report.baseline)]
+    assert rates[0] / rates[1] == pytest.approx(product)
     # What pays only later comes later: casts after compiling, and attention after the casts.
     order = list(report.same.rungs)
     assert order.index("compile-whole") < order.index("half-bf16") < order.index("attention-plain")
@@ -314,8 +311,7 @@ def test_drift_of_the_machine_cancels(clock: Clock) -> None:
 
     _, rungs, _ = _climb(clock, cost, rungs=("token-order",), rounds=12, round_seconds=0.001, loss_steps=0)
     assert rungs["token-order"].status == "kept"
-    assert rungs["token-order"].to_previous is not None
-    assert rungs["token-order"].to_previous.value == pytest.approx(1.1, rel=5e-3)
+    assert value(rungs["token-order"].to_previous) == pytest.approx(1.1, rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -477,10 +473,8 @@ def test_the_larger_image_is_compared_in_flops_and_never_carried(clock: Clock) -
     image = rungs["image"]
     assert image.status == "reported"
     assert image.model == {"image_size": 10}
-    assert image.to_baseline is not None
-    assert image.samples_per_second is not None
-    assert image.to_baseline.value > 1.3
-    assert image.samples_per_second.value == pytest.approx(8.0, rel=1e-3)
+    assert value(image.to_baseline) > 1.3
+    assert value(image.samples_per_second) == pytest.approx(8.0, rel=1e-3)
     assert report.plan == "baseline"
 
 
@@ -499,8 +493,7 @@ def test_smaller_models_are_reported_with_their_loss_and_never_carried(clock: Cl
     ):  # fmt: skip
         rung = rungs[name]
         assert (rung.status, rung.model) == ("reported", model)
-        assert rung.to_baseline is not None
-        assert rung.to_baseline.value == pytest.approx(speed, rel=1e-3)
+        assert value(rung.to_baseline) == pytest.approx(speed, rel=1e-3)
         assert rung.loss_difference == pytest.approx(change)
     assert report.plan == "baseline"
     assert report.fastest is None
@@ -511,10 +504,7 @@ def test_muon_is_reported_with_its_seconds_to_the_loss_and_never_carried(
 ) -> None:
     """The loss falls by 0.1 a step to 1.35 in the last two of eight, and by 0.2 with Muon: there after five."""
     monkeypatch.setattr(Scripted, "fall", staticmethod(lambda s: 0.2 if s.plan.algorithm == "muon" else 0.1))
-
-    def cost(setting: Setting) -> float:
-        return 0.5 if setting.plan.algorithm == "muon" else 1.0  # a quicker step is no reason either
-
+    cost: Cost = lambda s: 0.5 if s.plan.algorithm == "muon" else 1.0  # noqa: E731  # quicker is no reason either
     report, rungs, _ = _climb(clock, cost, rungs=("muon",), loss_steps=8)
     assert (rungs["muon"].status, rungs["muon"].plan) == ("reported", "optimizer=fused algorithm=muon")
     assert [rungs[name].steps_to_loss for name in ("baseline", "muon")] == [8, 5]

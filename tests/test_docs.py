@@ -35,6 +35,7 @@ from helpers.modules import loaded
 from helpers.served import served
 from helpers.small_forms import lay_out, small_form
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock.cli import app, main
 from penstock.cli.launch import names_no_degree, python_arguments
 from penstock.config.describe import default_word
@@ -48,10 +49,15 @@ from penstock.serve.serve import OPENER
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
-    "chat", "checkpoints", "deploy", "fine-tune", "fine-tune-text", "fuse", "ladder", "language-model", "launch",
-    "own-model", "place-experts", "train", "translation",
+    "chat", "checkpoints", "deploy", "fine-tune", "fine-tune-text", "fuse", "ladder", "own-model", "place-experts",
+    "train", "translation",
 )  # fmt: skip
-"""Pages whose commands take ten seconds and more."""
+"""Pages whose commands take some seconds."""
+REST = "language-model", "launch"
+"""Those that take longest, and those whose commands do in their small form."""
+REST_SHOWN = (
+    "coming-from", "compress", "distributed", "export", "generate", "ladder", "quick-start", "unified",
+)  # fmt: skip
 STEPS = 2
 REQUESTS = "50"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -129,7 +135,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("known_machine", "hurried")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page.stem in SLOW else page for page in PAGES],
+    sweep(
+        PAGES,
+        [page for page in PAGES if page.stem not in SLOW + REST],
+        [page for page in PAGES if page.stem in SLOW],
+    ),
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +249,9 @@ def _end(words: list[str]) -> tuple[int, str]:
 @pytest.mark.usefixtures("known_machine", "hurried")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.:FutureWarning")
-@pytest.mark.parametrize("page", SHOWN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", sweep(SHOWN, [page for page in SHOWN if page.stem not in REST_SHOWN]), ids=lambda page: page.stem
+)
 def test_commands_that_are_only_shown_run_in_a_small_form(
     page: Path, laid_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

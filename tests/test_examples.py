@@ -17,6 +17,7 @@ import torch
 from helpers import forked
 from helpers.images import write_folder
 from helpers.small_folders import folder
+from helpers.sweeps import sweep
 from penstock import Plan
 from penstock.ladder.factory import padding_of
 from penstock.models.anatomy import set_switches
@@ -132,10 +133,11 @@ def test_notebooks_are_whole_and_hold_no_outputs(path: Path) -> None:
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize(
     "path",
-    [
-        path if path.stem.startswith("plan") else pytest.param(path, marks=pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
+    sweep(
+        NOTEBOOKS,
+        [path for path in NOTEBOOKS if path.stem.startswith("plan")],
+        [path for path in NOTEBOOKS if path.stem.startswith("train")],
+    ),
     ids=lambda path: path.stem,
 )
 def test_notebooks_run_from_top_to_bottom(
@@ -167,7 +169,7 @@ def _first_hour(script: str, *words: object, cwd: Path, **settings: object) -> s
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("known_machine")
 def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
     write_folder(tmp_path / "photos", per_class=8)
@@ -182,7 +184,7 @@ def test_the_first_hour_with_photographs(tmp_path: Path) -> None:
     assert (run / "onnx" / "model.onnx").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("known_machine")
 def test_the_first_hour_with_a_chat_model(tmp_path: Path) -> None:
     pytest.importorskip("peft")

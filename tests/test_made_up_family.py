@@ -284,7 +284,7 @@ def test_two_sources_are_trained_with_and_not_generated_from() -> None:
         Engine(made, slots=1, start=0)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_ladder_climbs_with_it() -> None:
     report = ladder(
         CONFIG, data=DataConfig(source="numbers:en,de"), rungs=("optimizer-fused", "half-bf16"), budget=20.0,

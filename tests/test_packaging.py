@@ -133,7 +133,7 @@ def _beside_installed(folder: Path) -> Path:
     return folder / "bin"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_commands_of_the_dockerfile_install_it(tmp_path: Path) -> None:
     """In its order, with packages that are installed here in place of those of an index."""
     (tmp_path / "src").mkdir()

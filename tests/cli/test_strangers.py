@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -56,16 +57,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        next(iter(ORDERS)),
-        *(
-            pytest.param(o, marks=pytest.mark.sweep if "part" in o or "often" in o else pytest.mark.slow)
-            for o in [*ORDERS][1:]
-        ),
-    ],
-)
+@pytest.mark.parametrize("order", sweep(ORDERS, ["looked up, as transformers does"]))
 def test_torch_may_be_looked_up_before_it_is_imported(order: str, tmp_path: Path) -> None:
     done = _run(
         "run", "--strict", _written(tmp_path, ORDERS[order] + "\n" + textwrap.dedent(STEP)), folder=tmp_path
@@ -82,9 +74,10 @@ def test_torch_may_be_looked_up_before_it_is_imported(order: str, tmp_path: Path
     [
         ("x = 1", "the script did not import torch"),
         ("import torch\ntorch.ones(2)", "the script made no optimizer of torch.optim"),
-        (
+        pytest.param(
             "import torch\nwith torch.autocast('cpu', torch.bfloat16):\n" + STEP,
             "it runs under the script's own torch.autocast",
+            marks=pytest.mark.sweep,
         ),
     ],
 )  # fmt: skip
@@ -116,22 +109,11 @@ KINDS: dict[str, tuple[Path, str, str]] = {
     "lightning": (OTHERS, "trainer_with_closures.py automatic 1 4", "accelerated Net"),
     "gan": (OTHERS, "gan.py", "accelerated Sequential"),
 }
-QUICK = ("workers",)
-SLOW = ("glue", "lora", "nanogpt", "timm")
-"""Tried under a level in `make test-all`, and the others under a Plan."""
 
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    [
-        pytest.param(
-            k,
-            plan,
-            marks=() if k in QUICK else pytest.mark.slow if (k in SLOW) != plan else pytest.mark.sweep,
-        )
-        for k in KINDS
-        for plan in (False, True)
-    ],
+    sweep(itertools.product(KINDS, (False, True)), [("workers", False)], [("glue", False), ("gan", True)]),
 )
 def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
     folder, words, said = KINDS[kind]
@@ -150,14 +132,7 @@ def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
         assert (out / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        "spawn",
-        pytest.param("fork", marks=pytest.mark.slow),
-        pytest.param("forkserver", marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.parametrize("method", sweep(["spawn", "fork", "forkserver"], ["spawn"]))
 def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
     done = _run("run", "--strict", str(SCRIPTS / "children.py"), method, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -170,7 +145,7 @@ def test_processes_that_a_script_starts(method: str, tmp_path: Path) -> None:
     "line",
     [
         "run_glue.py --max_steps 2 --output_dir OUT --use_cpu True --bf16",
-        "sft_in_style.py --output_dir OUT --use_cpu True",
+        pytest.param("sft_in_style.py --output_dir OUT --use_cpu True", marks=pytest.mark.sweep),
     ],
 )
 def test_a_trainer_that_is_mixed_already_is_told_what_to_type(line: str, tmp_path: Path) -> None:
@@ -209,12 +184,7 @@ def test_exit_functions_and_threads_run_before_the_end(
 
 
 @pytest.mark.parametrize(
-    "kind",
-    sweep(
-        ["glue", "accelerate", "lora", "nanogpt", "lightning", "workers", "gan"],
-        (),
-        slow=["lightning", "gan"],
-    ),
+    "kind", sweep(["glue", "accelerate", "lora", "nanogpt", "lightning", "workers", "gan"], (), slow=["gan"])
 )
 def test_tune_takes_the_same_scripts(kind: str, tmp_path: Path) -> None:
     folder, words, _ = KINDS[kind]

@@ -79,7 +79,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "step_seconds"} for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_compression_killed_before_every_change_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
     words = [str(tmp_path / "program.py"), str(_settings(tmp_path))]
     whole, killed = tmp_path / "whole", tmp_path / "killed"

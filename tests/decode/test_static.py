@@ -56,7 +56,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return graphs
 
 
-@pytest.mark.parametrize("name", sweep([*DECODERS, *BOTH], ["gpt"], slow=["t5-tiny"]))
+@pytest.mark.parametrize("name", sweep([*DECODERS, *BOTH], ["gpt"]))
 def test_compiled_steps_make_the_same_texts(name: str, traced: list[Any]) -> None:
     model = tiny(name)
     eager = Generator(model, start=0, ends=(7,))

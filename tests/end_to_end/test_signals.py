@@ -19,6 +19,7 @@ import pytest
 from helpers.agents import QUIET
 from helpers.jobs import words
 from helpers.rows import record
+from helpers.sweeps import sweep
 from helpers.toy import desk
 from penstock import checkpoint
 from penstock.launch.signals import STOPS
@@ -84,7 +85,7 @@ def finish(form: str, output: Path, job: str = "vit") -> None:
     assert checkpoint.steps(output / "run" / "checkpoints")[-1] == STEPS
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, ["two ranks"]))
 def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_path: Path, form: str) -> None:
     run = Run(form, tmp_path)
     run.until(run.listens)
@@ -97,7 +98,7 @@ def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_pat
 
 @pytest.mark.parametrize(
     ("form", "job"),
-    [*((form, "vit") for form in FORMS), pytest.param("alone", "encoder-decoder", marks=pytest.mark.sweep)],
+    sweep([*((form, "vit") for form in FORMS), ("alone", "encoder-decoder")], [("alone", "vit")]),
 )
 @pytest.mark.slow
 def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
@@ -114,7 +115,7 @@ def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["alone", pytest.param("two ranks", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("form", sweep(FORMS, ["alone"]))
 def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str) -> None:
     run = Run(form, tmp_path)
     run.until(run.done)
@@ -123,7 +124,7 @@ def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, ["two ranks"]))
 def test_ctrl_c_in_a_terminal_saves_on_all_ranks(tmp_path: Path, form: str) -> None:
     """A terminal sends it to every process of its foreground, the agent and its ranks."""
     run = Run(form, tmp_path)

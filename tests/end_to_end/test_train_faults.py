@@ -106,19 +106,16 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "worker processes": (["step:9", "step:17"], ["step:9 signal 9", "step:17 signal 9"], {"workers": 2}),
     **{f"random times {seed}": (_random_times(seed), [], {}) for seed in range(5)},
 }  # fmt: skip
-USUAL = {
-    "a kill, a flipped bit, a kill in a save, a full disk": ("vit", "decoder"),
-    "every fsync and many steps": ("vit",),
-    "worker processes": ("vit",),
-    "random times 0": ("vit",),
-}
-"""The jobs of each case that are among the slow tests; all others are in the whole fault suite."""
+USUAL = "a kill, a flipped bit, a kill in a save, a full disk", "random times 0"
+"""The cases of images that are among the slow tests; all others are in the whole fault suite."""
 
 
 @pytest.mark.parametrize(
     ("job", "case"),
     [
-        pytest.param(job, case, marks=pytest.mark.slow if job in USUAL.get(case, ()) else pytest.mark.faults)
+        pytest.param(
+            job, case, marks=pytest.mark.slow if job == "vit" and case in USUAL else pytest.mark.faults
+        )
         for job in JOBS
         for case in CASES
     ],

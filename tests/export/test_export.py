@@ -42,8 +42,7 @@ ROOT = Path(__file__).parents[2]
     "name",
     sweep(
         ["llama-tiny", "bert-tiny", "marian-tiny", "t5-tiny", "vit-s16"],
-        ["llama-tiny", "t5-tiny"],  # images: where what a file says of them is tested
-        slow=(),
+        ["llama-tiny"],  # images: where what a file says of them is tested
     ),
 )
 def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
@@ -80,7 +79,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", sweep(HEADS, ["multimodal-tiny"], slow=["universal-tiny"]))
+@pytest.mark.parametrize("name", sweep(HEADS, ["multimodal-tiny"]))
 def test_several_heads_are_exported_together_or_each_with_its_inputs(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     assert isinstance(model, Model)
@@ -98,7 +97,7 @@ def test_several_heads_are_exported_together_or_each_with_its_inputs(name: str, 
                 torch.testing.assert_close(output, outputs[head])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_onnx_names_the_outputs_of_several_heads(tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -155,11 +154,12 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "files"),
     [
-        pytest.param("llama-tiny", {"kv_heads": 1}, 1, marks=pytest.mark.sweep),
         ("llama-tiny", {"heads": 4, "kv_heads": 2}, 1),
-        pytest.param("bloom-176b", {}, 1, marks=pytest.mark.sweep),
-        pytest.param("universal-tiny", {}, 1, marks=pytest.mark.sweep),
-        ("t5-tiny", {}, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (("llama-tiny", {"kv_heads": 1}, 1), ("bloom-176b", {}, 1), ("universal-tiny", {}, 1))
+        ),
+        pytest.param("t5-tiny", {}, 2, marks=pytest.mark.sweep),
     ],
 )
 def test_onnx_with_a_cache_goes_on_as_the_model(
@@ -296,7 +296,7 @@ def in_ctranslate2(path: Path, beams: int) -> list[list[int]]:
     return [list(found.sequences_ids[0]) for found in one.generate_batch(named, **how)]
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", sweep(TEXTS, ["t5-tiny", "llama3-1b", "qwen3-0.6b"]))
 def test_ctranslate2_generates_the_same_tokens(name: str, tmp_path: Path) -> None:
     pytest.importorskip("ctranslate2")
     where = folder(name, tmp_path, **TEXTS[name])
@@ -402,7 +402,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inputs", ["token", "static"])
+@pytest.mark.parametrize("inputs", sweep(["token", "static"], ["static"]))
 def test_onnx_runtime_classifies_as_a_quantised_model_does(
     inputs: Literal["token", "static"], digits: Path, tmp_path: Path
 ) -> None:
@@ -430,7 +430,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sweep(["bert-tiny", "gpt-tiny", "t5-tiny"], ["t5-tiny"], slow=()))
+@pytest.mark.parametrize("name", sweep(["bert-tiny", "gpt-tiny", "t5-tiny"], ["bert-tiny"]))
 def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")

@@ -209,7 +209,7 @@ def _rank_0_lost(folder: Path, lost_seconds: float) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.sweep), pytest.param(1, marks=whole)])
 def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times: int) -> None:
     """The lock of the run is its. Each host's own name is a loopback address there."""
     seconds = _rank_0_lost(tmp_path, LOST if times else 5.0)

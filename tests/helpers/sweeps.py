@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 
 
-def sweep(names: Iterable[str], usual: Collection[str], slow: Collection[str]) -> list[Any]:
-    """All names as parameters of a test. Those neither usual nor slow are left to `make test-sweeps`."""
+def sweep(names: Iterable[Any], usual: Collection[Any], slow: Collection[Any] = ()) -> list[Any]:
+    """All names, or tuples of them, as parameters of a test. Those neither usual nor slow are left to
+    `make test-sweeps`."""
     marks = {name: pytest.mark.slow if name in slow else pytest.mark.sweep for name in names}
-    return [pytest.param(name, marks=() if name in usual else mark) for name, mark in marks.items()]
+    return [
+        pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=() if name in usual else mark)
+        for name, mark in marks.items()
+    ]
 
 
 def in_turn(names: Iterable[Any], others: Iterable[Any]) -> list[Any]:

@@ -117,7 +117,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "team_of_mine"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_model_of_ones_own_is_held_to_one_process_on_other_samples_per_rank(own: str, machine: str) -> None:
     report = ladder(factory=f"{own}:same", rungs=("parallel-fsdp",), machine=machine, **SHORT)
     fsdp = _rungs(report)["parallel-fsdp"]
@@ -215,7 +215,7 @@ def test_samples_are_drawn_anew_for_other_ranks() -> None:
     assert drawn_anew(ragged, 6, 1) is ragged
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_four_processes_share_out_in_groups(machine: str) -> None:
     report = ladder("vit-digits", rungs=("parallel-hsdp",), machine=machine, **{**SHORT, "procs": 4}, batch=2)
     hsdp = _rungs(report)["parallel-hsdp"]

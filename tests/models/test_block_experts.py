@@ -175,7 +175,7 @@ def test_blocks_beside_each_other_are_as_deep() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
 def test_compiled_blocks_learn_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of samples change from step to step, down to none."""
     found = []

@@ -183,7 +183,7 @@ def test_auto_takes_what_was_measured_to_pay(monkeypatch: pytest.MonkeyPatch) ->
     sweep(
         ["", "precision=O1", "precision=O2", "compile=blocks recompute=full"],
         ["compile=blocks recompute=full"],
-        slow=["", "precision=O1"],
+        slow=["precision=O1"],
     ),
 )
 def test_weights_after_many_steps_are_those_of_plain_operators(line: str) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from helpers import foreign
 from helpers.families import ENROLLED, batches, loss
+from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.cli import main
@@ -37,7 +38,7 @@ def _adapted(
     return built, [float(built.step([batch]).loss) for _ in range(12)], start
 
 
-@pytest.mark.parametrize("name", foreign.FOREIGN)
+@pytest.mark.parametrize("name", sweep(foreign.FOREIGN, list(foreign.FOREIGN)[::3]))
 def test_adapters_of_a_foreign_model_learn_alone_and_are_merged(name: str) -> None:
     built, losses, start = _adapted(name)
     assert losses[-1] < losses[0] - 0.02

@@ -13,6 +13,7 @@ from torch import Tensor
 from helpers.equality import Trained, alone, trained
 from helpers.families import WORDS, batches, loss, small
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock.config.graph import Graph
 from penstock.config.model import UniversalConfig, preset, with_stacks
 from penstock.config.plan import Plan
@@ -194,7 +195,7 @@ def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     return [(p.line(), trained(config, p, **options), trained(config, alone(p), **options)) for p in plans]
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", sweep(LAYOUTS, [2]))
 @pytest.mark.slow
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
     found = spawn(_ranks, world, LAYOUTS[world], timeout=280)

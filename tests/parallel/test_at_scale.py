@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+from helpers.sweeps import sweep
 from penstock.config.model import preset
 from penstock.config.plan import Plan
 from penstock.models import create
@@ -122,7 +123,7 @@ def _built(name: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> Found:
     return Found(weights, rows, found)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", sweep(LAYOUTS, ["llama3-405b"]))
 def test_what_a_rank_holds_is_what_the_planner_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line, size = LAYOUTS[name]
     plan, config = Plan.parse(line), preset(name)

@@ -11,6 +11,7 @@ import torch
 from helpers.equality import Trained, alone, trained
 from helpers.families import ENROLLED, batches, loss
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -61,7 +62,7 @@ def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     return found
 
 
-@pytest.mark.parametrize("world", LAYOUTS)
+@pytest.mark.parametrize("world", sweep(LAYOUTS, [2]))
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
     found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
     for line, got, expected in (*found[0], *found[-1]):

@@ -179,7 +179,7 @@ def test_compiled_blocks_equal_one_eager_process(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sharding", sweep(["ddp", "zero1", "zero2", "fsdp", "hsdp shard=1"], (), slow=["zero2", "fsdp"])
+    "sharding", sweep(["ddp", "zero1", "zero2", "fsdp", "hsdp shard=1"], (), slow=["fsdp"])
 )
 def test_every_optimizer_form_steps_over_shards(sharding: str) -> None:
     lines = [f"dp=2 micro_batch=2 sharding={sharding} optimizer={form} accumulate=2" for form in

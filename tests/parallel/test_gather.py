@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from helpers.equality import TINY, images, trained
 from helpers.spawn import spawn
+from helpers.sweeps import sweep
 from penstock.apply import compile_model
 from penstock.build import build
 from penstock.config.formats import PRODUCTS, Products
@@ -201,7 +202,7 @@ def _in_eight_bits(products: Products) -> tuple[set[torch.dtype], float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("products", ["fp8", "fp8_tensorwise", "int8_all"])
+@pytest.mark.parametrize("products", sweep(["fp8", "fp8_tensorwise", "int8_all"], ["fp8"]))
 def test_weights_on_their_way_to_eight_bits_are_gathered_in_half(products: Products) -> None:
     types, through_bf16, directly = spawn(_in_eight_bits, 2, products)[0]
     assert types == {torch.bfloat16}
@@ -247,7 +248,7 @@ def _compiled(level: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", sweep(["O1", "O2"], ["O1"]))
 def test_gathering_does_not_cut_compiled_blocks(level: str) -> None:
     assert spawn(_compiled, 2, level, timeout=200)[0] == (1, 0), (
         "one graph serves all blocks, and it is whole"

@@ -128,7 +128,7 @@ def test_weights_come_from_hosts_that_have_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "spare"), [("dp=2 ep=2", 0), pytest.param("dp=2 tp=2 ep=4", 2, marks=pytest.mark.slow)]
+    ("line", "spare"), [("dp=2 ep=2", 0), pytest.param("dp=2 tp=2 ep=4", 2, marks=pytest.mark.sweep)]
 )
 def test_moves_and_replicas_change_no_bit(line: str, spare: int) -> None:
     ranks = pool(Plan.parse(line).gpus)

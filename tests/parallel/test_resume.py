@@ -123,7 +123,7 @@ def test_fp16_over_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_int8_goes_on_where_it_was_cut_however_ranks_split_the_model(tmp_path: Path) -> None:
     """Also the chance by which each rank rounds its gradients."""
     plans = (
@@ -133,7 +133,7 @@ def test_int8_goes_on_where_it_was_cut_however_ranks_split_the_model(tmp_path: P
     _check(2, tmp_path, [f"{line} precision=O1 products=int8_all" for line in plans])
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_fp16_over_groups_of_shards_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     lines = [
         f"dp=4 micro_batch=8 sharding={sharding} precision={level} dtype=fp16 optimizer={form}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
@@ -67,7 +68,9 @@ def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, 
 
 
 @pytest.mark.usefixtures("no_scratch_memory")
-@pytest.mark.parametrize("recipe", [Recipe(), LORA, Recipe(lora=Lora(rank=8, base="int8_weights")), INT4])
+@pytest.mark.parametrize(
+    "recipe", sweep([Recipe(), LORA, Recipe(lora=Lora(rank=8, base="int8_weights")), INT4], [INT4])
+)
 def test_recomputed_blocks_under_autocast_take_what_a_step_takes(recipe: Recipe) -> None:
     """Where all weights learn, most is there when the first block is recomputed beside all other gradients."""
     assert isinstance(QWEN, DecoderConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.families import PRUNED
+from helpers.sweeps import in_turn
 from penstock.config.graph import PatchInput, WordHead
 from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
 from penstock.config.plan import Plan
@@ -76,21 +78,20 @@ def test_flops_equal_torchs(name: str) -> None:
     assert 2 * totals(PRESETS[name]).model_flops == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("precision", ["O0", "O1", "O3"])
-@pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_activation_bytes_are_what_autograd_keeps(name: str, precision: str, attention: str) -> None:
-    plan = Plan(precision=precision, attention=attention, micro_batch=4)  # type: ignore[arg-type]
-    dtype = torch.bfloat16 if precision == "O3" else torch.float32
+@pytest.mark.parametrize(
+    ("name", "way"), in_turn(TINY, itertools.product(["O0", "O1", "O3"], ["plain", "sdpa"]))
+)
+def test_activation_bytes_are_what_autograd_keeps(name: str, way: tuple[Any, Any]) -> None:
+    plan = Plan(precision=way[0], attention=way[1], micro_batch=4)
+    dtype = torch.bfloat16 if plan.precision == "O3" else torch.float32
     model = create(PRESETS[name], dtype=dtype)
     model.set_attention(plan.attention)
-    kept = _kept_bytes(model, _inputs(PRESETS[name], 4, dtype=dtype), autocast=precision == "O1")
+    kept = _kept_bytes(model, _inputs(PRESETS[name], 4, dtype=dtype), autocast=plan.precision == "O1")
     described = describe(PRESETS[name], plan, "cpu", avx512=this_cpu().avx512)
     assert pass_bytes(described, plan).kept == pytest.approx(kept, rel=0.02)
 
 
-@pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("precision", ["O0", "O1"])
+@pytest.mark.parametrize(("name", "precision"), in_turn(TINY, ["O0", "O1"]))
 def test_one_more_sample_keeps_what_is_predicted(name: str, precision: str) -> None:
     """Without what autocast keeps for all samples together: half copies of weights."""
     model = create(PRESETS[name])

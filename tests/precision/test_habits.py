@@ -25,7 +25,7 @@ def _run(line: str, level: str, folder: Path, dtype: str = "bf16") -> tuple[dict
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("kind", ["", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["", pytest.param("onnx", marks=pytest.mark.sweep)])
 def test_exporters_get_the_plain_model(kind: str, level: str, tmp_path: Path) -> None:
     found, _ = _run(f"exporters.py {kind}", level, tmp_path)
     assert found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import penstock
 from helpers.op_dtypes import ProductDtypes
+from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.script import Interception
@@ -158,7 +159,7 @@ def test_a_call_that_lightning_redirects_is_taken_inside(inside: str) -> None:
         penstock.accelerate(model, precision="O1", dtype="bf16")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", sweep(["bf16", "fp16"], ["bf16"]))
 def test_two_models_and_optimizers(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     half = _run(capsys, "gan.py", level="O1", dtype=dtype)
     assert half.code == 0
@@ -169,7 +170,7 @@ def test_two_models_and_optimizers(capsys: pytest.CaptureFixture[str], dtype: st
     assert half.told.count("left alone Linear: no optimizer trains it") == 1
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", sweep(["bf16", "fp16"], ["bf16"]))
 def test_accumulation_and_two_models_of_one_optimizer(capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     plain = _run(capsys, "accumulate.py")
     half = _run(capsys, "accumulate.py", level="O1", dtype=dtype)
@@ -191,8 +192,8 @@ def test_accumulation_and_two_models_of_one_optimizer(capsys: pytest.CaptureFixt
     ("level", "dtype", "arguments"),
     [
         ("O1", "bf16", ()),
-        pytest.param("O1", "fp16", ("--clip-mode", "value"), marks=pytest.mark.slow),
-        pytest.param("O2", "fp16", ("--clip-mode", "agc"), marks=pytest.mark.slow),
+        pytest.param("O1", "fp16", ("--clip-mode", "value"), marks=pytest.mark.sweep),
+        pytest.param("O2", "fp16", ("--clip-mode", "agc"), marks=pytest.mark.sweep),
     ],
 )
 def test_timm_style_loop(
@@ -315,7 +316,7 @@ def test_o0_is_plain_python_to_the_bit() -> None:
     assert json.loads(run.stdout)["bits"]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_that_the_script_starts_are_accelerated_too() -> None:
     done = _process("--precision", "O1", "--dtype", "fp16", "spawned.py")
     assert done.returncode == 0, done.stderr

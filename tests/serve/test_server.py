@@ -23,6 +23,7 @@ import pytest
 from helpers.fake_engine import CONTEXT, END, POISON, VOCABULARY
 from helpers.modules import loaded
 from helpers.served import Running, served
+from helpers.sweeps import sweep
 from penstock.config.decoding import Decoding
 from penstock.data.text.chat import Template, template_of
 from penstock.data.text.open import in_folder
@@ -640,7 +641,7 @@ def tiny(family: str, where: Path) -> Path:
     return where / family
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_one_model_of_two_branches_writes_and_tells_classes(tmp_path: Path) -> None:
     from penstock.infer.encode import Classifier
     from penstock.infer.generator import Generator
@@ -746,13 +747,14 @@ def texts_of(one: Opened) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("family", "tp", "few_bits"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
+    sweep(
+        [
             ("llama-tiny", 1, False), ("marian-tiny", 1, False), ("bert-tiny", 1, False), ("llama-tiny", 2, False),
             ("marian-tiny", 1, True), ("bert-tiny", 1, True),
-        )
-    ],
+        ],
+        (),
+        slow=[("llama-tiny", 1, False), ("bert-tiny", 1, True)],
+    ),
 )  # fmt: skip
 def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: Path) -> None:
     """Ids are those of the engine alone, whatever else runs beside it; vectors are those of the encoder alone."""

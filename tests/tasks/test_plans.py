@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from helpers.equality import Trained, alone, trained
 from helpers.spawn import spawn
+from helpers.sweeps import in_turn
 from penstock.config.model import DecoderConfig, EncoderConfig, ModelConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -88,8 +89,7 @@ def test_chunks_train_as_the_whole_loss_does(name: str, line: str, tolerance: fl
     assert distance(found.weights, expected.weights) < tolerance * way
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "zero2", "fsdp"])
-@pytest.mark.parametrize("precision", ["O0", "O2"])
+@pytest.mark.parametrize(("sharding", "precision"), in_turn(["ddp", "zero2", "fsdp"], ["O0", "O2"]))
 def test_ranks_train_as_one_process_does(sharding: str, precision: str) -> None:
     plan = Plan.parse(f"micro_batch=2 dp=2 precision={precision} sharding={sharding} loss=chunked")
     found = spawn(train, 2, "tied", plan.line())
@@ -103,8 +103,7 @@ def test_ranks_train_as_one_process_does(sharding: str, precision: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize("region", ["blocks", "whole"])
-@pytest.mark.parametrize("precision", ["O0", "O1"])
+@pytest.mark.parametrize(("region", "precision"), in_turn(["blocks", "whole"], ["O0", "O1"]))
 def test_compiled_models_train_as_eager_ones_do(region: str, precision: str) -> None:
     line = f"micro_batch=4 precision={precision}"
     found, expected = train("tied", f"{line} compile={region} loss=chunked"), train("tied", line)

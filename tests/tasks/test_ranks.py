@@ -92,7 +92,7 @@ def test_sharded_ranks_translate_together() -> None:
     assert found[0] == pytest.approx(translate("micro_batch=8"), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_images_and_texts_are_compared_over_ranks_under_every_layout() -> None:
     """The contrast of all ranks' samples, captions with sharded weights, and several runs cut into stages."""
     lines = [
@@ -105,7 +105,7 @@ def test_images_and_texts_are_compared_over_ranks_under_every_layout() -> None:
             assert got == pytest.approx(expected[form == "sigmoid"], rel=2e-4, abs=1e-6), line
 
 
-@pytest.mark.parametrize("form", ["softmax", pytest.param("sigmoid", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", ["softmax", pytest.param("sigmoid", marks=pytest.mark.sweep)])
 def test_vectors_of_all_ranks_are_compared_in_chunks(form: str) -> None:
     """Three of the eight vectors at a time, as if there were too many for one."""
     expected = caption([(form, "micro_batch=8")])

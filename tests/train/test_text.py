@@ -56,8 +56,8 @@ ENROLLED = {
     "bart-tiny": Job(f"{_BOTH} --data text:words", "AutoModelForSeq2SeqLM"),
     "marian-tiny": Job(f"{_BOTH} --data pairs:rows.tsv", "AutoModelForSeq2SeqLM"),
 }
-ALIKE = {"llama-tiny", "bart-tiny", "bert-tiny --task sentences"}
-"""Jobs that take the way of another: qwen's, T5's, and that of pairs. Their exports are held by every family's test."""
+USUAL = "marian-tiny", "gpt-tiny", "bert-tiny", "bert-tiny --task pairs", "bert-tiny --task embedding"
+"""A job of each kind, in whose ways the others go too. Their exports are held by every family's test."""
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_job_goes_on_with_another_plan(line: str, folder: Path, monkeypatch: p
     assert _losses(again) == (losses if "recompute" in line else pytest.approx(losses, rel=1e-5))
 
 
-@pytest.mark.parametrize("name", sweep(ENROLLED, {*ENROLLED} - ALIKE, slow=()))
+@pytest.mark.parametrize("name", sweep(ENROLLED, USUAL))
 def test_a_job_trains_resumes_exactly_and_is_read_by_transformers(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +164,7 @@ def _as_transformers_reads_it(reader: str, folder: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "marian-tiny",
+        pytest.param("marian-tiny", marks=pytest.mark.sweep),
         "gpt-tiny --data.packed false",
         "bert-tiny --data.packed false --data.group_by_length true --plan.padding remove",
     ],
@@ -218,7 +218,7 @@ def test_flops_of_a_token_do_not_depend_on_how_long_samples_may_be(
     assert each[1:] == pytest.approx([each[0]] * 2, rel=0.05)
 
 
-@pytest.mark.parametrize("name", sweep(ENROLLED, {*ENROLLED} - ALIKE, slow=()))
+@pytest.mark.parametrize("name", sweep(ENROLLED, USUAL))
 def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> None:
     """`--from` takes sizes, weights and tokenizer from it, whatever the preset says of sizes."""
     first = _train(name, "first")

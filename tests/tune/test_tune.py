@@ -133,8 +133,8 @@ def test_bad_command_lines(
     assert message in capsys.readouterr().err
 
 
-STANDS_FOR = {"plain.py": "test_a_plain_loop"}
-"""Scripts that `make test-sweeps` tunes, and what stands for them in `make test-all`."""
+FEW = "timm_train.py", "mnist.py", "seq2seq.py", "amp.py"
+"""Scripts that `make test-all` tunes, beside the plain loop of a test of its own; the others take longer."""
 KNOWN: dict[str, dict[str, Any]] = {
     f"plain.py {ENDLESS}": {"attention": [], "blocks": 0},
     f"nanogpt.py --max_iters={ENDLESS}": {"blocks": 2},
@@ -157,7 +157,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize(
-    "words", sweep(KNOWN, (), slow=[words for words in KNOWN if words.split()[0] not in STANDS_FOR])
+    "words", sweep(KNOWN, (), slow=[words for words in KNOWN if words.split()[0] in FEW])
 )
 def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     name = words.split()[0]

@@ -28,7 +28,7 @@ help:
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-isa  run the tests that depend on the CPU as smaller CPUs would"
 	@echo "make test-gpu  run the tests that need a GPU"
-	@echo "make test-sweeps  run what test-all leaves out: the families and layouts beside those that stand for them"
+	@echo "make test-sweeps  run what test-all leaves out: the families, layouts and long forms beside those that stand for them"
 	@echo "make test-faults  run each fault (kills, full disks, flipped bits) as often as faults.md says"
 	@echo "make check     format and lint checks, and types"
 	@echo "make docs      build the site of docs/ into build/site; nothing in it needs a network"

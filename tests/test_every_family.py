@@ -41,10 +41,9 @@ SAME = ["recompute=selective attention=plain", "recompute=budget", "recompute=fu
 
 
 def _by_turns(lines: list[str], share: int) -> list[Any]:
-    """Each family with each line: in `make test` each family with every `share`-th, and each line with as many; in
-    `make test-all` with as many again, in `make test-sweeps` with all others.
-    """
-    marks = ((), pytest.mark.slow, *(pytest.mark.sweep,) * (share - 2))
+    """Each family with each line: each family with every `share`-th, and each line with as many; in `make test-sweeps`
+    with all others."""
+    marks = ((), *(pytest.mark.sweep,) * (share - 1))
     return [
         pytest.param(name, line, marks=marks[(number + place) % share])
         for number, name in enumerate(ENROLLED)
@@ -133,7 +132,7 @@ COMPILED = [
     ("mixtral", "precision=O1 attention=auto", 1e-2),
 ]
 """A family of each form of block, a Plan, and how far losses may be from those of uncompiled blocks."""
-TRIED = ("qwen", "aot_eager"), ("t5", "aot_eager"), ("mixtral", "inductor")
+TRIED = ("qwen", "aot_eager"), ("mixtral", "inductor")
 
 
 @pytest.mark.slow

@@ -26,17 +26,10 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def _run(words: list[str], cwd: Path, *, seconds: float = 280, fresh: bool = False) -> str:
-    """The output of a program that is forked from one with torch, or, if `fresh`, of an interpreter of its own."""
+def _run(words: list[str], cwd: Path, *, seconds: float = 280) -> str:
+    """The output of a program that is forked from one with torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    if fresh:
-        command = [sys.executable, *words]
-        done = subprocess.run(
-            command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=seconds
-        )
-        code, out, error = done.returncode, done.stdout, done.stderr
-    else:
-        code, out, error = forked.run_python(words, cwd, timeout=seconds, cwd=cwd, env=environment)
+    code, out, error = forked.run_python(words, cwd, timeout=seconds, cwd=cwd, env=environment)
     assert code == 0, out[-2000:] + error[-3000:]
     return out
 
@@ -227,14 +220,15 @@ def test_half_of_the_padded_texts_is_padding() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("known_machine")
 def test_a_short_demo_runs_to_its_end(tmp_path: Path) -> None:
-    words = [str(EXAMPLES / "demo.py"), "--output", "demo", "--budget", "24", "--epochs", "2"]
-    told = _run(words, tmp_path, seconds=560, fresh=True)
+    words = [str(EXAMPLES / "demo.py"), "--output", "demo", "--budget", "14", "--epochs", "1"]
+    told = _run(words, tmp_path, seconds=560)
     assert "baseline " in told
     assert "GPT-3 on 1,024 A100 GPUs" in told
     assert "transformers' BERT, padded texts: baseline" in told
     assert (tmp_path / "demo" / "ladder" / "ladder.html").is_file()
     assert (tmp_path / "demo" / "train" / "export" / "model.safetensors").is_file()
-    again = _run(words, tmp_path, fresh=True)
+    again = _run(words, tmp_path)
     assert "This demo is complete" in again
     assert "with tp=" in again

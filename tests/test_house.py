@@ -14,6 +14,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ TORCH_FREE = {"errors", "boundary", "choices", "config", "schedules", "planner",
 APART = {"penstock.kernels.choices": "choices"}
 
 
+_parsed = cache(ast.parse)
+
+
 def _modules() -> Iterator[tuple[str, Path]]:
     """Room and path of every module, but the package's own `__init__` and `__main__`, which see everything."""
     for path in sorted(SOURCE.rglob("*.py")):
@@ -122,7 +126,7 @@ def _typing_only(tree: ast.AST) -> set[ast.stmt]:
 
 def violations(room: str, text: str) -> list[str]:
     """What a module of `room` imports and must not."""
-    tree = ast.parse(text)
+    tree = _parsed(text)
     unrun = _typing_only(tree)
     problems = []
     for name, statement in _imports(tree):
@@ -170,7 +174,7 @@ def _graph() -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = _parsed(path.read_text(encoding="utf-8"))
         # A package that resolves its names on first use imports them for the type checker alone.
         late = _typing_only(tree) if path.name == "__init__.py" else set()
         found = {target for target, statement in _imports(tree) if statement not in late and target in names}
@@ -349,7 +353,7 @@ MAY_UNPICKLE = {"data/pool.py", "ladder/rank.py", "ladder/team.py"}
 def test_nothing_from_outside_is_unpickled() -> None:
     for _, path in _modules():
         where = path.relative_to(SOURCE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_parsed(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func)
@@ -366,7 +370,7 @@ def _without_subject(text: str) -> list[tuple[int, str]]:
     """Line and first words of docstrings, and of strings behind fields, that lean on the name instead of saying it."""
     strings = [
         (node.lineno, node.value.value.strip())
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parsed(text))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -405,7 +409,7 @@ THRICE = "Line Stack"
 def test_a_class_name_is_of_one_class() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     allowed = dict.fromkeys(TWICE.split(), 2) | dict.fromkeys(THRICE.split(), 3)
@@ -425,7 +429,7 @@ BARE = """
 def _bare_names(text: str) -> list[tuple[int, str]]:
     """Lines and names of functions, classes, arguments, variables and attributes that are one word of `BARE`."""
     names: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(_parsed(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.append((node.lineno, node.name))
         elif isinstance(node, ast.arg):
@@ -523,11 +527,11 @@ def test_every_module_is_imported_by_another() -> None:
     strings = {
         node.value.partition(":")[0]
         for text in texts.values()
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parsed(text))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     for path in SOURCE.rglob("*.pyi"):  # what a package resolves on first use
-        strings |= {name for name, _ in _imports(ast.parse(path.read_text(encoding="utf-8")))}
+        strings |= {name for name, _ in _imports(_parsed(path.read_text(encoding="utf-8")))}
     unused = unimported(_graph(), strings | ENTRIES)
     assert not unused, f"nobody imports {', '.join(sorted(unused))}: delete them, or use them"
     assert unimported({"penstock.a": {"penstock.b"}, "penstock.b": set()}, set()) == {"penstock.a"}
@@ -541,7 +545,7 @@ def _calls(text: str, names: set[str]) -> list[str]:
     """Functions of these names that a module calls, or puts in a table."""
     return [
         node.id
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(_parsed(text))
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names
     ]
 
@@ -612,14 +616,14 @@ def test_every_kernel_was_measured_to_pay() -> None:
 FAMILIES = {
     node.name
     for path in (SOURCE / "config" / "model").glob("*.py")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    for node in ast.walk(_parsed(path.read_text(encoding="utf-8")))
     if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
 }
 
 
 def _family_questions(text: str) -> list[int]:
     """Lines that ask for the class of a configuration, or for a `family` other than to name it in a message."""
-    tree = ast.parse(text)
+    tree = _parsed(text)
     named = {
         inside for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for inside in ast.walk(node)
     }
@@ -676,7 +680,7 @@ _LOOK_UPS = "fnmatch fnmatchcase fullmatch get match search setdefault"
 
 def _names_that_decide(text: str) -> set[str]:
     """Attributes `name` that are compared, taken apart, looked up or stored: all but those that name something else."""
-    tree = ast.parse(text)
+    tree = _parsed(text)
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     names: set[str] = set()
     for node in ast.walk(tree):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.modules import loaded
+from helpers.sweeps import sweep
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
@@ -49,7 +50,9 @@ def test_every_sample_keeps_as_much_as_the_page_says() -> None:
 
 
 @pytest.mark.slow
-def test_stored_figures_are_those_of_a_run() -> None:
+@pytest.mark.parametrize("turn", sweep(range(4), [0]))
+def test_stored_figures_are_those_of_a_run(turn: int) -> None:
+    """Of a quarter of the classes at a time."""
     pytest.importorskip("transformers")
     parity = loaded(ROOT / "benchmarks" / "transformers_parity.py")
     stored = json.loads(models.RESULTS.read_text(encoding="utf-8"))
@@ -57,7 +60,7 @@ def test_stored_figures_are_those_of_a_run() -> None:
     assert {name: row["model_type"] for name, row in stored["differences"].items()} == {
         architecture: model_type for model_type, architecture, _ in classes
     }
-    for _, architecture, options in classes:
+    for _, architecture, options in classes[turn::4]:
         found = parity.differences(architecture, options, draws=1)
         for way in ("read", "written"):
             assert 0 <= found[way] < 1e-5, (architecture, way)

@@ -205,7 +205,7 @@ class _Loaded(HTMLParser):
             self.found += [value for name, value in attrs if name in ("src", "href", "srcset") and value]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(600)
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]

@@ -96,7 +96,7 @@ def test_the_peak_of_memory_is_the_model_and_two_blocks(
     form: StoredFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(
-        PRESETS["llama-tiny"], width=128, depth=6, heads=4, kv_heads=None, mlp_width=352, vocabulary=64
+        PRESETS["llama-tiny"], width=128, depth=4, heads=4, kv_heads=None, mlp_width=352, vocabulary=64
     )
     torch.manual_seed(0)
     model = create(config).eval()

@@ -216,11 +216,11 @@ def test_random_unequal_models_are_opened_bit_for_bit_in_a_new_process(tmp_path:
     generator = random.Random(5)
     forms = ["vit", "gpt", "llama", "bert", "qwen moe", "modernbert", "marian", "t5"]
     models: dict[Path, Model] = {}
-    for number in range(80):
+    for number in range(24):
         config = with_stacks(FORMS[generator.choice(forms)], partial(_unequal, generator))
         models[tmp_path / f"{number:03}"] = model = create(config)
         save_pretrained(model, tmp_path / f"{number:03}")
-    assert sum(run.stack.unequal != () for model in models.values() for run in model.graph.runs) > 40
+    assert sum(run.stack.unequal != () for model in models.values() for run in model.graph.runs) > 12
     subprocess.run([sys.executable, "-c", _OPENED, str(tmp_path)], check=True)
     for folder, model in models.items():
         here, there = from_pretrained(folder), torch.load(folder / "again.pt", weights_only=True)

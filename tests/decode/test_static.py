@@ -69,7 +69,7 @@ def test_compiled_steps_make_the_same_texts(name: str, traced: list[Any]) -> Non
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize("weights", sweep(["packed", "int8", "int4"], (), slow=["int8"]))
+@pytest.mark.parametrize("weights", sweep(["packed", "int8", "int4"], ()))
 def test_inductor_makes_the_same_texts(weights: Any, tmp_path: Path) -> None:
     """In fp32, whose ties these few texts do not have; with weights that compiled code cannot look into. One block and
     texts that all last to the end keep it at two graphs."""

@@ -106,16 +106,14 @@ CASES: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "worker processes": (["step:9", "step:17"], ["step:9 signal 9", "step:17 signal 9"], {"workers": 2}),
     **{f"random times {seed}": (_random_times(seed), [], {}) for seed in range(5)},
 }  # fmt: skip
-USUAL = "a kill, a flipped bit, a kill in a save, a full disk", "random times 0"
-"""The cases of images that are among the slow tests; all others are in the whole fault suite."""
+USUAL = "vit", "a kill, a flipped bit, a kill in a save, a full disk"
+"""The one that is among the slow tests; all others are in the whole fault suite."""
 
 
 @pytest.mark.parametrize(
     ("job", "case"),
     [
-        pytest.param(
-            job, case, marks=pytest.mark.slow if job == "vit" and case in USUAL else pytest.mark.faults
-        )
+        pytest.param(job, case, marks=pytest.mark.slow if (job, case) == USUAL else pytest.mark.faults)
         for job in JOBS
         for case in CASES
     ],
@@ -133,7 +131,7 @@ def test_a_run_that_is_disturbed_comes_to_the_same_end(
     assert_same_end(config, undisturbed(job))
 
 
-@pytest.mark.parametrize("job", sweep(JOBS, (), slow=["vit"]))
+@pytest.mark.parametrize("job", sweep(JOBS, ()))
 def test_being_asked_to_stop_saves_at_once_and_asks_for_a_requeue(
     undisturbed: Callable[[str], RunConfig], job: str, tmp_path: Path
 ) -> None:

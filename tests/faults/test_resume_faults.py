@@ -199,7 +199,7 @@ def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(5, marks=whole)])
 def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
     epochs: RunConfig, tmp_path: Path, times: int
 ) -> None:

@@ -166,7 +166,7 @@ def lives_of(taken: list[Tally]) -> int:
     return len({one.pid for one in taken})
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.timeout(2400)
 def test_a_run_that_is_hit_again_and_again_goes_on_and_holds_no_more_than_before(tmp_path: Path) -> None:
     found, _ = soaked(tmp_path / "soak", seconds=16.0, every=4.0)

@@ -111,7 +111,7 @@ def test_a_killed_rank_of_any_family_changes_no_bit(tmp_path: Path, job: str) ->
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("stops", [pytest.param(2, marks=pytest.mark.slow), pytest.param(20, marks=whole)])
+@pytest.mark.parametrize("stops", [pytest.param(2, marks=pytest.mark.sweep), pytest.param(20, marks=whole)])
 def test_being_stopped_at_random_times_changes_no_bit(
     undisturbed: RunConfig, tmp_path: Path, stops: int
 ) -> None:

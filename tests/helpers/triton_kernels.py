@@ -31,11 +31,11 @@ REGISTERS = 65_536
 """Registers of 32 bits that a program may have."""
 
 
-def interpret(file: Path, third: int) -> None:
-    """Run the `check` of a test file in Triton's interpreter, in a process of its own, and see a third of its mutants
+def interpret(file: Path, sixth: int) -> None:
+    """Run the `check` of a test file in Triton's interpreter, in a process of its own, and see a sixth of its mutants
     fail."""
     done = subprocess.run(
-        [sys.executable, __file__, str(file), str(third)],
+        [sys.executable, __file__, str(file), str(sixth)],
         capture_output=True,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -65,11 +65,11 @@ def _mutant_is_seen(case: ModuleType, mutant: tuple[str, str, str], folder: Path
     return False
 
 
-def _main(file: str, third: str) -> None:
+def _main(file: str, sixth: str) -> None:
     torch.set_num_threads(1)
     case = loaded(Path(file), "case")
     case.check("cpu")
-    for mutant in case.MUTANTS[int(third) :: 3]:
+    for mutant in case.MUTANTS[int(sixth) :: 6]:
         with tempfile.TemporaryDirectory() as folder:
             assert _mutant_is_seen(case, mutant, Path(folder)), f"{mutant} passes the check"
     print("all equal")

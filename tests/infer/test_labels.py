@@ -189,6 +189,7 @@ def test_an_export_translates_as_evaluation_did(export: Path, capsys: pytest.Cap
         assert "labels are en, sw, yo." in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.sweep
 def test_an_export_is_served(export: Path) -> None:
     pytest.importorskip("uvicorn")
     made = Generator(export)

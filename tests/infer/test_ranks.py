@@ -157,6 +157,7 @@ def _in_few_bits(line: str, folders: list[str]) -> list[tuple[list[tuple[int, ..
     return found
 
 
+@pytest.mark.sweep
 def test_layers_in_few_bits_are_split_and_make_the_same_texts(tmp_path: Path) -> None:
     """Scales of rows of inputs that ranks each have a part of are those of whole rows."""
     sizes: dict[str, Any] = {"width": 64, "heads": 4, "mlp_width": 128, "depth": 2}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers.modules import loaded
+from helpers.sweeps import sweep
 from helpers.triton_kernels import compile_for, interpret, needs_triton
 from penstock.kernels.residual_norm import MOST
 
@@ -122,10 +123,10 @@ def _file(name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("third", [0, *(pytest.param(n, marks=pytest.mark.sweep) for n in (1, 2))])
+@pytest.mark.parametrize("sixth", sweep(range(6), [0]))
 @pytest.mark.parametrize("name", CASES)
-def test_a_kernel_equals_its_reference_in_the_interpreter_and_mutants_do_not(name: str, third: int) -> None:
-    interpret(_file(name), third)
+def test_a_kernel_equals_its_reference_in_the_interpreter_and_mutants_do_not(name: str, sixth: int) -> None:
+    interpret(_file(name), sixth)
 
 
 @pytest.mark.gpu
@@ -135,9 +136,7 @@ def test_a_kernel_equals_its_reference_on_a_gpu(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "architecture", [90, *(pytest.param(each, marks=pytest.mark.sweep) for each in (80, 100))]
-)
+@pytest.mark.parametrize("architecture", sweep([80, 90, 100], [90]))
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_compiles_without_spilling_and_reads_in_vectors(
     name: str, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

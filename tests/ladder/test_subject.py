@@ -375,7 +375,7 @@ def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset
     assert "not continuous text" in str(rung.refusal(images.first, images.situation(CPU)))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_preset_climbs_at_the_task_of_its_job_or_the_one_asked_for() -> None:
     pytest.importorskip("num2words")
     config = LadderConfig(model=PRESETS["marian-tiny"], batch=2)

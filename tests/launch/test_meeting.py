@@ -31,7 +31,7 @@ class Nodes:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_of_both_nodes_are_one_world_and_restart_together(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, "2", "12", "kill:2:7", forked=False)
     with nodes.start("a", 1, "--node-rank", "0") as a, nodes.start("b", 2, "--node-rank", "1") as b:

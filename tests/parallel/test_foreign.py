@@ -126,9 +126,10 @@ def _all(names: list[str], line: str, recipe: Recipe = RECIPE) -> list[tuple[int
     "names",
     [
         ["like timm", "anyone's"],
-        pytest.param([n for n in CASES if n.startswith("transformers")], marks=pytest.mark.slow),
+        pytest.param([*CASES][2::3], marks=pytest.mark.slow),
+        pytest.param([*CASES][3::3] + [*CASES][4::3], marks=pytest.mark.sweep),
     ],
-    ids=["own", "transformers"],
+    ids=["own", "transformers", "more of transformers"],
 )
 def test_blocks_are_found_gathered_and_trained(names: list[str]) -> None:
     if "anyone's" not in names:

@@ -222,7 +222,7 @@ def test_what_is_split_can_be_compiled() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [_rest("pp=2 tp=2 sp=true compile=blocks"), "tp=2 compile=whole"])
 def test_what_is_split_can_be_traced(line: str) -> None:
-    _compare("gpt", f"micro_batch=1 accumulate=2 {line}", train=_traced, seconds=120.0)
+    _compare("gpt/2", f"micro_batch=1 accumulate=2 {line}", train=_traced, seconds=120.0)
 
 
 @pytest.mark.parametrize(

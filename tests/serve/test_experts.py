@@ -20,7 +20,7 @@ from penstock.serve.balance import slots_by
 from penstock.serve.settings import ServeConfig
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_texts_stay_the_same_while_experts_move(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     pytest.importorskip("tokenizers")

@@ -30,7 +30,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 def test_a_local_task_gets_the_scores_of_the_harness_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

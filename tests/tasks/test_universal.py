@@ -149,7 +149,7 @@ def test_what_no_head_can_learn_is_refused() -> None:
     assert type(task_of(replace(SMALL, branches=("generating",)))).__name__ == "NextToken"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_generates_classifies_and_gives_its_branches_away(tmp_path: Path) -> None:
     """Trained, logged, reloaded; each branch exported alone, and fine-tuned without the other."""
     text, run = tmp_path / "text.txt", tmp_path / "run"

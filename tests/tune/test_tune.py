@@ -186,7 +186,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     assert f"applied {line.split()[0].partition('=')[0]}" in error or "accelerated" in error
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
     report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)

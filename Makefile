@@ -86,13 +86,14 @@ test: $(VENV)/.test
 
 # Tests of what depends on the CPU, as on smaller ones: with AVX2 only, and with AVX-512 but no units for bf16. What this
 # machine is itself, `make test` tries. What a script, a loop, a list or a copy is told is left out: it computes by the
-# same operators. So are Triton's kernels and what plans without torch: both compute the same everywhere.
+# same operators. So are Triton's kernels, what plans without torch, and counts of parameters and FLOPs: they are the
+# same everywhere.
 ISA_TESTS = tests/kernels tests/precision/test_[almpt]*.py tests/precision/test_settings.py tests/products \
   tests/infer/test_encode.py tests/tasks/test_plans.py \
   tests/parallel/test_recompute.py tests/test_cpu.py $$(grep -lE '^(import|from) torch' tests/planner/*.py)
 ISA_RUN = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8 --dist worksteal \
   -m 'not gpu and not slow and not faults and not sweep and not alone' $(ISA_TESTS) \
-  -k 'not triton' $(PYTEST)
+  -k 'not triton and not parameters_are and not flops' $(PYTEST)
 
 test-isa: $(VENV)/.test
 	@if $(PY) -c 'import torch; raise SystemExit(torch.backends.cpu.get_cpu_capability() != "AVX512")'; then set -e; \

@@ -67,7 +67,7 @@ def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_many_compiled_plans_in_one_process_all_stay_compiled() -> None:
     for size in range(1, 13):
         built = build(TINY, Plan())

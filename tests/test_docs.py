@@ -49,11 +49,10 @@ from penstock.serve.serve import OPENER
 
 ROOT = Path(__file__).parent.parent
 SLOW = (
-    "chat", "checkpoints", "deploy", "fine-tune", "fine-tune-text", "fuse", "ladder", "own-model", "place-experts",
-    "translation",
+    "checkpoints", "deploy", "fine-tune", "fine-tune-text", "fuse", "ladder", "own-model", "translation",
 )  # fmt: skip
 """Pages whose commands take some seconds."""
-REST = "language-model", "launch", "train"
+REST = "chat", "language-model", "launch", "place-experts", "train"
 """Those that take longest, and those whose commands do in their small form."""
 REST_SHOWN = (
     "coming-from", "compress", "distributed", "export", "generate", "ladder", "quick-start", "unified",

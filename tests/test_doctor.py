@@ -193,7 +193,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--shm-size" in doctor.shared_memory().remedy
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_thorough_compiles() -> None:
     found = _named(examine(thorough=True), "torch.compile")
     assert found.status == "ok", found.detail

@@ -372,6 +372,7 @@ def test_adapters_learn_alone_and_are_merged_where_the_model_is_exported(
             torch.testing.assert_close(whole[name.replace(".base_layer.", ".")], tensor, msg=name)
 
 
+@pytest.mark.parametrize("enrolled", sweep(ENROLLED, [*ENROLLED][::3]), indirect=True)
 def test_adapters_start_from_weights_and_go_on_from_a_checkpoint(enrolled: Enrolled, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     torch.manual_seed(3)

@@ -90,7 +90,7 @@ def test_the_first_failing_rank_is_told_first_and_none_is_left(how: str, words: 
     assert not _alive(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         textwrap.dedent(

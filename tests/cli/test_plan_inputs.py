@@ -113,7 +113,7 @@ def test_what_would_have_no_effect_is_refused(
     assert message in err
 
 
-@pytest.mark.parametrize("option", ["--toml", "--html"])
+@pytest.mark.parametrize("option", ["--toml", pytest.param("--html", marks=pytest.mark.sweep)])
 def test_a_file_that_cannot_be_written_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
 ) -> None:

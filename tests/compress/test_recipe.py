@@ -238,7 +238,7 @@ def test_settings_come_from_the_run_then_the_recipe_then_the_options(teacher: Pa
     assert verb.read((str(teacher),), words).recipe.lr == 2e-4
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_last_round_quantises_what_was_pruned_and_taught(
     teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return toy_machine(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_ladder_of_a_tiny_vision_transformer(
     machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,8 +114,8 @@ def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
     finish(form, tmp_path, job)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", sweep(FORMS, ["alone"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", FORMS)
 def test_a_shower_after_the_last_word_changes_nothing(tmp_path: Path, form: str) -> None:
     run = Run(form, tmp_path)
     run.until(run.done)

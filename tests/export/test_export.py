@@ -37,7 +37,7 @@ from penstock.products.rounded import store_rounded
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name",
     sweep(
@@ -429,7 +429,7 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
     assert float((ours == classes).float().mean()) > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", sweep(["bert-tiny", "gpt-tiny", "t5-tiny"], ["bert-tiny"]))
 def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")

@@ -168,7 +168,7 @@ def like(config: RunConfig, folder: Path) -> RunConfig:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param((2,), id="short", marks=pytest.mark.slow), pytest.param((0, 1, 2, 1, 0, 2), marks=whole)],
+    [pytest.param((2,), id="short", marks=pytest.mark.sweep), pytest.param((0, 1, 2, 1, 0, 2), marks=whole)],
 )
 def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
     epochs: RunConfig, tmp_path: Path, kills: tuple[int, ...]

@@ -91,7 +91,7 @@ def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: P
         )
 
 
-@pytest.mark.parametrize("job", sweep([name for name in JOBS if name != "vit"], (), slow=["decoder"]))
+@pytest.mark.parametrize("job", sweep([name for name in JOBS if name != "vit"], ()))
 def test_a_killed_rank_of_any_family_changes_no_bit(tmp_path: Path, job: str) -> None:
     """The agent, which ends the other rank and starts both again, knows no families; here the two are started anew."""
     configs = []

@@ -155,7 +155,7 @@ def test_a_function_that_no_other_process_finds_is_said(machine: str) -> None:
     assert path_of(json.dumps) == "json:dumps"  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_processes_that_are_killed_are_told_and_started_again() -> None:
     model = ViTConfig(
         image_size=8, patch_size=4, channels=1, width=16, depth=1, heads=2, mlp_width=16, classes=10

@@ -219,8 +219,8 @@ def test_what_is_split_can_be_compiled() -> None:
     _compare("gpt/1", "micro_batch=1 accumulate=2 tp=2 compile=whole", seconds=300.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", [_rest("pp=2 tp=2 sp=true compile=blocks"), "tp=2 compile=whole"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("line", ["pp=2 tp=2 sp=true compile=blocks", "tp=2 compile=whole"])
 def test_what_is_split_can_be_traced(line: str) -> None:
     _compare("gpt/2", f"micro_batch=1 accumulate=2 {line}", train=_traced, seconds=120.0)
 

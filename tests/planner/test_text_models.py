@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.families import PRUNED
-from helpers.sweeps import in_turn
+from helpers.sweeps import in_turn, sweep
 from penstock.config.graph import PatchInput, WordHead
-from penstock.config.model import PRESETS, ModelConfig, ViTConfig, stacks
+from penstock.config.model import PRESETS, ViTConfig, stacks
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.kernels.choices import LOSS_BUDGET
@@ -29,8 +29,9 @@ BUILT = [name for name, config in PRESETS.items() if not isinstance(config, ViTC
 TINY = [name for name in BUILT if name.endswith("tiny") and PRESETS[name].graph.words]
 
 
-@pytest.mark.parametrize("config", [*(PRESETS[name] for name in BUILT), PRUNED], ids=[*BUILT, "pruned"])
-def test_parameters_are_exact(config: ModelConfig) -> None:
+@pytest.mark.parametrize("name", sweep([*BUILT, "pruned"], [*TINY, *BUILT[::4], "pruned"]))
+def test_parameters_are_exact(name: str) -> None:
+    config = PRUNED if name == "pruned" else PRESETS[name]
     model = create(config, device="meta")
     parameters = list(model.parameters())
     assert totals(config).parameters == sum(parameter.numel() for parameter in parameters)

@@ -33,7 +33,12 @@ def test_exporters_get_the_plain_model(kind: str, level: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "dtype"), [("held.py", "bf16"), ("held.py schedule", "fp16"), SLOW("held.py compile", "bf16")]
+    ("line", "dtype"),
+    [
+        ("held.py", "bf16"),
+        ("held.py schedule", "fp16"),
+        pytest.param("held.py compile", "bf16", marks=pytest.mark.sweep),
+    ],
 )
 def test_methods_held_since_before_the_first_step(line: str, dtype: str, tmp_path: Path) -> None:
     found, said = _run(line, "O2", tmp_path, dtype)

@@ -208,7 +208,7 @@ def test_timm_style_loop(
     assert "accelerated Mixer" in half.told
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_script_with_its_own_mixed_precision_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     plain = _run(capsys, "timm_style.py", "--amp")
     half = _run(capsys, "timm_style.py", "--amp", level="O1", dtype="fp16")

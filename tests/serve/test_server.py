@@ -689,7 +689,7 @@ def test_images_are_classified_as_the_classifier_does(tmp_path: Path) -> None:
         assert one["probs"] == pytest.approx(wanted.probabilities, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

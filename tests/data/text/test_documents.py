@@ -120,7 +120,7 @@ def test_a_line_that_is_too_long_is_passed_over_in_little_memory(tmp_path: Path)
     assert "at most 16,777,216 are read of a line" in problem[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_line_of_two_gigabytes_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     with path.open("wb") as file:

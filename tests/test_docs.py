@@ -55,7 +55,8 @@ SLOW = (
 REST = "chat", "language-model", "launch", "place-experts", "train"
 """Those that take longest, and those whose commands do in their small form."""
 REST_SHOWN = (
-    "coming-from", "compress", "distributed", "export", "generate", "ladder", "quick-start", "unified",
+    "coming-from", "compress", "distributed", "experts", "export", "generate", "ladder", "quick-start", "tune",
+    "unified",
 )  # fmt: skip
 STEPS = 2
 REQUESTS = "50"

@@ -238,6 +238,7 @@ def test_it_generates_what_it_says_token_by_token(cache: Any) -> None:
     assert [list(one.ids) for one in found] == expected
 
 
+@pytest.mark.sweep
 def test_a_compiled_step_makes_the_same_tokens() -> None:
     made = create(CONFIG, dtype=torch.float64).eval()
     outputs = [

@@ -198,7 +198,7 @@ def test_the_agent_of_one_node_needs_no_torch_and_little_time(tmp_path: Path) ->
     assert min(times) < 0.6 * pace(), "the agent and one empty rank, in processor seconds"
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_ranks_of_a_command_line_train_one_model(tmp_path: Path) -> None:
     from penstock.config.machine import Machine, save_machine
 

@@ -132,6 +132,7 @@ def test_a_script_needs_no_main_guard() -> None:
     assert not done.stderr
 
 
+@pytest.mark.sweep
 def test_a_source_defined_in_the_script_is_explained() -> None:
     done = run_script("""
         import numpy as np

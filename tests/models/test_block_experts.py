@@ -173,9 +173,9 @@ def test_blocks_beside_each_other_are_as_deep() -> None:
     assert found == [0.125, 0.25, 0.25, 0.25, 0.5]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_learn_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers of samples change from step to step, down to none."""
     found = []

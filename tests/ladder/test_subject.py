@@ -311,6 +311,7 @@ def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_p
         return 1 - sum(int(i[2].sum()) for i in batches) / sum(i[0].numel() for i in batches)
 
     assert padding(grouped) < padding(subject.first) - 0.1
+    assert subject.padding_share == pytest.approx(padding(subject.first), abs=0.1)
     assert subject.workload(grouped).model_flops < 0.95 * subject.workload(subject.first).model_flops
     assert subject.train_command(grouped).endswith("--data.group_by_length true")
     data = replace(data, group_by_length=True)

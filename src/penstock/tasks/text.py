@@ -74,6 +74,8 @@ class TextTask(Task):
     size_setting = "model.sequence"
     asked_words = 1.0
     """Share of tokens whose words the loss asks for."""
+    counts_all_inputs = False
+    """Whether the length of a sample is that of all its inputs together, and not of the first."""
 
     def __init__(self, init_from: str | None = None) -> None:
         self.init_from = init_from
@@ -123,8 +125,10 @@ class TextTask(Task):
             return Fullness(model, words=self.asked_words)
         by_length = source.lengths if source.group_by_length else None
         ids = Stream(len(source), 0, by_length, batch).ids(0, DRAWN * batch)
-        drawn = source.lengths[ids].reshape(DRAWN, batch)
         most, *others = (one.length for one in model.graph.inputs)
+        drawn = source.lengths[ids].reshape(DRAWN, batch)
+        if self.counts_all_inputs:
+            drawn = drawn * most // (most + sum(others))
         sequence = max(1, round(padded_length(drawn, most)))
         sized: Any = model.with_lengths(sequence, *(max(1, round(each * sequence / most)) for each in others))
         sized = replace(sized, max_positions=model.graph.runs[0].rows)

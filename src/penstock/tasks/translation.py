@@ -48,6 +48,7 @@ class Translation(WordTask):
 
     unit = "sentences"
     augments = frozenset({"label_smoothing"})
+    counts_all_inputs = True
     ranked_by = ("chrf", "loss")
     shown = ("exact {exact_match:.2%}", "chrF {chrf:.1f}", "BLEU {bleu:.1f}", *WordTask.shown)
 

@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ import torch
 
 from penstock.build import Built, build
 from penstock.config.recipes import load_run
+from penstock.config.run import Recipe
 from penstock.data.loader import Loader
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.planner.prediction import predict
@@ -43,6 +44,8 @@ RATES = (2e-3, 4e-3, 1e-3)
 """From the middle, so that the first try is a good one; while the best is the first or last, half or twice of it is
 tried too."""
 SEEDS = (0, 1, 2, 3, 4)
+TURNS = 15
+"""Steps of each optimizer that are timed beside a prediction."""
 
 
 class Job(NamedTuple):
@@ -75,8 +78,17 @@ JOBS = {
 }
 
 
-def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dict[str, Any]:
-    """One run until the target, or until it has taken `most` steps."""
+class Start(NamedTuple):
+    """A run before its first step: what trains, its recipe, and the batches of both splits."""
+
+    built: Built
+    recipe: Recipe
+    loader: Callable[[bool], Loader]
+    """Of training, without end, or of the validation split."""
+
+
+def started(name: str, optimizer: str, rate: float, seed: int) -> Start:
+    """A job's model under an optimizer."""
     job = JOBS[name]
     config = load_run(overrides={"model": name})
     task = task_of(config.model, config.task)
@@ -94,14 +106,21 @@ def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dic
     plan = replace(config.plan, optimizer="fused", micro_batch=job.size)
     built = build(model, plan, recipe=recipe, loss=task, seed=seed)
 
-    def loader(source: Any, endless: bool) -> Loader:
+    def loader(endless: bool) -> Loader:
+        source = train if endless else val
         prepare = task.prepare(source, model, augment=recipe.augment if endless else None, seed=seed)
         return Loader(
             source, prepare, batch=plan.micro_batch, seed=seed if endless else 0, device=built.device, workers=0,
             rank=0, world=1, endless=endless, group=plan.micro_batch,
         )  # fmt: skip
 
-    batches, curve, seconds = loader(train, True), [], []
+    return Start(built, recipe, loader)
+
+
+def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dict[str, Any]:
+    """One run until the target, or until it has taken `most` steps."""
+    job, (built, recipe, loader) = JOBS[name], started(name, optimizer, rate, seed)
+    batches, curve, seconds = loader(True), [], []
     for step in range(most):
         set_learning_rate(built.optimizer, learning_rate(step, recipe, job.steps))
         batch = next(batches)
@@ -109,15 +128,30 @@ def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dic
         built.step([batch])
         seconds.append(time.process_time() - began)
         if (step + 1) % job.every == 0:
-            value = figure(job, built, loader(val, False))
+            value = figure(job, built, loader(False))
             curve.append([step + 1, round(value, 5)])
             if job.reached(value):
                 break
     return {
         "job": name, "optimizer": optimizer, "lr": rate, "seed": seed, "reached": job.reached(curve[-1][1]),
         "steps": len(seconds), "seconds": sum(seconds), "seconds_per_step": statistics.median(seconds),
-        "quiet_seconds_per_step": statistics.quantiles(seconds, n=10)[0], "curve": curve,
+        "curve": curve,
     }  # fmt: skip
+
+
+def seconds_in_turn(name: str) -> dict[str, float]:
+    """Seconds of a step with each optimizer, which take turns in one process, so that neighbours slow both: the lower
+    quartile, as a probe of the machine takes it."""
+    starts = {one: started(name, one, RATES[0], 0) for one in OPTIMIZERS}
+    batches = {one: start.loader(True) for one, start in starts.items()}
+    seconds: dict[str, list[float]] = {one: [] for one in OPTIMIZERS}
+    for _ in range(TURNS):
+        for one, start in starts.items():
+            batch = next(batches[one])
+            began = time.process_time()
+            start.built.step([batch])
+            seconds[one].append(time.process_time() - began)
+    return {one: statistics.quantiles(each[1:], n=4)[0] for one, each in seconds.items()}
 
 
 def figure(job: Job, built: Built, samples: Loader) -> float:
@@ -171,7 +205,6 @@ def table(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 "steps": middle["steps"] if middle["reached"] else None,
                 "steps_of_each": [run["steps"] for run in reached], "seconds": middle["seconds"],
                 "seconds_per_step": statistics.median(run["seconds_per_step"] for run in best),
-                "quiet_seconds_per_step": min(run["quiet_seconds_per_step"] for run in mine),
             }  # fmt: skip
         if len(rows.get(name, {})) == len(OPTIMIZERS):
             adamw, muon = (rows[name][optimizer] for optimizer in OPTIMIZERS)
@@ -185,12 +218,20 @@ NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 
 def lines(stored: dict[str, Any]) -> list[str]:
-    """The rows of docs/measured.md: what each job took, and then a step's time beside its prediction."""
+    """The rows of docs/measured.md: what each job took that both optimizers have run, and then the step of each job
+    beside its prediction."""
     took, steps = [], []
-    for name, row in stored["table"].items():
-        job, share = Job(**stored["jobs"][name]), row["muon/adamw"]
+    for name in JOBS:
+        job, row = Job(**stored["jobs"][name]), stored["table"].get(name, {})
         target = f"{job.figure} {job.target:g}"
         for optimizer, title in NAMES.items():
+            seconds, forecast = (
+                stored[key][name][optimizer] for key in ("step_seconds", "predicted_step_seconds")
+            )
+            error = f"{100 * (forecast / seconds - 1):+.0f} %"
+            steps.append(f"| {name} | {title} | {1e3 * seconds:.0f} | {1e3 * forecast:.0f} | {error} |")
+            if not (share := row.get("muon/adamw")):
+                continue
             one, shares, most = row[optimizer], " | ", "≤ " if share["at_most"] else ""
             missed = one["seeds"] - one["reached"]
             each = [*map(str, one["steps_of_each"]), *([f"{missed} not in {job.steps}"] if missed else [])]
@@ -199,10 +240,6 @@ def lines(stored: dict[str, Any]) -> list[str]:
             took.append(
                 f"| {name}, {target} | {title} | {one['lr']:g} | {', '.join(each)} | {one['seconds']:.0f} | {shares} |"
             )
-            seconds = one["quiet_seconds_per_step"]
-            forecast = stored["predicted_seconds_per_step"][name][optimizer]
-            error = f"{100 * (forecast / seconds - 1):+.0f} %"
-            steps.append(f"| {name} | {title} | {1e3 * seconds:.0f} | {1e3 * forecast:.0f} | {error} |")
     return took + steps
 
 
@@ -231,7 +268,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1 << 30, help="runs that are made before it ends")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds at the best learning rate")
     parser.add_argument(
-        "--predict", action="store_true", help="store what the planner predicts, and make no run"
+        "--predict",
+        action="store_true",
+        help="store steps of both optimizers in turn beside their predictions, and make no run",
     )
     parser.add_argument("--output", type=Path, required=True, help="runs in it are not made again")
     options = parser.parse_args()
@@ -239,7 +278,12 @@ def main() -> int:
     stored = json.loads(options.output.read_text()) if options.output.exists() else {}
     runs, left = stored.get("runs", []), 0 if options.predict else options.runs
     if options.predict:
-        stored["predicted_seconds_per_step"] = predicted(options.only or JOBS)
+        names = options.only or JOBS
+        before = stored.setdefault("step_seconds", {})
+        for name in names:  # others can only lengthen steps
+            both = [seconds_in_turn(name), *([before[name]] if name in before else [])]
+            before[name] = min(both, key=lambda seconds: sum(seconds.values()))
+        stored.setdefault("predicted_step_seconds", {}).update(predicted(names))
     for name in options.only or JOBS:
         for optimizer in OPTIMIZERS:
             while (following_run := following(runs, name, optimizer)) and following_run[1] < options.seeds:

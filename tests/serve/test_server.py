@@ -377,7 +377,7 @@ def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
     assert (
         asked.decoding == {"temperature": 0, "top_k": 50, "bias": ["7=1", "5=-inf"], "min_tokens": 0} | most
     )
-    assert (asked.stop, asked.most) == (("x",), 4)
+    assert (asked.stop, asked.max_tokens) == (("x",), 4)
     assert parse.completion({"prompt": "a"}, {}).decoding == {"temperature": 1.0}
 
 

@@ -20,23 +20,23 @@ from penstock.kernels.choices import attention_kernel
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
 
 
-def _autocast(dtype: HalfDtype, place: int) -> Rung:
-    def superfluous(setting: Setting, situation: Situation) -> str | None:
-        if dtype == "fp16" and {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
-            return "bf16 runs here, is as wide, and needs no loss scale"
-        return None
+def _needless_fp16(setting: Setting, situation: Situation) -> str | None:
+    if {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
+        return "bf16 runs here, is as wide, and needs no loss scale"
+    return None
 
-    return Rung(
-        name=f"half-{dtype}", place=place, title=f"autocast {dtype}", choice="precision",
-        why=f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
-        apply=plan(precision="O1", dtype=dtype), obstacle=superfluous,
+
+def _autocast(dtype: HalfDtype, place: int, **more: Any) -> Rung:
+    return _rung(
+        f"half-{dtype}", place, f"autocast {dtype}",
+        f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
+        plan(precision="O1", dtype=dtype), choice="precision", **more,
     )  # fmt: skip
 
 
-def _optimizer(form: str, place: int, why: str) -> Rung:
-    return Rung(
-        name=f"optimizer-{form}", place=place, title=f"{form} optimizer", why=why, apply=plan(optimizer=form)
-    )
+def _rung(name: str, place: int, title: str, why: str, apply: Any, **more: Any) -> Rung:
+    """A rung with its words in the order in which the table below has them."""
+    return Rung(name=name, place=place, title=title, why=why, apply=apply, **more)
 
 
 def _pooled(setting: Setting, situation: Situation) -> Setting:
@@ -67,16 +67,8 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
         )
         return f"attention={now} takes that kernel here already" if new == old and backend != now else None
 
-    return Rung(
-        name=f"attention-{backend}", place=place, title=f"{backend} attention", why=why,
-        apply=plan(attention=backend), obstacle=obstacle,
-    )  # fmt: skip
-
-
-def _compiled(region: str, place: int, why: str) -> Rung:
-    return Rung(
-        name=f"compile-{region}", place=place, title=f"compile {region}", why=why, apply=plan(compile=region)
-    )
+    title, change = f"{backend} attention", plan(attention=backend)
+    return _rung(f"attention-{backend}", place, title, why, change, obstacle=obstacle)
 
 
 def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
@@ -87,11 +79,11 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
             return f"there is no kernel for a {situation.machine.device}"
         return None
 
-    name, title = (names[0], FUSED[names[0]].title) if len(names) == 1 else ("all", "operators")
-    return Rung(
-        name=f"fuse-{name}", place=place, title=f"fused {title}", why=" ".join(FUSED[name].why for name in names),
-        apply=plan(fuse=names), obstacle=obstacle,
-    )  # fmt: skip
+    alone = names[0] if len(names) == 1 else None
+    name, title = f"fuse-{alone or 'all'}", f"fused {FUSED[alone].title if alone else 'operators'}"
+    return _rung(
+        name, place, title, " ".join(FUSED[n].why for n in names), plan(fuse=names), obstacle=obstacle
+    )
 
 
 _ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
@@ -122,11 +114,11 @@ def _batch(factor: int, place: int) -> Rung:
             return "the samples of your batch could not be told apart, so it cannot be made larger"
         return None
 
-    return Rung(
-        name=f"batch-x{factor}", place=place, title=f"batch × {factor}", obstacle=obstacle,
-        why="More samples per step: larger products, and launches and the optimizer's update are shared by more. "
-        "The global batch grows with it, which a recipe must allow for.",
-        apply=plan(micro_batch=lambda situation: situation.micro_batch * factor),
+    return _rung(
+        f"batch-x{factor}", place, f"batch × {factor}",
+        "More samples per step: larger products, and launches and the optimizer's update are shared by more. The "
+        "global batch grows with it, which a recipe must allow for.",
+        plan(micro_batch=lambda situation: situation.micro_batch * factor), obstacle=obstacle,
     )  # fmt: skip
 
 
@@ -161,19 +153,13 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
         return None
 
     alone: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
-    return Rung(
-        name=f"parallel-{kind}", place=place, title=title, why=why, apply=plan(**alone | fields), obstacle=obstacle,
-        twin=True,
-    )  # fmt: skip
-
-
-_SIZE = 256
+    return _rung(f"parallel-{kind}", place, title, why, plan(**alone | fields), obstacle=obstacle, twin=True)
 
 
 def _larger(size: int, patch: int) -> int:
     """256 pixels for the usual 224; for other sizes, a seventh more, as whole patches."""
-    if size == 224 and _SIZE % patch == 0:
-        return _SIZE
+    if size == 224 and 256 % patch == 0:
+        return 256
     patches = size // patch
     return patch * (patches + max(1, round(patches / 7)))
 
@@ -210,78 +196,61 @@ def _compressed(part: str, place: int, title: str, why: str, change: Callable[[S
             return "its layers have been pruned already"
         return None
 
-    return Rung(
-        name=f"compress-{part}",
-        place=place,
-        title=title,
-        why=f"{why} It starts untrained like the baseline, so that its loss is the most that it costs: `penstock "
-        "compress` keeps what a trained model knows, and a teacher helps. Reported rather than carried.",
-        apply=smaller,
-        obstacle=obstacle,
-        carried=False,
+    why = (
+        f"{why} It starts untrained like the baseline, so that its loss is the most that it costs: `penstock compress` "
+        "keeps what a trained model knows, and a teacher helps. Reported rather than carried."
     )
+    return _rung(f"compress-{part}", place, title, why, smaller, obstacle=obstacle, carried=False)
 
 
-for _rung in (
-    Rung(
-        name="matmul",
-        place=100,
-        title="fast fp32 matmul",
-        why="Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction; on a "
-        "CPU oneDNN, which rounds inputs to bf16, 7 bits of the fraction, on a processor with AMX, and nowhere else.",
-        apply=plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
+for _each in (
+    _rung(
+        "matmul", 100, "fast fp32 matmul",
+        "Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction; on a CPU "
+        "oneDNN, which rounds inputs to bf16, 7 bits of the fraction, on a processor with AMX, and nowhere else.",
+        plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
     ),
-    Rung(
-        name="memory",
-        place=150,
-        title="keep freed memory",
-        why="The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the "
-        "same pages again.",
-        apply=plan(host_memory="keep"),
+    _rung(
+        "memory", 150, "keep freed memory",
+        "The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the same "
+        "pages again.",
+        plan(host_memory="keep"),
         obstacle=lambda setting, situation: unavailable() if situation.machine.device == "cpu" else None,
     ),
     _autocast("bf16", 200),
-    _optimizer(
-        "foreach",
-        300,
+    _rung(
+        "optimizer-foreach", 300, "foreach optimizer",
         "Each operator of the update covers many tensors in one launch. On a CPU torch has no such kernels.",
+        plan(optimizer="foreach"),
     ),
-    _optimizer(
-        "fused",
-        310,
+    _rung(
+        "optimizer-fused", 310, "fused optimizer",
         "The whole update is one kernel per group of tensors: weights, gradients and moments are read once.",
+        plan(optimizer="fused"),
     ),
-    _optimizer(
-        "contiguous",
-        320,
-        "Weights and gradients live in one flat buffer per group, which the fused update, clipping and clearing "
-        "cross in a single pass.",
+    _rung(
+        "optimizer-contiguous", 320, "contiguous optimizer",
+        "Weights and gradients live in one flat buffer per group, which the fused update, clipping and clearing cross "
+        "in a single pass.",
+        plan(optimizer="contiguous"),
     ),
     # After the optimizers: an overflowed step can be skipped on the device by the fused ones only.
-    _autocast("fp16", 340),
-    Rung(
-        name="masters",
-        place=350,
-        title="fp32 master weights",
-        why="The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
+    _autocast("fp16", 340, obstacle=_needless_fp16),
+    _rung(
+        "masters", 350, "fp32 master weights",
+        "The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
         "updates are made on fp32 copies in the optimizer.",
-        apply=plan(precision="O2", dtype=lambda situation: situation.half),
-        choice="precision",
+        plan(precision="O2", dtype=lambda situation: situation.half), choice="precision",
     ),
-    Rung(
-        name="classifier",
-        place=400,
-        title="pooled classifier",
-        why="The mean over patches is classified instead of a class token: one token less, and a rounder length.",
-        apply=_pooled,
-        obstacle=_has_class_token,
+    _rung(
+        "classifier", 400, "pooled classifier",
+        "The mean over patches is classified instead of a class token: one token less, and a rounder length.",
+        _pooled, obstacle=_has_class_token,
     ),
-    Rung(
-        name="token-order",
-        place=500,
-        title="batch second",
-        why="Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
-        apply=plan(token_order="batch_second"),
+    _rung(
+        "token-order", 500, "batch second",
+        "Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
+        plan(token_order="batch_second"),
     ),
     _attention(
         "plain", 600, "Two batched products with the scores in memory, which are quick for short sequences."
@@ -289,173 +258,125 @@ for _rung in (
     _attention("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."),
     _attention("efficient", 620, "Pins torch's memory-efficient kernel, which keeps no scores in memory."),
     _attention(
-        "native",
-        605,
+        "native", 605,
         "A kernel in C++ that forgets its scores, reads heads where they are and drops weights out as it goes.",
     ),
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
-    Rung(
-        name="loss-chunked",
-        place=650,
-        title="loss in chunks",
-        why="Logits over a vocabulary are made for some tokens at a time, with their gradients, so that they never lie "
-        "in memory all together.",
-        apply=plan(loss="chunked"),
+    _rung(
+        "loss-chunked", 650, "loss in chunks",
+        "Logits over a vocabulary are made for some tokens at a time, with their gradients, so that they never lie in "
+        "memory all together.",
+        plan(loss="chunked"),
     ),
-    Rung(
-        name="padding",
-        place=660,
-        title="padding left out",
-        why="An encoder computes the tokens that are there, and no padding. On a GPU attention still sees it, unless "
-        "it is flash.",
-        apply=plan(padding="remove"),
-        obstacle=lambda setting, situation: (
-            None if situation.padding_share else "no token of its batches is padding"
-        ),
+    _rung(
+        "padding", 660, "padding left out",
+        "An encoder computes the tokens that are there, and no padding. On a GPU attention still sees it, unless it is "
+        "flash.",
+        plan(padding="remove"),
+        obstacle=lambda _, situation: None if situation.padding_share else "no token of its batches is padding",
     ),
-    Rung(
-        name="packed",
-        place=665,
-        title="packed sequences",
-        why="Documents fill samples behind each other, so that nothing is padding. A sample then has more text, so "
-        "that this is compared by tokens: as samples count those of the baseline that hold as much.",
-        apply=lambda setting, situation: replace(setting, packed=True),
-        obstacle=_not_packed,
+    _rung(
+        "packed", 665, "packed sequences",
+        "Documents fill samples behind each other, so that nothing is padding. A sample then has more text, so that "
+        "this is compared by tokens: as samples count those of the baseline that hold as much.",
+        lambda setting, situation: replace(setting, packed=True), obstacle=_not_packed,
     ),
-    Rung(
-        name="length-groups",
-        place=670,
-        title="similar lengths",
-        why="Each batch holds samples of similar length, so that less of it is padding. Batches are then not drawn "
-        "wholly by chance.",
-        apply=lambda setting, situation: replace(setting, by_length=True),
-        obstacle=_not_by_length,
+    _rung(
+        "length-groups", 670, "similar lengths",
+        "Each batch holds samples of similar length, so that less of it is padding. Batches are then not drawn wholly "
+        "by chance.",
+        lambda setting, situation: replace(setting, by_length=True), obstacle=_not_by_length,
     ),
-    Rung(
-        name="experts-loop",
-        place=680,
-        title="experts one by one",
-        why="Each expert has a product of its own in place of one for all: for few experts with many tokens each, for "
+    _rung(
+        "experts-loop", 680, "experts one by one",
+        "Each expert has a product of its own in place of one for all: for few experts with many tokens each, for "
         "which a machine may have quicker kernels.",
-        apply=plan(experts="loop"),
+        plan(experts="loop"),
     ),
-    _compiled(
-        "blocks",
-        700,
+    _rung(
+        "compile-blocks", 700, "compile blocks",
         "Fuses the pointwise work of a block into few kernels; one compilation serves all blocks.",
+        plan(compile="blocks"),
     ),
-    _compiled("whole", 710, "Compiles the whole model at once: more to fuse, and longer to compile."),
+    _rung(
+        "compile-whole", 710, "compile whole",
+        "Compiles the whole model at once: more to fuse, and longer to compile.", plan(compile="whole"),
+    ),
     *(_fused(names, place) for place, names in enumerate((*((name,) for name in FUSED), tuple(FUSED)), 720)),
-    Rung(
-        # After compilation, which fuses the scaling into its neighbours: eager, the scaling costs what fp8 gains.
-        name="fp8",
-        place=750,
-        title="fp8 products",
-        why="Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
-        apply=plan(products="fp8_tensorwise"),
-        choice="products",
+    # After compilation, which fuses the scaling into its neighbours: eager, the scaling costs what fp8 gains.
+    _rung(
+        "fp8", 750, "fp8 products",
+        "Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
+        plan(products="fp8_tensorwise"), choice="products",
     ),
-    Rung(
-        name="int8",
-        place=755,
-        title="int8 products",
-        why="Products in the blocks run at twice the rate of bf16 where there are units for int8 (VNNI on a CPU), and "
+    _rung(
+        "int8", 755, "int8 products",
+        "Products in the blocks run at twice the rate of bf16 where there are units for int8 (VNNI on a CPU), and "
         "inputs are kept in half the bytes. Rounding costs some of it, most where it is not compiled.",
-        apply=plan(products="int8_all"),
-        choice="products",
+        plan(products="int8_all"), choice="products",
     ),
     _batch(2, 800),
     _batch(4, 810),
     _several(
-        "pipeline",
-        840,
-        "stages (pipeline)",
+        "pipeline", 840, "stages (pipeline)",
         "Each process holds some of the blocks, and a batch passes through them in pieces: memory per process shrinks, "
         "and little is sent, but stages wait for the first piece and the last.",
-        pp=_procs,
-        accumulate=_procs,
-        micro_batch=lambda situation: situation.micro_batch // situation.procs,
+        pp=_procs, accumulate=_procs, micro_batch=lambda situation: situation.micro_batch // situation.procs,
     ),
     _several(
-        "tensor",
-        842,
-        "layers split (tensor)",
+        "tensor", 842, "layers split (tensor)",
         "Each process holds a part of every layer, and what they compute is added up twice a block: for blocks that "
         "are too large for one, over links as quick as those within a node.",
         tp=_procs,
     ),
     _several(
-        "context",
-        845,
-        "tokens split (context)",
+        "context", 845, "tokens split (context)",
         "Each process computes some of the tokens of every sample, and keys and values are passed round: for samples "
         "whose activations are too long for one.",
         cp=_procs,
     ),
     _several(
-        "ddp",
-        850,
-        "replicas (DDP)",
+        "ddp", 850, "replicas (DDP)",
         "Each process has a copy of the model and its own samples; gradients are averaged while the backward pass goes "
         "on. The global batch grows with the number of processes, which a recipe must allow for.",
-        dp=_procs,
-        sharding="ddp",
+        dp=_procs, sharding="ddp",
     ),
     _several(
-        "fsdp",
-        860,
-        "shards (FSDP)",
+        "fsdp", 860, "shards (FSDP)",
         "Each process keeps its rows of weights, gradients and optimizer states, and gathers one block ahead: memory "
         "per process shrinks, and more is sent than by replicas.",
-        dp=_procs,
-        sharding="fsdp",
+        dp=_procs, sharding="fsdp",
     ),
     _several(
-        "hsdp",
-        870,
-        "grouped shards (HSDP)",
+        "hsdp", 870, "grouped shards (HSDP)",
         "Shards within groups of neighbours, whole copies between them: gathering stays within a group, and between "
         "groups only gradients go, once a step.",
-        dp=_procs,
-        sharding="hsdp",
-        shard=lambda situation: group_size(situation.procs),
+        dp=_procs, sharding="hsdp", shard=lambda situation: group_size(situation.procs),
     ),
-    Rung(
-        name="image",
-        place=900,
-        title="larger image (FLOP/s)",
-        why="224 pixels make 14 × 14 patches, 256 make 16 × 16: powers of two that tiles divide. A sample is then more "
+    _rung(
+        "image", 900, "larger image (FLOP/s)",
+        "224 pixels make 14 × 14 patches, 256 make 16 × 16: powers of two that tiles divide. A sample is then more "
         "work, so this is compared in model FLOP/s, and is reported rather than carried.",
-        apply=_larger_image,
-        obstacle=lambda setting, situation: vision_only(setting),
-        compared_by="flops",
-        carried=False,
+        _larger_image, obstacle=lambda setting, situation: vision_only(setting), compared_by="flops", carried=False,
     ),
     _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),
-    _compressed(
-        "width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width
-    ),
-    Rung(
-        name="muon",
-        place=930,
-        title="Muon for AdamW",
-        why="Updates of the blocks' matrices are orthogonalised. A step takes longer, and fewer may reach a loss: the "
+    _compressed("width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width),
+    _rung(
+        "muon", 930, "Muon for AdamW",
+        "Updates of the blocks' matrices are orthogonalised. A step takes longer, and fewer may reach a loss: the "
         "seconds to the loss are of a few steps, at AdamW's learning rate. It trains another model, so it is reported "
         "rather than carried; `--recipe.optimizer muon` trains with it.",
-        apply=plan(algorithm="muon", optimizer="fused"),
-        carried=False,
+        plan(algorithm="muon", optimizer="fused"), carried=False,
     ),
-    Rung(
-        name="whole-half",
-        place=1000,
-        title="whole model half",
-        why="Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
+    # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
+    _rung(
+        "whole-half", 1000, "whole model half",
+        "Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
-        # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
-        apply=plan(precision="O3", dtype=lambda situation: situation.half, products="plain"),
+        plan(precision="O3", dtype=lambda situation: situation.half, products="plain"),
     ),
-):
-    register(_rung)
+):  # fmt: skip
+    register(_each)
 
 
 def all_rungs() -> tuple[Rung, ...]:

@@ -109,7 +109,7 @@ class Whole:
 
 def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
     """The `choices` likeliest of each prompt's texts, in the order in which they were made."""
-    if wanted.best_of == wanted.choices or wanted.most == 0:
+    if wanted.best_of == wanted.choices or wanted.max_tokens == 0:
         return list(texts)
     chosen: list[Whole] = []
     for start in range(0, len(texts), wanted.best_of):

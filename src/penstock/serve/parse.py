@@ -63,7 +63,7 @@ class TextRequest:
     prompts: tuple[str | tuple[int, ...], ...]
     decoding: dict[str, Any]
     """Fields of `Decoding` but for `stop`, `max_tokens` where the request says it."""
-    most: int | None = None
+    max_tokens: int | None = None
     """Most new tokens; None: the usual number."""
     choices: int = 1
     stop: tuple[str, ...] = ()
@@ -89,9 +89,11 @@ class TextRequest:
         return self.logprobs is not None or self.best_of > self.choices
 
 
-def body_of(raw: bytes, route: str, *, most: int) -> dict[str, Any]:
-    """The table in a body of at most `most` bytes. Raises ConfigError for others, and for keys that `route` lacks."""
-    body = parse_json(raw, "The body of the request", bounds=Bounds(bytes=most, values=200_000, control=True))
+def body_of(raw: bytes, route: str, *, max_bytes: int) -> dict[str, Any]:
+    """The table in a body of at most `max_bytes`. Raises ConfigError for others, and for keys that `route` lacks."""
+    body = parse_json(
+        raw, "The body of the request", bounds=Bounds(bytes=max_bytes, values=200_000, control=True)
+    )
     known = _KEYS[route]
     body = {
         key: value for key, value in body.items() if value is not None and value not in _IDLE.get(key, ())
@@ -266,10 +268,10 @@ def _request(
     elif not isinstance(label, str | None):
         raise ConfigError("label must be a text, or a list with one for each prompt.")
     from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are refused at once
-    most = _field(
+    max_tokens = _field(
         body, "max_tokens", Annotated[int, Range(0 if body.get("echo") is True else 1, 1 << 24)], None
     )
-    decoding = chosen(usual, decoding | ({"max_tokens": most} if most else {}))[0]
+    decoding = chosen(usual, decoding | ({"max_tokens": max_tokens} if max_tokens else {}))[0]
     decoding.pop("stop", None)
     options = {key: value for key, value in _field(body, "stream_options", dict, {}).items() if value}
     if more := {*options} - {"include_usage"}:
@@ -280,7 +282,7 @@ def _request(
     return TextRequest(
         prompts=tuple(prompts),
         decoding=decoding,
-        most=most,
+        max_tokens=max_tokens,
         choices=choices,
         best_of=choices,
         stop=tuple(stop),

@@ -59,7 +59,7 @@ class Job:
     number: int
     prompt: int
     """Tokens."""
-    most: int
+    max_tokens: int
     """Most tokens to generate."""
     read: int = 0
     """Tokens of the prompt that are in the cache."""
@@ -69,7 +69,7 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens of the whole sequence, when it is as long as it may be."""
-        return self.prompt + self.most
+        return self.prompt + self.max_tokens
 
 
 class Read(NamedTuple):
@@ -115,13 +115,13 @@ class Scheduler:
     def submit(self, job: Job) -> None:
         """Queue a job. Raises TooLong for one that can never run, QueueFull where too many wait."""
         limits = self.limits
-        if job.prompt < 1 or job.most < 1:
+        if job.prompt < 1 or job.max_tokens < 1:
             raise TooLong("A request needs at least one token of a prompt, and one to generate.")
         if job.tokens > limits.context or limits.blocks(job.tokens) > limits.cache:
             most = min(limits.context, limits.cache // limits.block * limits.block)
             raise TooLong(
-                f"The prompt has {job.prompt:,} tokens and {job.most:,} are to be generated, but a sequence may have "
-                f"{most:,} in all. Shorten the prompt, or ask for fewer."
+                f"The prompt has {job.prompt:,} tokens and {job.max_tokens:,} are to be generated, but a sequence may "
+                f"have {most:,} in all. Shorten the prompt, or ask for fewer."
             )
         # A queue of length 0 still takes what finds a free slot.
         if self.running + self.waiting >= limits.room:
@@ -177,4 +177,4 @@ class Scheduler:
     def has_made(self, job: Job, tokens: int = 1) -> bool:
         """Report tokens; returns whether the job has all that it may have. The caller removes finished jobs."""
         job.made += tokens
-        return job.made >= job.most
+        return job.made >= job.max_tokens

@@ -156,23 +156,23 @@ class Service:
 
     async def _table(self, request: Request, route: str) -> dict[str, Any]:
         """The table in the body, which must come whole in time and not be too long. An image alone is its `input`."""
-        most, raw = self.config.body_bytes or (IMAGE_BYTES if self.images else TEXT_BYTES), bytearray()
-        large = Fault(413, f"The body has more than {most:,} bytes, which is the most that is read.")
+        limit, raw = self.config.body_bytes or (IMAGE_BYTES if self.images else TEXT_BYTES), bytearray()
+        large = Fault(413, f"The body has more than {limit:,} bytes, which is the most that is read.")
         length = request.headers.get("content-length", "0")
-        if length.isascii() and length.isdigit() and int(length[:20]) > most:
+        if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise large
         try:
             async with asyncio.timeout(self.config.body_seconds):
                 async for part in request.stream():
                     raw += part
-                    if len(raw) > most:
+                    if len(raw) > limit:
                         raise large
         except TimeoutError:
             seconds = f"{self.config.body_seconds:g} s"
             raise Fault(408, f"The body did not come within {seconds}.") from None
         if route == "classify" and self.images and raw.lstrip()[:1] != b"{":
             return {"input": base64.b64encode(raw).decode()}
-        body = parse.body_of(bytes(raw), route, most=most)
+        body = parse.body_of(bytes(raw), route, max_bytes=limit)
         self._require_name(body.get("model", self.name))
         return body
 
@@ -302,9 +302,9 @@ class Service:
             raise Fault(400, "A prompt is empty.")
         if wanted.scored and self.source:
             raise Fault(400, "This model is an encoder–decoder, whose log-probabilities are not given.")
-        if wanted.most == 0:  # prompts are scored, one after the other
+        if wanted.max_tokens == 0:  # prompts are scored, one after the other
             self.backend.require_room(1)
-        tickets = self._submit(wanted, prompts) if wanted.most != 0 else []
+        tickets = self._submit(wanted, prompts) if wanted.max_tokens != 0 else []
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
         made = tickets[0].number if tickets else 0
         number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{made}-{int(time.time())}"
@@ -360,7 +360,7 @@ class Service:
         for row, route in zip(prompts, routes, strict=True):
             for choice in range(wanted.best_of):
                 decoding = dict(wanted.decoding)
-                if not wanted.most:
+                if not wanted.max_tokens:
                     prompt = 1 if self.source else len(row)
                     decoding |= lengths(self.backend.usual, decoding, prompt, room)
                 if decoding.get("seed") is not None:

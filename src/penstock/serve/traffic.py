@@ -279,7 +279,7 @@ class _One:
             self.scheduler.has_read(read)
             if read.job.made:
                 self.firsts[read.job.number] = self.now
-                if read.job.made >= read.job.most:
+                if read.job.made >= read.job.max_tokens:
                     self._finish(read.job)
         for job in turn.decode:
             if self.scheduler.has_made(job, steps):
@@ -305,7 +305,7 @@ def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, floa
     each = costs.decode(rows, cached)
     if turn.reads:
         return 1, seconds + each
-    steps = min(job.most - job.made for job in turn.decode)
+    steps = min(job.max_tokens - job.made for job in turn.decode)
     if until < math.inf and each > 0:
         steps = max(1, min(steps, math.ceil(until / each)))
     return steps, steps * costs.decode(rows, cached + (steps - 1) / 2)

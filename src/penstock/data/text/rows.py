@@ -67,7 +67,7 @@ class RowSource(TextSource):
     def padding_share(self) -> float:
         """How much of the samples is padding, where each is padded to the full length."""
         assert self.lengths is not None
-        return 1 - float(self.lengths.mean()) / self._frame.most
+        return 1 - float(self.lengths.mean()) / self._frame.total_length
 
     def renumber(self, classes: tuple[str, ...], numbers: NDArray[np.int64]) -> None:
         """Take the numbers of a model's classes, (own classes,), in place of the source's own."""
@@ -108,7 +108,7 @@ class _Frame:
         self._rooms = [limit - frame.tokens for limit, frame in zip(self._limits, frames, strict=True)]
         if min(self._rooms) <= 0:
             raise ConfigError(f"Rows of {min(self._limits)} tokens have no room for text; make them longer.")
-        self.most = sum(self._limits)
+        self.total_length = sum(self._limits)
 
     def sample(self, *, label: bool | None) -> np.dtype[Any]:
         """`label`: whether it is a class; None without."""

@@ -198,8 +198,9 @@ def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
             "source": "datasheet",
             "launch_seconds": ASSUMED_LAUNCH_SECONDS,
         }
-        words = tuple(table.pop("match"))
-        machines[name] = (from_dict(Machine, values | table, origin=f"machines.toml [{name}]"), words)
+        words = tuple(table["match"])
+        values |= {key: value for key, value in table.items() if key != "match"}
+        machines[name] = (from_dict(Machine, values, origin=f"machines.toml [{name}]"), words)
     return machines
 
 

@@ -1,15 +1,17 @@
-"""Tables in TOML that come with the package: presets, what they are trained for, and machines."""
+"""Tables in TOML that come with the package: presets, jobs, machines, and the models of transformers."""
 
 from __future__ import annotations
 
+import functools
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 
+@functools.cache
 def read_shipped(name: str) -> dict[str, Any]:
-    """The content of `presets/NAME.toml`."""
+    """The content of `presets/NAME.toml`, not to be changed."""
     return tomllib.loads(
         resources.files("penstock.config").joinpath(f"presets/{name}.toml").read_text(encoding="utf-8")
     )

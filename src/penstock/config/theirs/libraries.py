@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
 from penstock.config.load import from_dict
 from penstock.config.model import FAMILIES
 from penstock.config.shipped import read_shipped, with_forms
-from penstock.config.theirs import names
 from penstock.config.theirs.library import Library, WindowTurns
+from penstock.config.theirs.names import names_of
 
 _ACTIVATIONS: dict[str, Mapping[str, Mlp]] = {
     "plain": PLAIN_NAMES,
@@ -32,7 +33,7 @@ def _read(model_type: str, table: dict[str, Any]) -> Library:
         base=from_dict(family, base, origin=f"libraries.toml, {model_type}"),
         options={name: (option[0], option[1:]) for name, option in settings.pop("options").items()},
         activation=(activation["option"], _ACTIVATIONS[known] if isinstance(known, str) else known),
-        names=getattr(names, f"{settings.pop('names')}_names"),
+        names=partial(names_of, settings.pop("names")),
         window=window if isinstance(window, str) else WindowTurns(**window),
         **{
             name: frozenset(value) if name in ("free", "nulls") else value for name, value in settings.items()

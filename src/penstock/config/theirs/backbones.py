@@ -1,5 +1,4 @@
-"""The vision models of transformers that are tuned to tell images apart, as data: DINOv2 and 3, and the towers of CLIP
-and SigLIP."""
+"""The vision models of transformers that are tuned to tell images apart, which `presets/backbones.toml` describes."""
 
 from __future__ import annotations
 
@@ -13,9 +12,9 @@ from typing import Any
 
 from penstock.config.activations import ACTIVATIONS, GATED_NAMES, PLAIN_NAMES, UNGATED, Mlp
 from penstock.config.convert import shown_value
-from penstock.config.layer import Rotary
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import ViTConfig
+from penstock.config.shipped import read_shipped, with_forms
 from penstock.config.theirs.library import FREE, refused
 from penstock.config.theirs.names import Names, WeightPlaces
 from penstock.errors import ConfigError
@@ -98,108 +97,27 @@ _OF_ONE_SAMPLE = (
     "embeddings.cls_token", "embeddings.register_tokens", "embeddings.position_embeddings", "head.probe",
 )  # fmt: skip
 """Tensors that are stored with a first dimension of 1."""
-_SIZES: dict[str, tuple[Any, str]] = {
-    "hidden_size": (768, "width"), "num_hidden_layers": (12, "depth"), "num_attention_heads": (12, "heads"),
-    "num_channels": (3, "channels"), "image_size": (224, "image_size"), "patch_size": (16, "patch_size"),
-    "layer_norm_eps": (1e-6, "norm_eps"),
-}  # fmt: skip
-_WIDE: dict[str, tuple[Any, str]] = {
-    **_SIZES, "intermediate_size": (3072, "mlp_width"), "attention_dropout": (0.0, "attention_dropout"),
-}  # fmt: skip
-_DINO_PARTS = {
-    "norm1": "norm1", "branch1.scale": "layer_scale1.lambda1", "norm2": "norm2",
-    "branch2.scale": "layer_scale2.lambda1",
-}  # fmt: skip
-_DINO_ENDS = {
-    "class_token": "embeddings.cls_token", "registers": "embeddings.register_tokens",
-    "encoder.places.weight": "embeddings.position_embeddings", "norm": "layernorm", "head": "classifier",
-}  # fmt: skip
-_DINO2: dict[str, Any] = {
-    "base": ViTConfig(class_token=True),
-    "must": {"hidden_dropout_prob": (0.0,), "drop_path_rate": (0.0,)},
-    "gate": "use_swiglu_ffn",
-    "gated_parts": {"mlp.up": ("mlp.weights_in",), "mlp.down": ("mlp.weights_out",)},
-    "stem": "embeddings.patch_embeddings.projection",
-    "block": "encoder.layer.{i}.",
-    "inner": tuple(f"attention.attention.{one}" for one in ("query", "key", "value")),
-    "parts": {
-        **_DINO_PARTS, "attention.out": "attention.output.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2",
-    },
-    "ends": _DINO_ENDS,
-}  # fmt: skip
-_DINO2_OPTIONS: dict[str, tuple[Any, str]] = {
-    **_SIZES, "mlp_ratio": (4, "mlp_width"), "hidden_act": ("gelu", "mlp"), "qkv_bias": (True, "qkv_bias"),
-    "attention_probs_dropout_prob": (0.0, "attention_dropout"), "layerscale_value": (1.0, "layer_scale"),
-}  # fmt: skip
-_TOWER: dict[str, Any] = {
-    "stem": "embeddings.patch_embedding",
-    "block": "encoder.layers.{i}.",
-    "inner": tuple(f"self_attn.{one}_proj" for one in "qkv"),
-    "parts": {
-        "norm1": "layer_norm1", "attention.out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp.up": "mlp.fc1",
-        "mlp.down": "mlp.fc2",
-    },
-    "ends": {
-        "class_token": "embeddings.class_embedding", "encoder.places": "embeddings.position_embedding",
-        "encoder.embedding_norm": "pre_layrnorm", "norm": "post_layernorm", "head": "classifier",
-        "attention_pool.query": "head.probe", "attention_pool.attention.q": "head.attention.q_proj",
-        "attention_pool.attention.out": "head.attention.out_proj", "attention_pool.norm": "head.layernorm",
-        "attention_pool.mlp.up": "head.mlp.fc1", "attention_pool.mlp.down": "head.mlp.fc2",
-    },
-    "prefix": "vision_model.",
-}  # fmt: skip
 
-BACKBONES: tuple[Backbone, ...] = (
-    Backbone(
-        model_type="dinov3_vit",
-        base=ViTConfig(class_token=True, positions="axial", key_bias=False, rotary=Rotary(base=100.0)),
-        options={
-            **_WIDE, "hidden_size": (384, "width"), "num_attention_heads": (6, "heads"),
-            "intermediate_size": (1536, "mlp_width"), "hidden_act": ("gelu", "mlp"),
-            "layer_norm_eps": (1e-5, "norm_eps"), "rope_theta": (100.0, "rotary.base"),
-            "query_bias": (True, "qkv_bias"), "value_bias": (True, "qkv_bias"),
-            "key_bias": (False, "key_bias"), "proj_bias": (True, "bias"), "mlp_bias": (True, "bias"),
-            "layerscale_value": (1.0, "layer_scale"), "num_register_tokens": (0, "registers"),
-        },
-        must={"drop_path_rate": (0.0,)}, unapplied=("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"),
-        gate="use_gated_mlp", gated=GATED_NAMES, gated_parts={"mlp.up": ("mlp.gate_proj", "mlp.up_proj")},
-        stem="embeddings.patch_embeddings", block="layer.{i}.",
-        inner=tuple(f"attention.{one}_proj" for one in "qkv"),
-        parts={
-            **_DINO_PARTS, "attention.out": "attention.o_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-        },
-        ends={**_DINO_ENDS, "norm": "norm"}, mark=r"embeddings\.patch_embeddings\.weight$", tower="DINOv3ViTModel",
-        prefix="model.",
-    ),
-    Backbone(
-        model_type="dinov2_with_registers",
-        options={**_DINO2_OPTIONS, "num_register_tokens": (4, "registers")},
-        mark=r"embeddings\.register_tokens$", tower="Dinov2WithRegistersModel",
-        classes=("Dinov2WithRegistersForImageClassification", {"classifier": "both"}),
-        prefix="dinov2_with_registers.", antialias=True, **_DINO2,
-    ),
-    Backbone(
-        model_type="dinov2", options={**_DINO2_OPTIONS, "patch_size": (14, "patch_size")},
-        mark=r"layer_scale1\.lambda1$", tower="Dinov2Model",
-        classes=("Dinov2ForImageClassification", {"classifier": "both"}), prefix="dinov2.", **_DINO2,
-    ),
-    Backbone(
-        model_type="clip_vision_model", whole="clip",
-        base=ViTConfig(class_token=True, stem_bias=False, embedding_norm=True),
-        options={
-            **_WIDE, "patch_size": (32, "patch_size"), "hidden_act": ("quick_gelu", "mlp"),
-            "layer_norm_eps": (1e-5, "norm_eps"),
-        },
-        mark=r"embeddings\.class_embedding$", tower="CLIPVisionModel",
-        classes=("CLIPForImageClassification", {"classifier": "pooled", "class_token": True, "pool_norm": "none"}),
-        **_TOWER,
-    ),
-    Backbone(
-        model_type="siglip_vision_model", whole="siglip", base=ViTConfig(classifier="attention", mlp="gelu_tanh"),
-        options=_WIDE, must={"hidden_act": ("gelu_pytorch_tanh",)}, mark=r"embeddings\.patch_embedding\.weight$",
-        tower="SiglipVisionModel", classes=("SiglipForImageClassification", {"classifier": "pooled"}), **_TOWER,
-    ),
-)  # fmt: skip
+
+def _read(model_type: str, table: Mapping[str, Any]) -> Backbone:
+    """A family by its table, whose lists are tuples here."""
+    settings: dict[str, Any] = _tuples(table)
+    settings["base"] = from_dict(ViTConfig, settings.get("base", {}), origin=f"backbones.toml, {model_type}")
+    if "gated" in settings:
+        settings["gated"] = GATED_NAMES
+    return Backbone(model_type=model_type, **settings)
+
+
+def _tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _tuples(entry) for name, entry in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+_TABLES = read_shipped("backbones")
+BACKBONES = tuple(
+    _read(name, with_forms(table, _TABLES["forms"])) for name, table in _TABLES["backbones"].items()
+)
 
 
 def backbone_of(model_type: Any) -> Backbone | None:

@@ -19,7 +19,7 @@ class Pass(NamedTuple):
     ahead: tuple[float, float] = (1, 1)
     """Elements read and written for each element, forward."""
     behind: tuple[float, float] = (1, 1)
-    """The same backward."""
+    """Operators of torch that compute its gradient."""
     launches: int = 1
     keeps: bool = False
     """Whether it keeps an element for each beside what the first operator reads."""

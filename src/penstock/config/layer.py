@@ -43,7 +43,7 @@ class Rotary:
     short: tuple[Positive, ...] = ()
     """How many times each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
     long: tuple[Positive, ...] = ()
-    """The same in longer samples, and in texts that may become longer as they are continued."""
+    """Factors in longer samples, and in texts that may become longer as they are continued."""
     interleaved: bool = False
     """Whether features 2 i and 2 i + 1 turn together, and not i and i + half of those that turn."""
     share: PositiveShare = 1.0
@@ -235,12 +235,12 @@ class Layer:
 
     @property
     def mixture(self) -> ExpertMixture | None:
-        """Its experts, if its feed-forward is a mixture."""
+        """The experts, if the feed-forward is a mixture."""
         return self.feed if isinstance(self.feed, ExpertMixture) else None
 
     @property
     def perceptron(self) -> FeedForward:
-        """Its perceptron, or that of one of its experts."""
+        """The perceptron, or that of one of the experts."""
         return self.feed.expert if isinstance(self.feed, ExpertMixture) else self.feed
 
     @property

@@ -23,7 +23,7 @@ class UpdateRule:
     """How one optimizer updates weights, in numbers per weight."""
 
     torch: str = ""
-    """Its class in `torch.optim`; "" of Penstock's own."""
+    """Name of the class in `torch.optim`; "" of Penstock's own."""
     moments: int
     """Elements that it keeps per weight."""
     forms: tuple[OptimizerForm, ...] = _UNFUSED
@@ -35,7 +35,7 @@ class UpdateRule:
     settings: tuple[str, ...] = ()
     """Options that it takes from a recipe, whose beta1 is `momentum` and whose beta2 is `alpha`; others are torch's."""
     matrices: Literal["", "orthogonal", "factored"] = ""
-    """Its treatment of whole matrices: it orthogonalises their updates, or keeps means of their rows and columns."""
+    """Treatment of whole matrices: it orthogonalises their updates, or keeps means of their rows and columns."""
     decays: bool = True
     """Whether it has weight decay."""
     refused: str = ""
@@ -43,7 +43,7 @@ class UpdateRule:
 
     @property
     def skips(self) -> tuple[OptimizerForm, ...]:
-        """Its forms that skip an overflowed step without making the host wait."""
+        """Forms of `plan.optimizer` that skip an overflowed step without making the host wait."""
         return tuple(form for form in self.forms if form in SKIPS_ON_DEVICE and "fused" in self.forms)
 
 

@@ -247,7 +247,7 @@ class Stack:
 
     @cached_property
     def mixture(self) -> ExpertMixture:
-        """Its experts and how they are chosen, for those of its layers that have any."""
+        """The experts and how they are chosen, for those of the layers that have any."""
         own = {one.name: getattr(self, one.name) for one in fields(ExpertMixture) if one.name != "expert"}
         if self.router_normalised is None:
             own["router_normalised"] = self.experts_per_token > 1

@@ -121,7 +121,7 @@ class Course:
                 return
 
     def _narrow(self, setting: Setting) -> bool:
-        """Whether a setting's ratio to the baseline is known well enough to end before the time is up."""
+        """Whether the interval of a setting's ratio to the baseline is narrow enough to stop early."""
         ratio = self.account.ratio(setting, self.first)
         return ratio is not None and ratio.high <= (1 + SMALL) * ratio.value
 

@@ -106,7 +106,7 @@ class Losses:
 
     @property
     def noise_if_run(self) -> Noise | None:
-        """The same, where something asked for it."""
+        """`noise`, if something has asked for it; it is not measured now."""
         return self._noise
 
     def curve(self, setting: Setting) -> tuple[float, ...]:
@@ -118,7 +118,7 @@ class Losses:
         return self._curves[setting]
 
     def known(self, setting: Setting) -> tuple[float, ...]:
-        """The same, of those that were run."""
+        """Losses of a setting that were measured already; empty if none were."""
         return self._curves.get(setting, ())
 
     def difference(self, setting: Setting) -> float | None:
@@ -140,7 +140,7 @@ class Losses:
         )
 
     def allowed(self, setting: Setting) -> float | None:
-        """The part of that which chance explains; of steps that were timed, also the rounding of its type."""
+        """Largest loss difference that chance explains; of steps that were timed, also the rounding of the type."""
         noise = self._beside(setting)
         if noise is None:
             return None

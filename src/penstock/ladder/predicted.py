@@ -30,7 +30,7 @@ class PredictedRung:
     name: str
     title: str
     change: str
-    """Its changes, as words of a Plan or a model."""
+    """Changes that the rung makes, as words of a Plan or a model."""
     prediction: Prediction
     to_previous: float
     """Times as fast as what it was applied to: in samples per second, or in FLOP/s where a sample itself changes."""

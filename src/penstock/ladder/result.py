@@ -74,7 +74,7 @@ class Equality:
     loss: float
     """Largest relative difference of the losses; infinite where one of the two is no finite number."""
     norm: float | None
-    """The same of the gradients' norms, where these were taken."""
+    """Largest relative difference of the gradients' norms, where these were taken."""
     tolerance: float
     """Largest difference allowed for losses, for the type that the plan computes in; for norms ten times that."""
 
@@ -116,7 +116,7 @@ class RungResult:
     memory_bytes: int | None = None
     """Peak bytes of the fullest process."""
     memory_by_rank: tuple[int, ...] = ()
-    """The same of each process, where there are several."""
+    """Peak bytes of each process, where there are several."""
     equality: Equality | None = None
     """Whether a rung's several processes compute what one does."""
     compile_seconds: float | None = None
@@ -126,7 +126,7 @@ class RungResult:
     loss_difference: float | None = None
     """`loss` less the baseline's, from the same weights and the same order of samples."""
     allowed_difference: float | None = None
-    """The part of that which chance explains, and the rounding of a script's type."""
+    """Largest loss difference that chance and, of a script, the rounding of its type explain."""
     steps_to_loss: int | None = None
     """Steps of the loss run until its loss is down to the baseline's at the end; None where it stays above."""
     seconds_to_loss: float | None = None
@@ -147,7 +147,7 @@ class Tried:
     predicted: float
     """Speed to the baseline's by the planner alone."""
     corrected: float
-    """The same, corrected by what had been measured before it was built."""
+    """`predicted`, corrected by what had been measured before the setting was built."""
     to_baseline: Estimate
     compile_seconds: float | None
     build_seconds: float

@@ -75,11 +75,11 @@ class Rung:
     name: str
     """Name in `--rungs` and `--skip`; the part before the first dash is its group."""
     place: int
-    """Its place on the ladder: of rungs that gain, the path climbs the lowest first."""
+    """Place on the ladder: of rungs that gain, the path climbs the lowest first."""
     title: str
     """A few words, for tables and figures."""
     why: str
-    """Its effect and why that should pay: one or two sentences for the reader of the page."""
+    """Effect of the rung and why it should pay: one or two sentences for the reader of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
     """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of

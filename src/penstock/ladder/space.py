@@ -13,7 +13,7 @@ from penstock.config import rules
 from penstock.ladder.rung import Rung, Setting, Situation
 
 Key = tuple[str, ...]
-"""The rung taken of each choice, or nothing: what a correction of forecasts knows a setting by."""
+"""One rung (or "") per choice: the key by which forecasts are corrected."""
 
 
 @dataclass(frozen=True, slots=True)

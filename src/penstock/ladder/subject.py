@@ -45,7 +45,7 @@ BATCH = {"cpu": 8, "cuda": 64}
 
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
-"""The same of text, in tokens."""
+"""Tokens per step of a baseline that reads text, by default."""
 
 
 LOOKED_AT = 32
@@ -228,7 +228,7 @@ class Configured(Subject):
         return kept
 
     def worth(self, setting: Setting) -> float:
-        """Worth by the tokens that are not padding, where documents are packed."""
+        """Samples of the baseline that one sample is worth: by its real tokens, where documents are packed."""
         if not setting.packed:
             return 1.0
         each = [f.model.graph.lengths[0] * f.real for f in map(self._fullness, (setting, self.first))]

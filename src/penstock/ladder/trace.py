@@ -37,7 +37,7 @@ SAFE_SOFTMAX_KERNELS, SAFE_SOFTMAX_READ, SAFE_SOFTMAX_WRITTEN = 4, 4 + 1 + 4, 1 
 its softmax: scores are compared with −∞, to a byte each, each row is reduced to one of these, and rows are chosen by it
 (`_safe_softmax` in torch's SoftMax.cpp)."""
 _COMPUTING = ("norm", "activation")
-"""Kinds of which one result has as many elements as were computed, and others may be written beside it."""
+"""Kinds whose first output has the number of computed elements; further outputs are only bookkeeping."""
 _LOSSES = ("log_softmax", "nll_loss")
 """Parts of the names of operations that make a loss of logits."""
 _FUSED = ("add_norm", "bias_activation")

@@ -36,7 +36,7 @@ _OFFERED, _PREDICTED = Entry("pays, but changes results", "--c1"), Entry("predic
 _BEYOND = 1.25
 """A prediction is drawn up to this many times the largest value; an arrow at the axis' end stands for one beyond it."""
 _FAR_LIMIT = 2.5
-"""The same of a limit."""
+"""A limit is drawn up to this many times the longest bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ class Balance:
         self.looks, self._waiting = self.looks + 1, list(range(len(visits)))
 
     def state(self) -> dict[str, Any]:
-        """How it stands, as plain values: `visits` until the step `until`, the highest `load` of `figures`, `moves` and
+        """The state as plain values: `visits` until the step `until`, the highest `load` of `figures`, `moves` and
         `given_up`."""
         return {
             "visits": self.visits, "until": self.until, "load": max(self.figures, default=1.0),

@@ -97,7 +97,8 @@ class Led(Ranks):
         self.engine.require(request)
 
     def admit(self, request: Request) -> int | None:
-        """As the engine's. Slots are numbered through all ranks; the one with the fewest texts gets the next."""
+        """Admit a request as the engine does. Slots are numbered through all ranks; the rank with the fewest texts gets
+        the next."""
         decoding = request.decoding
         if decoding.draws and decoding.seed is None:
             seed = random.SystemRandom().randrange(1 << 31)

@@ -189,7 +189,7 @@ def _content(content: Any) -> str:
 
 
 def _scored(request: TextRequest) -> TextRequest:
-    """The same request. Raises ConfigError for settings that contradict each other."""
+    """Check a request and return it. Raises ConfigError for settings that contradict each other."""
     if request.best_of < request.choices:
         raise ConfigError(f"best_of is {request.best_of}, fewer than the {request.choices} texts of n.")
     unstreamable = {

@@ -228,7 +228,7 @@ def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, repli
 
 
 class _One:
-    """One engine, and the requests that come to it."""
+    """Simulation of one engine and the requests that come to it."""
 
     def __init__(self, arrivals: Sequence[Arrival], limits: Limits, costs: Costs) -> None:
         self.arrivals, self.limits, self.costs = arrivals, limits, costs

@@ -54,7 +54,7 @@ class Preferences(ConversationTask):
     shown = ("loss {loss:.4f}", "accuracy {accuracy:.2%}", "margin {margin:+.4f}")
 
     def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
-        """The same task with a reference, which if it is a module is changed in place, and β."""
+        """A copy of the task with a reference, which if it is a module is changed in place, and β."""
         made = copy.copy(self)
         made.reference, made.beta = reference, beta
         if isinstance(reference, nn.Module):

@@ -117,13 +117,13 @@ class Task(ABC):
         return None
 
     def taught_by(self, teacher: Callable[[Task, nn.Module, Any], Tensor]) -> Self:
-        """The same task with a teacher. Evaluations do without."""
+        """A copy of the task with a teacher, which evaluations do without."""
         taught = copy.copy(self)
         taught.teacher = teacher
         return taught
 
     def among(self, peers: Peers) -> Self:
-        """The same task on a rank with such peers."""
+        """A copy of the task for a rank with these peers."""
         one = copy.copy(self)
         one.peers = peers
         return one
@@ -134,7 +134,7 @@ class Task(ABC):
         return losses.sum() if losses.dim() else losses
 
     def separate(self, model: nn.Module, batch: Any) -> Tensor:
-        """The same with several losses one after the other, (H,), where there are `losses`."""
+        """`loss`, but with several losses one after the other, (H,), where there are `losses`."""
         if self.teacher is not None:
             return self.teacher(self, model, batch)
         return self.loss(model(*self.inputs(batch)), batch)

@@ -45,8 +45,8 @@ class StepNumbers:
 
 
 class PendingSteps:
-    """Room for the losses and gradient norms of `length` steps on `device`. With several ranks `average` makes their
-    mean of what a rank has seen; then all must read at the same steps.
+    """Losses and gradient norms of up to `length` steps, on `device`. With several ranks `average` averages them over
+    the ranks, which must all read at the same steps.
     """
 
     def __init__(

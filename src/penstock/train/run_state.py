@@ -241,7 +241,7 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:
-    """`random_state` of every rank, by rank, on all of them."""
+    """The `random_state` of every rank, in order of ranks; the same list on all."""
     return collect(lambda: random_state(device))
 
 

@@ -28,7 +28,7 @@ ModelConfig = (
 )
 """The configuration of a model of any family."""
 TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
-"""The same of families that transformers has models of."""
+"""The configuration of a text model of a family that transformers has, too."""
 
 
 FAMILIES: dict[str, type] = {family_of(arm): arm for arm in dataclasses_of(ModelConfig)}

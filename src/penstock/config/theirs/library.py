@@ -93,7 +93,7 @@ class Library:
     default: str = ""
     """Activation where the option is absent."""
     of_classes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """The same of options that change nothing but a head of classes."""
+    """Values allowed of options that change nothing but a head of classes."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Options that some versions of transformers call otherwise, with the names in `options`."""
     free: frozenset[str] = frozenset()

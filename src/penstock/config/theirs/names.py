@@ -13,7 +13,7 @@ from penstock.config.stack import Stack
 
 @dataclass(frozen=True, slots=True)
 class WeightPlaces:
-    """Where the weights of one of our modules lie in transformers' model."""
+    """Place of the weights of one of our modules in transformers' model."""
 
     names: tuple[str, ...]
     """Modules, or parameters where ours is one."""

@@ -151,7 +151,7 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Inside, other processes wait that enter for the same target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:

@@ -51,7 +51,7 @@ class Tokenizer(ABC):
 
     name: str
     fingerprint: str
-    """The same for two tokenizers only if they give the same numbers: a SHA-256 in hex."""
+    """SHA-256 in hex, equal for two tokenizers only if they give the same numbers."""
     size: int
     pad: int
     """Token that fills up rows. A tokenizer without one uses `end`, since lengths say what is padding."""

@@ -264,7 +264,7 @@ def label_of(prompt: str) -> str | None:
 
 
 def is_held_out(key: str, every: int = _HELD_OUT) -> bool:
-    """Whether an item is for validation, which one in `every` is, by its key alone."""
+    """Whether an item belongs to the validation split: one in `every`, by a hash of its key."""
     return zlib.crc32(key.encode()) % every == 0
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 import tomllib
 from collections.abc import Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 
 @functools.cache
 def read_shipped(name: str) -> dict[str, Any]:
     """The content of `presets/NAME.toml`, not to be changed."""
-    return tomllib.loads(
-        resources.files("penstock.config").joinpath(f"presets/{name}.toml").read_text(encoding="utf-8")
-    )
+    file = Path(__file__).with_name("presets") / f"{name}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:

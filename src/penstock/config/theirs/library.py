@@ -10,27 +10,10 @@ from penstock.boundary.files import shown
 from penstock.config.activations import Mlp
 from penstock.config.convert import shown_value
 from penstock.config.model import ModelConfig, TextConfig
+from penstock.config.shipped import read_shipped
 from penstock.config.theirs.names import Names
 
-FREE = frozenset({
-    "architectures", "auto_map", "bad_words_ids", "begin_suppress_tokens",
-    "bos_token_id", "chunk_size_feed_forward", "classif_dropout", "classifier_dropout", "decoder_start_token_id",
-    "directionality", "diversity_penalty", "do_sample", "dtype", "early_stopping", "eos_token_id", "eos_token_ids",
-    "exponential_decay_length_penalty", "extra_pos_embeddings", "finetuning_task", "force_bos_token_to_be_generated",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "init_std",
-    "initializer_factor", "initializer_range", "is_llama_config", "label2id", "length_penalty", "max_length",
-    "max_window_layers", "min_length", "model_type", "n_ctx", "n_positions", "n_special", "no_repeat_ngram_size",
-    "num_beam_groups", "num_beams", "num_hidden_layers", "num_labels", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_past", "output_scores", "pad_token_id", "penstock", "pooler_fc_size",
-    "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
-    "predict_special_tokens", "prefix", "pretraining_tp", "qa_dropout", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "seq_classif_dropout",
-    "sinusoidal_pos_embds", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_weights_",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
-    "attn_implementation", "dense_act_fn", "is_gated_act",
-})  # fmt: skip
+FREE = frozenset(read_shipped("libraries")["free"])
 """Options that change nothing that a model computes: names, tokens, how weights are drawn, defaults of generation, and
 what stands in files on the hub though transformers' models do not read it. So do those that begin with an underscore.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from penstock.boundary.files import quoted
@@ -86,6 +87,7 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
     )
 
 
+_procs = attrgetter("procs")
 _ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
 
 
@@ -109,26 +111,19 @@ def _not_by_length(setting: Setting, situation: Situation) -> str | None:
 
 
 def _batch(factor: int, place: int) -> Rung:
-    def obstacle(setting: Setting, situation: Situation) -> str | None:
-        if not situation.splittable:
-            return "the samples of your batch could not be told apart, so it cannot be made larger"
-        return None
-
+    problem = "the samples of your batch could not be told apart, so it cannot be made larger"
     return _rung(
         f"batch-x{factor}", place, f"batch × {factor}",
         "More samples per step: larger products, and launches and the optimizer's update are shared by more. The "
         "global batch grows with it, which a recipe must allow for.",
-        plan(micro_batch=lambda situation: situation.micro_batch * factor), obstacle=obstacle,
+        plan(micro_batch=lambda situation: situation.micro_batch * factor),
+        obstacle=lambda _, situation: None if situation.splittable else problem,
     )  # fmt: skip
 
 
 def group_size(procs: int) -> int:
     """Ranks of a group with sharding=hsdp: the largest that leaves two groups or more; 1 where none does."""
     return max((size for size in range(1, procs // 2 + 1) if procs % size == 0), default=1)
-
-
-def _procs(situation: Situation) -> int:
-    return situation.procs
 
 
 def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
@@ -170,8 +165,7 @@ def _larger_image(setting: Setting, situation: Situation) -> Setting:
 
 
 def _half_depth(stack: Stack) -> Any:
-    kept = (stack.depth + 1) // 2
-    return replace(stack, depth=kept, unequal=stack.unequal[::2])
+    return replace(stack, depth=(stack.depth + 1) // 2, unequal=stack.unequal[::2])
 
 
 def _half_width(stack: Stack) -> Any:

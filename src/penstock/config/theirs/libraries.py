@@ -23,22 +23,18 @@ _ACTIVATIONS: dict[str, Mapping[str, Mlp]] = {
 
 def _read(model_type: str, table: dict[str, Any]) -> Library:
     """A library by its table, with null for "none", tuples for lists, and without what is empty."""
-    settings = _plain(table)
+    settings: dict[str, Any] = _plain(table)
     base, activation = settings.pop("base"), settings.pop("activation")
     family: Any = FAMILIES[base.pop("family")]
-    window = settings.pop("window", "none")
     known = activation["names"]
-    return Library(
-        model_type=model_type,
-        base=from_dict(family, base, origin=f"libraries.toml, {model_type}"),
-        options={name: (option[0], option[1:]) for name, option in settings.pop("options").items()},
-        activation=(activation["option"], _ACTIVATIONS[known] if isinstance(known, str) else known),
-        names=partial(names_of, settings.pop("names")),
-        window=window if isinstance(window, str) else WindowTurns(**window),
-        **{
-            name: frozenset(value) if name in ("free", "nulls") else value for name, value in settings.items()
-        },
-    )
+    settings["base"] = from_dict(family, base, origin=f"libraries.toml, {model_type}")
+    settings["activation"] = activation["option"], _ACTIVATIONS[known] if isinstance(known, str) else known
+    settings["options"] = {name: (option[0], option[1:]) for name, option in settings["options"].items()}
+    settings["names"] = partial(names_of, settings["names"])
+    if isinstance(window := settings.get("window"), dict):
+        settings["window"] = WindowTurns(**window)
+    settings |= {name: frozenset(settings[name]) for name in ("free", "nulls") if name in settings}
+    return Library(model_type=model_type, **settings)
 
 
 def _plain(value: Any) -> Any:

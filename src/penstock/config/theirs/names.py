@@ -77,7 +77,7 @@ def names_of(library: str, config: TextConfig) -> Names:
 
 def _filled(value: Any, place: str, words: Mapping[str, Any]) -> WeightPlaces:
     """An entry of a table below a place in transformers' model, with words for what is in braces."""
-    entry = {"names": [value]} if isinstance(value, str) else dict(value)
+    entry: dict[str, Any] = {"names": [value]} if isinstance(value, str) else dict(value)
     names = [place + name for name in entry.pop("names")]
     for word, filled in words.items():
         names = [name.replace(f"{{{word}}}", str(filled)) for name in names]

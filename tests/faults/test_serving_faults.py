@@ -72,7 +72,7 @@ def test_regular_expressions_of_tokenizers_end(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "recorded", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.faults)]
+    "recorded", [pytest.param(False, marks=pytest.mark.sweep), pytest.param(True, marks=pytest.mark.faults)]
 )
 def test_a_server_outlives_clients_and_templates(recorded: bool, tmp_path: Path) -> None:
     times, pause = (2, 12.0) if recorded else (1, 0.1)

@@ -288,7 +288,7 @@ def _every_layout(folder: str) -> list[list[list[float]]]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ranks_share_frozen_weights(tmp_path: Path) -> None:
     folder = _folder(tmp_path)
     expected, half = (_over_ranks(folder, f"accumulate=4 {line}") for line in ("", "precision=O2"))

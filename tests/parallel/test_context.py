@@ -195,7 +195,7 @@ def test_two_ranks_learn_what_one_process_does() -> None:
     _check(2, _cases(CASES))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_it_goes_with_shards_replicas_and_recomputation() -> None:
     _check(4, _cases(FOUR))
 

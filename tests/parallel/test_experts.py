@@ -205,13 +205,8 @@ def test_mixtures_learn_the_same_however_ranks_split_them(kind: str) -> None:
         _compare(_config(name), f"{line} algorithm=sgd")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "line",
-    sweep(
-        ["dp=2 tp=2 pp=2 ep=4 sharding=fsdp", "dp=2 tp=2 cp=2 ep=8 sp=true"], ["dp=2 tp=2 cp=2 ep=8 sp=true"]
-    ),
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("line", ["dp=2 tp=2 pp=2 ep=4 sharding=fsdp", "dp=2 tp=2 cp=2 ep=8 sp=true"])
 def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
     _compare(_config("qwen moe"), f"micro_batch=1 accumulate=2 {line} algorithm=sgd")
 

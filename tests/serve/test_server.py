@@ -753,7 +753,7 @@ def texts_of(one: Opened) -> list[list[int]]:
             ("marian-tiny", 1, True), ("bert-tiny", 1, True),
         ],
         (),
-        slow=[("llama-tiny", 1, False), ("bert-tiny", 1, True)],
+        slow=[("llama-tiny", 1, False)],
     ),
 )  # fmt: skip
 def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: Path) -> None:

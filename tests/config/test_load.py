@@ -143,11 +143,7 @@ def test_bad_files(tmp_path: Path) -> None:
         read_file(tmp_path / "runn.toml")
     with pytest.raises(ConfigError, match=r"ends in \.txt; use a name that ends in"):
         read_file(tmp_path / "run.txt")
-    for suffix, text in (
-        (".toml", "a ="),
-        (".yaml", "a: [1"),
-        (".json", "{"),
-    ):
+    for suffix, text in ((".toml", "a ="), (".yaml", "a: [1"), (".json", "{")):
         with pytest.raises(ConfigError, match="is not valid"):
             read_file(_write(tmp_path, text, suffix))
     with pytest.raises(ConfigError, match="must hold a table of settings, not list"):

@@ -121,10 +121,7 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ({"model": "gpt2", "model.unequal": _layers(12, mixture=True)}, "the stack has no experts"),
         ({"model": "gpt2", "model.unequal": _layers(12, heads=0)}, "model.unequal[0].heads is 0"),
         ({"model": "gpt2", "model.unequal": "[1"}, "must be a list of tables, as JSON"),
-        (
-            {"model": "t5-small", "model.encoder.unequal": _layers(6, heads=4, kv=4)},
-            "keep 8",
-        ),
+        ({"model": "t5-small", "model.encoder.unequal": _layers(6, heads=4, kv=4)}, "keep 8"),
     ],
 )
 def test_what_no_model_can_be_is_refused(overrides: dict[str, Any], message: str) -> None:

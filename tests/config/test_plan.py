@@ -181,13 +181,7 @@ def test_sound_plans_pass(machine: Machine) -> None:
     require(Plan(attention="auto", compile="blocks", token_order="batch_second"), MODEL, machine, run=True)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "gradients=half",
-        "dp=2 sharding=fsdp overlap=false",
-    ],
-)
+@pytest.mark.parametrize("line", ["gradients=half", "dp=2 sharding=fsdp overlap=false"])
 def test_what_only_the_planner_knows_is_refused_by_name(line: str) -> None:
     plan = Plan.parse(line)
     with pytest.raises(ConfigError) as caught:

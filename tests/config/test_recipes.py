@@ -95,8 +95,7 @@ def test_of_settings_that_say_the_same_the_higher_layer_counts(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [("steps = 7", "epochs = 3"), ("warmup_steps = 0", "warmup_share = 0.1")],
+    ("first", "second"), [("steps = 7", "epochs = 3"), ("warmup_steps = 0", "warmup_share = 0.1")]
 )
 def test_both_in_one_layer_are_an_error_that_names_both(tmp_path: Path, first: str, second: str) -> None:
     file = written(tmp_path, f"{second}\n{first}\n")

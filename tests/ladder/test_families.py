@@ -45,12 +45,7 @@ TEXT = {
 
 
 @pytest.mark.parametrize(
-    "words",
-    sweep(
-        TEXT,
-        (),
-        slow=[words for words in TEXT if words.startswith("gpt") and "packed" in words],
-    ),
+    "words", sweep(TEXT, (), slow=[words for words in TEXT if words.startswith("gpt") and "packed" in words])
 )
 def test_the_ladder_of_a_family_of_text(
     words: str, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -144,10 +144,7 @@ CAPTIONED = MultimodalConfig(
 CHATTING = DecoderConfig(sequence=80, **SIZES)
 ENROLLED = {
     "image classification": Enrolled(
-        ImageClassification(),
-        ViTConfig(image_size=8, patch_size=4, channels=1, **SIZES),
-        _digits,
-        355,
+        ImageClassification(), ViTConfig(image_size=8, patch_size=4, channels=1, **SIZES), _digits, 355
     ),
     "denoise": Enrolled(
         Denoise(),

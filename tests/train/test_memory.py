@@ -33,10 +33,7 @@ def test_the_cpu_allocators_failure_is_recognised() -> None:
 
 def test_the_gpu_allocators_failure_is_recognised() -> None:
     plan = Plan(precision="O3", micro_batch=1, attention="plain")
-    with (
-        pytest.raises(OutOfMemory, match="CUDA out of memory") as caught,
-        memory_advice(plan, TASK, MODEL),
-    ):
+    with pytest.raises(OutOfMemory, match="CUDA out of memory") as caught, memory_advice(plan, TASK, MODEL):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
     text = str(caught.value)
     assert "attention=sdpa" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.equality import TINY, images
+from helpers.modules import loaded
 from helpers.rank_pool import pool
 from helpers.sweeps import in_turn
 from penstock import checkpoint
@@ -347,6 +349,17 @@ def test_a_prediction_has_the_optimizers_time_and_memory() -> None:
     assert muon.seconds["owners"] > 0
     assert "owners" not in adamw.seconds
     assert muon.seconds["optimizer"] > adamw.seconds["optimizer"]
+
+
+def test_the_page_shows_what_runs_to_a_loss_took() -> None:
+    root = Path(__file__).parents[2]
+    bench, page = (
+        loaded(root / "benchmarks" / "time_to_loss.py"),
+        (root / "docs" / "measured.md").read_text("utf-8"),
+    )
+    stored = json.loads((root / "benchmarks" / "results" / "time_to_loss_cpu.json").read_text("utf-8"))
+    assert bench.table(stored["runs"]) == stored["table"]
+    assert not [line for line in bench.lines(stored) if line not in page.splitlines()]
 
 
 def test_schedules_begin_and_end_where_they_say() -> None:

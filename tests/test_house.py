@@ -561,6 +561,14 @@ def test_a_plan_is_applied_in_one_place() -> None:
     assert _calls("import a\ndef fuse(): ...\nb = partial(fuse, 1)\nmodel.fuse()", {"fuse"}) == ["fuse"]
 
 
+def test_classes_and_forwards_are_replaced_in_one_place() -> None:
+    replaced = re.compile(r"\.(__class__|forward) = (?!forward$|True$|False$)", re.M)
+    found = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if replaced.search(path.read_text())
+    }
+    assert found == {"models/wrap.py"}
+
+
 def test_every_setting_of_a_plan_is_applied() -> None:
     """By a step of the table, or by what runs the model: a new field is named here, or it is silently dropped."""
     from penstock.apply import INFERENCE, STEPS

@@ -25,10 +25,12 @@ from penstock.config.run import Recipe
 from penstock.decode.stages import cut
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
+from penstock.models.block import ExpertSamples
 from penstock.models.draw import seeded
 from penstock.models.fuse import fuse
 from penstock.models.lora import add_adapters, store_base
 from penstock.models.rounded import RoundedWeight
+from penstock.models.wrap import find
 from penstock.optim.groups import freeze
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.context import split_tokens
@@ -177,7 +179,7 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
         return
     for block in anatomy_of(model).block_modules(model):
         # How many samples go through the block of an expert differs from step to step.
-        varies = getattr(block, "expert", None) is not None
+        varies = find(block, ExpertSamples) is not None
         block.compile(**({**options, "dynamic": None} if varies else options))
 
 

@@ -21,7 +21,7 @@ from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError
 from penstock.ladder.trace import TensorMemory
 from penstock.models import create
-from penstock.models.block import ZeroCentredNorm
+from penstock.models.attention import ZeroCentredNorm
 from penstock.models.convert import save_pretrained
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
 
@@ -130,15 +130,8 @@ def test_the_peak_of_memory_is_the_model_and_two_blocks(
 
 
 LAST = {
-    "bert",
-    "bert of classes",
-    "marian",
-    "bart",
-    "marian moe",
-    "diffusion moe",
-    "experts of blocks",
-    "olmo",
-}
+    "bert", "bert of classes", "marian", "bart", "marian moe", "diffusion moe", "experts of blocks", "olmo",
+}  # fmt: skip
 """Families whose norms come last, or have no weights."""
 
 

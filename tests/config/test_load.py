@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.boundary.trees import control_character
 from penstock.config.load import dump_toml, from_dict, load, read_file, to_dict
-from penstock.config.model import PRESETS
+from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe, RunConfig
 from penstock.errors import ConfigError
@@ -96,6 +96,17 @@ def test_a_whole_value_replaces_what_lies_below_and_fields_change_it(tmp_path: P
     assert load(RunConfig, file=file, overrides={"data": "pack:x"}).data == DataConfig(
         source="pack:x", workers=2
     )
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_setting_of_an_earlier_version_goes_where_it_is_said_today(turned: bool) -> None:
+    saved = to_dict(PRESETS["deepseek-tiny"])
+    saved["latent"]["interleaved"], saved["rotary"]["interleaved"] = turned, False
+    config = from_dict(ModelConfig, saved)
+    assert config == replace(config, rotary=replace(config.rotary, interleaved=turned))
+    assert config.latent == PRESETS["deepseek-tiny"].latent
+    typed = {"model.preset": "deepseek-tiny", "model.latent.interleaved": str(turned)}
+    assert load(RunConfig, overrides=typed).model == config
 
 
 def test_objects_and_tables_are_taken_whole() -> None:

@@ -45,14 +45,9 @@ def test_forms_are_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_batch(
-    sizes: list[int],
-    dtype: torch.dtype,
-    seed: int = 0,
-    device: str = "cpu",
-    *,
-    copies: torch.dtype | None = None,
-    averages: bool = False,
-) -> Batch:
+    sizes: list[int], dtype: torch.dtype, seed: int = 0, device: str = "cpu", *,
+    copies: torch.dtype | None = None, averages: bool = False,
+) -> Batch:  # fmt: skip
     """fp32 weights, with copies of a type and averages if these are asked for."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -108,16 +103,9 @@ def reference_step(batch: Batch, hyper: Hyper, scale: float | None) -> tuple[lis
 
 
 def check_against_reference(
-    dtype: torch.dtype,
-    device: str,
-    *,
-    scale: float | None,
-    maximize: bool = False,
-    beta1: float = 0.9,
-    copies: torch.dtype | None = None,
-    averages: bool = False,
-    form: Form = "triton",
-) -> None:
+    dtype: torch.dtype, device: str, *, scale: float | None, maximize: bool = False, beta1: float = 0.9,
+    copies: torch.dtype | None = None, averages: bool = False, form: Form = "triton",
+) -> None:  # fmt: skip
     hyper = Hyper(HYPER.lr, beta1, HYPER.beta2, HYPER.eps, HYPER.weight_decay, maximize)
     sizes = [4096, 2050, 1, 16, 33, 2048]
     batch = make_batch(sizes, dtype, device=device, copies=copies, averages=averages)
@@ -127,13 +115,10 @@ def check_against_reference(
     for found in (1.0, 0.0) if scale is not None else (None,):
         before = tensors_of(batch)
         adamw_(
-            batch,
-            hyper,
-            form=form,
-            average_part=PART,
+            batch, hyper, form=form, average_part=PART,
             grad_scale=None if scale is None else torch.tensor(scale, device=device),
             found_inf=None if found is None else torch.tensor(found, device=device),
-        )
+        )  # fmt: skip
         if found:  # an overflow: nothing at all changes, counters included
             assert all(map(torch.equal, before, tensors_of(batch)))
     for mine, theirs in zip((batch.weights, batch.exp_avgs, batch.exp_avg_sqs), expected):
@@ -252,15 +237,12 @@ def test_native_equals_the_reference_bit_by_bit_in_any_number_of_threads(
 
 
 NATIVE_MUTANTS = (
-    ("/ h.scale * h.sign", "* h.sign"),
-    ("/ h.scale * h.sign", "/ h.scale"),
-    ("w = w * h.decay;", ""),
-    ("if (stops && *stops != 0) return;", ""),
-    ("(w - t.average[i]) * h.average_part", "w * h.average_part"),
+    ("/ h.scale * h.sign", "* h.sign"), ("/ h.scale * h.sign", "/ h.scale"), ("w = w * h.decay;", ""),
+    ("if (stops && *stops != 0) return;", ""), ("(w - t.average[i]) * h.average_part", "w * h.average_part"),
     ("if (copies) put(t.copy[i], w);", "if (copies) put(t.copy[i], w - h.part1);"),
     ("h.part2 * g * g", "h.part2 * (g * g)"),
     ("std::min(to - start, sizes[i])", "std::min(to - start, sizes[i] - 1)"),
-)
+)  # fmt: skip
 
 
 test_a_changed_term_of_the_native_kernel_is_seen = changed_terms_are_seen(

@@ -48,40 +48,30 @@ class Largest(TorchDispatchMode):
 
 
 ROWS: dict[str, Callable[[Any], Any]] = {
-    "as they are": lambda logits: logits,
-    "float": lambda logits: logits.float(),
-    "to": lambda logits: logits.to(torch.float64),
-    "to its device": lambda logits: logits.to(logits.device),
-    "contiguous": lambda logits: logits.contiguous(),
-    "view": lambda logits: logits.view(-1, logits.size(-1)),
+    "as they are": lambda logits: logits, "float": lambda logits: logits.float(),
+    "to": lambda logits: logits.to(torch.float64), "to its device": lambda logits: logits.to(logits.device),
+    "contiguous": lambda logits: logits.contiguous(), "view": lambda logits: logits.view(-1, logits.size(-1)),
     "view of a shape": lambda logits: logits.view((SAMPLES * TOKENS, WORDS)),
     "reshape": lambda logits: logits.reshape(TOKENS, -1, WORDS),
-    "flatten": lambda logits: logits.flatten(0, -2),
-    "all but the last": lambda logits: logits[..., :-1, :],
-    "all but the first": lambda logits: logits[:, 1:],
-    "one of each": lambda logits: logits[:, -1, :],
+    "flatten": lambda logits: logits.flatten(0, -2), "all but the last": lambda logits: logits[..., :-1, :],
+    "all but the first": lambda logits: logits[:, 1:], "one of each": lambda logits: logits[:, -1, :],
     "a mask": lambda logits: logits[_targets() != -100],
     "a bias": lambda logits: logits + torch.arange(WORDS),
     "two biases": lambda logits: torch.ones(1, WORDS) + (logits + torch.arange(WORDS)),
-}
+}  # fmt: skip
 MADE: dict[str, Callable[[Any], Any]] = {
-    "some columns": lambda logits: logits[..., 2:5],
-    "one column": lambda logits: logits[0, 0, 3],
+    "some columns": lambda logits: logits[..., 2:5], "one column": lambda logits: logits[0, 0, 3],
     "a new dimension": lambda logits: logits[:, None],
     "a shape across columns": lambda logits: logits.view(SAMPLES, -1),
-    "flat": lambda logits: logits.flatten(),
-    "a sum": lambda logits: logits + logits,
-    "a number": lambda logits: 1 + logits,
-    "a division": lambda logits: logits / 3,
+    "flat": lambda logits: logits.flatten(), "a sum": lambda logits: logits + logits,
+    "a number": lambda logits: 1 + logits, "a division": lambda logits: logits / 3,
     "a difference": lambda logits: 1 - logits,
     "a function of torch": lambda logits: torch.softmax(logits, dim=-1),
-    "a list": lambda logits: torch.cat([logits, logits]),
-    "a method": lambda logits: logits.argmax(dim=-1),
-    "a comparison": lambda logits: logits > 0,
-    "a product": lambda logits: logits @ torch.ones(WORDS, 2),
+    "a list": lambda logits: torch.cat([logits, logits]), "a method": lambda logits: logits.argmax(dim=-1),
+    "a comparison": lambda logits: logits > 0, "a product": lambda logits: logits @ torch.ones(WORDS, 2),
     "length": lambda logits: torch.tensor(len(logits)),
     "what it is": lambda logits: torch.tensor([*logits.shape, logits.dim(), logits.ndim, *logits.size()]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*ROWS, *MADE])
@@ -101,13 +91,10 @@ def test_every_use_is_that_of_logits(name: str) -> None:
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "sum": {"reduction": "sum"},
-    "smoothed": {"label_smoothing": 0.1},
-    "another number is left out": {"ignore_index": 7},
-    "of each": {"reduction": "none"},
+    "mean": {}, "sum": {"reduction": "sum"}, "smoothed": {"label_smoothing": 0.1},
+    "another number is left out": {"ignore_index": 7}, "of each": {"reduction": "none"},
     "weighed": {"weight": torch.linspace(0.5, 2.0, WORDS)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -106,15 +106,11 @@ def test_the_number_of_threads_changes_no_mask() -> None:
 @needs_compiler
 def test_changes_of_the_kernel_are_seen(tmp_path: Path) -> None:
     changes = [
-        ("ROUNDS = 10", "ROUNDS = 9"),
-        ("0xD2511F53u", "0xD2511F51u"),
-        ("0xBB67AE85u", "0xBB67AE84u"),
-        ("low += FIRST_STEP", "low += SECOND_STEP"),
-        ("^ words[3][lane] ^ high", "^ words[3][lane] ^ low"),
-        ("u64(block) * LANES", "u64(block) * ELEMENTS"),
-        ("bits[i] >= least", "bits[i] > least"),
+        ("ROUNDS = 10", "ROUNDS = 9"), ("0xD2511F53u", "0xD2511F51u"), ("0xBB67AE85u", "0xBB67AE84u"),
+        ("low += FIRST_STEP", "low += SECOND_STEP"), ("^ words[3][lane] ^ high", "^ words[3][lane] ^ low"),
+        ("u64(block) * LANES", "u64(block) * ELEMENTS"), ("bits[i] >= least", "bits[i] > least"),
         ("std::min<i64>(ELEMENTS,", "std::min<i64>(ELEMENTS - 1,"),
-    ]
+    ]  # fmt: skip
     assert_changes_are_seen("dropout", changes, [module_of_dropout], assert_masks, tmp_path)
 
 

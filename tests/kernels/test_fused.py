@@ -195,22 +195,15 @@ def _hold_activations(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -
 
 
 MUTANTS = (
-    ("- shift - unit * slope", "- unit * slope"),
-    ("- shift - unit * slope", "- shift"),
-    ("by_bias[i] += given;", "by_bias[i] = given;"),
-    ("d[i] += wide(more[i])", "d[i] -= wide(more[i])"),
-    ("(v[i] - mean) * (v[i] - mean)", "v[i] * v[i]"),
-    ("/ n + eps)", "/ n + 2 * eps)"),
-    ("bell * 0.398942280f", "bell * 0.3989f"),
-    ("tail = tail * t + 0.593852520f", "tail = tail * t + 0.593f"),
-    ("0.214064449f", "0.0713548162f"),
-    ("1.702f", "1.7f"),
-    ("sums[n + i] += into_up", "sums[i] += into_up"),
+    ("- shift - unit * slope", "- unit * slope"), ("- shift - unit * slope", "- shift"),
+    ("by_bias[i] += given;", "by_bias[i] = given;"), ("d[i] += wide(more[i])", "d[i] -= wide(more[i])"),
+    ("(v[i] - mean) * (v[i] - mean)", "v[i] * v[i]"), ("/ n + eps)", "/ n + 2 * eps)"),
+    ("bell * 0.398942280f", "bell * 0.3989f"), ("tail = tail * t + 0.593852520f", "tail = tail * t + 0.593f"),
+    ("0.214064449f", "0.0713548162f"), ("1.702f", "1.7f"), ("sums[n + i] += into_up", "sums[i] += into_up"),
     ("wide(up[i]) + bias[n + i]", "wide(up[i])"),
     ("static_cast<T*>(second_out) + row * stride", "static_cast<T*>(second_out) + row * n"),
-    ("wide(b[i]) * scale : 0.0f", "wide(b[i]) : 0.0f"),
-    ("here[i] ? d[i] * scale : 0.0f", "d[i] * scale"),
-)
+    ("wide(b[i]) * scale : 0.0f", "wide(b[i]) : 0.0f"), ("here[i] ? d[i] * scale : 0.0f", "d[i] * scale"),
+)  # fmt: skip
 """Changes of one term of the kernels, each of which the tests above see."""
 
 

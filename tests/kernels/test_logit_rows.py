@@ -33,14 +33,9 @@ MUTANTS = [
 
 
 def losses_of(
-    logits: Tensor,
-    targets: Tensor,
-    taught: Tensor | None,
-    smoothing: float,
-    z_loss: float,
-    share: float,
+    logits: Tensor, targets: Tensor, taught: Tensor | None, smoothing: float, z_loss: float, share: float,
     heat: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The loss of each row, in torch's operators."""
     losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
     losses = losses + z_loss * torch.logsumexp(logits, 1).square().where(targets != -100, 0.0)
@@ -164,18 +159,14 @@ def _hold_native() -> None:
 
 
 NATIVE_MUTANTS = (
-    ("total > 0 ? total * std::exp(most - now) : 0.0f", "total"),
-    ("sum += plain;", "sum = plain;"),
+    ("total > 0 ? total * std::exp(most - now) : 0.0f", "total"), ("sum += plain;", "sum = plain;"),
     ("(1.0f - smoothing) * wide(z[t]) - mean", "wide(z[t]) - mean"),
-    ("z_loss * float(l * l)", "z_loss * float(l)"),
-    ("2.0f * z_loss * high", "z_loss * high"),
-    ("low = float(lse[row] - high)", "low = 0.0f"),
-    ("std::memset(g, 0, columns * sizeof(T));", ""),
-    ("* up - s) * f);", "* up) * f);"),
-    ("put(g[t], own);", ""),
+    ("z_loss * float(l * l)", "z_loss * float(l)"), ("2.0f * z_loss * high", "z_loss * high"),
+    ("low = float(lse[row] - high)", "low = 0.0f"), ("std::memset(g, 0, columns * sizeof(T));", ""),
+    ("* up - s) * f);", "* up) * f);"), ("put(g[t], own);", ""),
     ("* up - s - (1.0f - smoothing)) * f", "* up - s - 1.0f) * f"),
     ("float f = factors[row]", "float f = factors[0]"),
-)
+)  # fmt: skip
 """Changes of one term of the kernels in C++, each of which `check` sees."""
 
 

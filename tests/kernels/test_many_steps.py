@@ -37,12 +37,9 @@ def mean_loss(model: nn.Module, batch: Any) -> Tensor:
 def weights_after_steps(name: str, line: str) -> list[Tensor]:
     config: Any = PRESETS[name]
     built = build(
-        replace(config, depth=2),
-        Plan.parse(f"algorithm=sgd optimizer=fused {line}"),
-        recipe=Recipe(lr=0.1),
-        loss=mean_loss,
-        seed=0,
-    )
+        replace(config, depth=2), Plan.parse(f"algorithm=sgd optimizer=fused {line}"), recipe=Recipe(lr=0.1),
+        loss=mean_loss, seed=0,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     for _ in range(32):
         tokens = torch.randint(0, config.vocabulary, (4, TOKENS + 1), generator=generator)

@@ -16,9 +16,11 @@ from penstock.kernels.attention import Scores, plain_attention
 from penstock.kernels.bias_activation import ACTIVATION_CODES, apply_activation
 from penstock.kernels.documents import Documents
 from penstock.kernels.native_blocks import attend_samples, computes_blocks
-from penstock.models.block import Block, Context
+from penstock.models.block import Block
+from penstock.models.inputs import Context
 from penstock.models.rounded import RoundedWeight, round_rows
-from penstock.products.blocks import join_blocks
+from penstock.models.wrap import find
+from penstock.products.blocks import OneCall, join_blocks
 from penstock.products.integers import Int8
 from penstock.products.rounded import stored_form
 
@@ -127,16 +129,17 @@ def _hold_blocks() -> None:
         for kind in ("static", "token", "range", "factors"):
             block = _block(sizes, kind)
             assert join_blocks(block) == 1, name
-            assert block.whole is not None
+            joined = find(block, OneCall)
+            assert joined is not None
             samples = torch.randn(4, 30, 48)
             behind = torch.randn(1, sum(LENGTHS) + 3, 48)
             packed = Context(mask=Documents([[*LENGTHS]], causal=False))
             with torch.inference_mode():
                 for x, context in ((samples, Context()), (behind, packed)):
-                    whole = block.whole(block, x, context)
+                    whole = joined.computed(x, context)
                     assert whole is not None, name
                     assert torch.equal(block(x, context), whole)
-                    apart = block._compute(x, context)
+                    apart = joined.forward(x, context)
                     real = sum(LENGTHS) if x is behind else None
                     off = (whole - apart)[:, :real].abs()
                     # Where norms and softmax round otherwise, a number halfway between two of 8 bits may become the

@@ -164,18 +164,14 @@ def test_other_types_and_cpus_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 MUTANTS = (
     ("left.data += 6 * left.row;", "left.data += 5 * left.row;"),
-    ("_mm512_loadu_ps(base + r * base_row", "_mm512_loadu_ps(base"),
-    ("w == W - 1 ? lanes", "w < W ? lanes"),
+    ("_mm512_loadu_ps(base + r * base_row", "_mm512_loadu_ps(base"), ("w == W - 1 ? lanes", "w < W ? lanes"),
     ("n <= 0 ? 0 : __mmask16((1 << n)", "n <= 0 ? 0 : __mmask16((1 << (n - 1))"),
     ("if (i < here) std::memcpy", "if (i + 1 < here) std::memcpy"),
     ("_mm512_shuffle_i32x4(odd, odd2, 0x88)", "_mm512_shuffle_i32x4(odd, odd2, 0xdd)"),
-    ("row > first[expert] ? sums + column : nullptr", "nullptr"),
-    ("].expert * strides[0]", "].expert * 0"),
-    ("memset(to, 0, here", "memset(to, 63, here"),
-    ("(out) + done, 0, rows", "(out) + done, 63, rows"),
-    ("x + rows.first * x_row", "x"),
-    ("task % spans * span * strides[1]", "0"),
-)
+    ("row > first[expert] ? sums + column : nullptr", "nullptr"), ("].expert * strides[0]", "].expert * 0"),
+    ("memset(to, 0, here", "memset(to, 63, here"), ("(out) + done, 0, rows", "(out) + done, 63, rows"),
+    ("x + rows.first * x_row", "x"), ("task % spans * span * strides[1]", "0"),
+)  # fmt: skip
 """Changes of one term of the kernels, each of which `_hold` sees."""
 
 

@@ -72,13 +72,10 @@ def check(device: str) -> None:
     """Results and gradients of the kernels are as near to exact ones as eager's, of any shape, strides and types."""
     half, wide = torch.bfloat16, torch.float32
     cases = [
-        ((70, 48), half, half, True, True, 0.3),
-        ((5, 7, 33), wide, wide, True, False, 0.3),
-        ((3, 2500), half, wide, False, False, 0.3),
-        ((2, 1), wide, wide, True, True, 0.0),
-        ((6, 65), torch.float16, torch.float16, False, False, 0.0),
-        ((9, 20), half, wide, True, True, 0.0),
-    ]
+        ((70, 48), half, half, True, True, 0.3), ((5, 7, 33), wide, wide, True, False, 0.3),
+        ((3, 2500), half, wide, False, False, 0.3), ((2, 1), wide, wide, True, True, 0.0),
+        ((6, 65), torch.float16, torch.float16, False, False, 0.0), ((9, 20), half, wide, True, True, 0.0),
+    ]  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     for shape, narrow, type_of_residual, centred, has_bias, p in cases:
         columns = shape[-1]
@@ -146,14 +143,8 @@ def test_the_operator_is_one_to_torch() -> None:
     for kept, centred in itertools.product((None, seed), (True, False)):
         rest = 1e-5, not centred, torch.float64
         arguments = (
-            residual,
-            x,
-            kept,
-            scale if kept is not None else 1.0,
-            weight,
-            bias if centred else None,
-            *rest,
-        )
+            residual, x, kept, scale if kept is not None else 1.0, weight, bias if centred else None, *rest,
+        )  # fmt: skip
         torch.library.opcheck(torch.ops.penstock.add_norm.default, arguments)
         torch.autograd.gradcheck(
             lambda *leaves, given=arguments: torch.ops.penstock.add_norm(

@@ -81,11 +81,8 @@ def _adamw() -> Iterator[Compiled]:
         ("fp16", "none", False, None),  # tensors that begin anywhere
     ):
         constants = flags | {
-            "GRADIENT": gradient,
-            "COPY": copy,
-            "AVERAGES": averages,
-            "ALIGNED": wide is not None,
-        }
+            "GRADIENT": gradient, "COPY": copy, "AVERAGES": averages, "ALIGNED": wide is not None,
+        }  # fmt: skip
         options = {"num_warps": module.WARPS, "single": 0 if wide else None, "enable_fp_fusion": False}
         # Every operation is rounded by itself.
         contracted = r"fma[.]rn[.]f32|div[.]full|approx[.]f"

@@ -64,12 +64,9 @@ def test_ours_compute_the_same_fused(name: str) -> None:
 
 
 SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "vocab_size": 60,
-}
+}  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "Bert": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 32, "resid_pdrop": 0.0,
@@ -83,13 +80,10 @@ SMALL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Small models of transformers, without dropout."""
 PLACES = {
-    "Bert": {"residual_norm": 4, "bias_activation": 2},
-    "GPT2": {"bias_activation": 2},
-    "Marian": {"bias_activation": 4},
-    "Llama": {"bias_activation": 2},
-    "ViT": {"bias_activation": 2},
+    "Bert": {"residual_norm": 4, "bias_activation": 2}, "GPT2": {"bias_activation": 2},
+    "Marian": {"bias_activation": 4}, "Llama": {"bias_activation": 2}, "ViT": {"bias_activation": 2},
     "timm": {"bias_activation": 2},
-}
+}  # fmt: skip
 """Where operators fit: norms only behind modules that add to the stream themselves."""
 
 

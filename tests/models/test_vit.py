@@ -24,14 +24,11 @@ from penstock.planner.describe import totals
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig) and not preset.experts]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "token": {},
-    "pooled": {"classifier": "pooled"},
-    "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
-    "conv_stem": {"stem": "conv"},
-    "qk_norm": {"qk_norm": True, "qkv_bias": False},
-    "layer_scale": {"layer_scale": 0.1, "mlp": "gelu_tanh"},
+    "token": {}, "pooled": {"classifier": "pooled"},
+    "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"}, "conv_stem": {"stem": "conv"},
+    "qk_norm": {"qk_norm": True, "qkv_bias": False}, "layer_scale": {"layer_scale": 0.1, "mlp": "gelu_tanh"},
     "drop_path": {"drop_path": 0.3},
-}
+}  # fmt: skip
 TOKEN_ORDERS: tuple[TokenOrder, ...] = ("batch_first", "batch_second")
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "math", "flash", "auto")
 

@@ -21,15 +21,12 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD loop": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "fused": False, "foreach": False}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}), "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
     "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
-    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2}),
-}
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}), "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}), "ASGD": (torch.optim.ASGD, {"lr": 0.05, "t0": 2}),
+}  # fmt: skip
 
 
 class Net(nn.Module):

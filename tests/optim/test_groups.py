@@ -50,13 +50,9 @@ def test_foreign_names_and_lists_are_respected() -> None:
 def test_transformers_models() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=8,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
         patch_size=4,
-    )
+    )  # fmt: skip
     model = transformers.ViTForImageClassification(config)
     groups = parameter_groups(model, weight_decay=0.1, layer_decay=0.5)
     spared = {name for group in groups if not group["weight_decay"] for name in group["param_names"]}

@@ -110,24 +110,18 @@ def _check(world: int, cases: list[tuple[Any, str, str, bool]], timeout: float =
     for name, (losses, weights), (alone, expected) in pool(world).run(_both, cases, timeout=timeout)[0]:
         double = "fp64" in name or any(w.dtype == torch.float64 for w in weights.values())
         torch.testing.assert_close(
-            torch.tensor(losses),
-            torch.tensor(alone),
-            rtol=1e-7 if double else 1e-5,
-            atol=1e-9 if double else 1e-5,
-            msg=lambda text, n=name: f"{n}: {text}",
-        )
+            torch.tensor(losses), torch.tensor(alone), rtol=1e-7 if double else 1e-5,
+            atol=1e-9 if double else 1e-5, msg=lambda text, n=name: f"{n}: {text}",
+        )  # fmt: skip
         for key, value in expected.items():
             if double:
                 error = float((weights[key] - value).norm() / value.norm().clamp(min=1e-12))
                 assert error < 1e-7, (name, key, error)
             else:
                 torch.testing.assert_close(
-                    weights[key],
-                    value,
-                    rtol=1e-4,
-                    atol=2e-5,
+                    weights[key], value, rtol=1e-4, atol=2e-5,
                     msg=lambda text, n=name, k=key: f"{n} {k}: {text}",
-                )
+                )  # fmt: skip
 
 
 CONFIGS: dict[str, Any] = {

@@ -142,12 +142,9 @@ def test_groups_hold_the_ranks_that_differ_in_their_dimensions_alone() -> None:
     ]  # fmt: skip
     found = spawn(_groups, 4, lines)
     assert found[1] == [
-        [[0, 1, 2, 3], [0, 1, 2, 3]],
+        [[0, 1, 2, 3], [0, 1, 2, 3]], [[1, 3], [0, 1]], [[0, 1], [0, 1]], [[0, 1, 2, 3], [1, 3]],
         [[1, 3], [0, 1]],
-        [[0, 1], [0, 1]],
-        [[0, 1, 2, 3], [1, 3]],
-        [[1, 3], [0, 1]],
-    ]
+    ]  # fmt: skip
 
 
 def _large_groups(line: str) -> list[list[int]]:

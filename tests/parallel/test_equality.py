@@ -57,12 +57,9 @@ def _hold(line: str, got: Trained, expected: Trained, double: bool) -> None:
     for name, value in expected.weights.items():
         if half is None:
             torch.testing.assert_close(
-                got.weights[name],
-                value,
-                rtol=rtol,
-                atol=1e-5,
+                got.weights[name], value, rtol=rtol, atol=1e-5,
                 msg=lambda text, n=name: f"{line}: {n}: {text}",
-            )
+            )  # fmt: skip
             continue
         # Ranks add up half gradients in another order. Adam divides what is left of a gradient near zero by its own
         # size, so single elements tell of rounding; of each tensor the difference is held as a whole, against its

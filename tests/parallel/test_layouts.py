@@ -80,12 +80,9 @@ def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: b
                 assert error <= 0.1 * far, f"{said}: {name} differs by {error:.1e} of {far:.1e}"
             else:
                 torch.testing.assert_close(
-                    got.weights[name],
-                    value,
-                    rtol=1e-3,
-                    atol=2e-5,
+                    got.weights[name], value, rtol=1e-3, atol=2e-5,
                     msg=lambda t, n=name, s=said: f"{s}: {n}: {t}",
-                )
+                )  # fmt: skip
         for mine, others in ((got.losses, expected.losses), (got.norms, expected.norms)):
             rtol = 1e-7 if double else 3e-2 if half else 1e-4
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=rtol, atol=1e-5)

@@ -119,11 +119,8 @@ def _served(line: str, spare: int, every: int, piece: int) -> tuple[Any, ...]:
 def test_weights_come_from_hosts_that_have_them() -> None:
     before, after = ((0, 1), (1, 2), (3,)), ((0, 2), (1, 3), (1, 0))
     assert transfers_of(before, after) == [
-        Transfer(2, 1, 0),
-        Transfer(3, 2, 1),
-        Transfer(0, 0, 2),
-        Transfer(1, 0, 2),
-    ]
+        Transfer(2, 1, 0), Transfer(3, 2, 1), Transfer(0, 0, 2), Transfer(1, 0, 2),
+    ]  # fmt: skip
     assert transfers_of(before, before) == []
 
 

@@ -29,10 +29,11 @@ from penstock.config.run import Lora, Recipe
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
-from penstock.kernels.split_linear import put_off, split_backward
+from penstock.kernels.split_linear import SplitBackward, put_off
 from penstock.models import create
 from penstock.models.anatomy import Anatomy, Block, Stack
 from penstock.models.convert import load_weights
+from penstock.models.wrap import swap
 from penstock.optim.tensors import local
 from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
 from penstock.parallel.agree import average
@@ -111,19 +112,9 @@ def _alone(line: str) -> str:
     """The Plan of one process that takes all samples of a step at once, uncompiled."""
     plan = Plan.parse(line)
     same = replace(
-        plan,
-        pp=1,
-        schedule="1f1b",
-        virtual=1,
-        tp=1,
-        sp=False,
-        cp=1,
-        dp=1,
-        sharding="ddp",
-        shard=1,
-        offload="none",
-        compile="none",
-    )
+        plan, pp=1, schedule="1f1b", virtual=1, tp=1, sp=False, cp=1, dp=1, sharding="ddp", shard=1,
+        offload="none", compile="none",
+    )  # fmt: skip
     return replace(same, micro_batch=plan.global_batch, accumulate=1).line()
 
 
@@ -419,7 +410,7 @@ def test_a_split_backward_pass_is_torchs_own_in_two_halves() -> None:
     wanted = [x.grad, module.weight.grad, module.bias.grad]
     x.grad = None
     module.zero_grad()
-    split_backward(module)
+    swap(module, SplitBackward)
     with put_off(later):
         module(x).square().sum().backward()
     assert module.weight.grad is None

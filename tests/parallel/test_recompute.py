@@ -259,14 +259,9 @@ def test_planner_and_builder_order_the_kinds_of_blocks_alike(
     monkeypatch.setattr(recompute, "_apply", lambda model, block, kind: applied.append(kind))
     layers = [(number, layer) for number, stack in enumerate(stacks(config)) for layer in stack.layers]
     for setting in (
-        "selective",
-        "operators",
-        "early",
-        "full recompute_every=2.5",
-        "budget",
-        "budget budget=0.01",
+        "selective", "operators", "early", "full recompute_every=2.5", "budget", "budget budget=0.01",
         "budget budget=1",
-    ):
+    ):  # fmt: skip
         plan = Plan.parse(f"recompute={setting}")
         work = describe(config, plan, "cpu")
         kinds = block_kinds(config, plan, work)

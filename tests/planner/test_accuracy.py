@@ -252,21 +252,8 @@ def test_spearman_by_hand() -> None:
 
 def test_every_table_names_its_source() -> None:
     for table in (
-        "korthikanti_table5",
-        "mosaicml",
-        "bloom",
-        "torchtitan",
-        "nccl",
-        "matmul",
-        "nemo",
-        "megatron",
-        "megatron_h100",
-        "vit",
-        "flash_training",
-        "attention",
-        "moe_megatron_moe_layer",
-        "moe_modelzoo_qwen3",
-        "moe_deepep",
-        "moe_serving",
-    ):
+        "korthikanti_table5", "mosaicml", "bloom", "torchtitan", "nccl", "matmul", "nemo", "megatron",
+        "megatron_h100", "vit", "flash_training", "attention", "moe_megatron_moe_layer", "moe_modelzoo_qwen3",
+        "moe_deepep", "moe_serving",
+    ):  # fmt: skip
         assert len(source(table)) > 30

@@ -404,12 +404,8 @@ def test_groups_that_cross_leaves_get_what_the_spine_leaves_them() -> None:
     rails = replace(load_machine("h100"), leaf_nodes=32, spine_share=0.5)
     whole, halved = (rates_of(machine, Plan()) for machine in (load_machine("h100"), rails))
     for stride, size, crosses in (
-        (8, 32, False),
-        (8, 64, True),
-        (1, 256, False),
-        (1, 512, True),
-        (64, 8, True),
-    ):
+        (8, 32, False), (8, 64, True), (1, 256, False), (1, 512, True), (64, 8, True),
+    ):  # fmt: skip
         ratio = group_of(halved, size, stride).bandwidth / group_of(whole, size, stride).bandwidth
         # A ring that enters each node by all adapters is bound by the link between devices, too.
         assert ratio == (1.0 if not crosses else pytest.approx(0.5 if stride > 1 else 0.541, abs=1e-3)), (

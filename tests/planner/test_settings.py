@@ -31,12 +31,9 @@ def test_states_are_shared_out_step_by_step() -> None:
     weights are the masters."""
     held = at(sharding="ddp").memory["weights"] / 2
     for sharding, sizes in (
-        ("ddp", (2, 4, 8, 2)),
-        ("zero1", (2, 4 / 8, 8 / 8, 4)),
-        ("zero2", (2, 4 / 8, 8 / 8, 4 / 8)),
-        ("fsdp", (4 / 8, 0, 8 / 8, 4 / 8)),
-        ("hsdp", (4 / 4, 0, 8 / 4, 4 / 4)),
-    ):
+        ("ddp", (2, 4, 8, 2)), ("zero1", (2, 4 / 8, 8 / 8, 4)), ("zero2", (2, 4 / 8, 8 / 8, 4 / 8)),
+        ("fsdp", (4 / 8, 0, 8 / 8, 4 / 8)), ("hsdp", (4 / 4, 0, 8 / 4, 4 / 4)),
+    ):  # fmt: skip
         for precision in ("O2",) if sharding == "ddp" else ("O1", "O2"):
             one = at(precision=precision, sharding=sharding, shard=4 if sharding == "hsdp" else 1)
             found = [

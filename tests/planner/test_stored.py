@@ -174,11 +174,8 @@ def test_blocks_in_one_call_are_one_launch_with_attention_of_their_own() -> None
     launches = without.operator_seconds or without.launch_seconds
     assert seconds[2] - seconds[1] > (activated + normed) / 1e9 + 12 * 8 * launches
     others = [
-        replace(vit, layer_scale=1.0),
-        replace(vit, mlp="swiglu"),
-        replace(vit, heads=12, width=288),
-        GPT,
-    ]
+        replace(vit, layer_scale=1.0), replace(vit, mlp="swiglu"), replace(vit, heads=12, width=288), GPT,
+    ]  # fmt: skip
     for model in others:
         assert _seconds(rated, model=model) == _seconds(without, model=model), "computed by operators"
     for weights in ("int8_weights", "plain"):

@@ -108,11 +108,8 @@ def test_fp8_multiplies_what_the_runtime_converts() -> None:
     # Sums over tokens, of which any number will do.
     backward = even._replace(forward=False, k=8193, weights=8192 * 8192)
     for op, faster in (
-        (even, True),
-        (backward, True),
-        (even._replace(n=8200), False),
-        (even._replace(narrow=False), False),
-    ):
+        (even, True), (backward, True), (even._replace(n=8200), False), (even._replace(narrow=False), False),
+    ):  # fmt: skip
         half, eight = (
             _seconds(_work(op), h100, one)["gemm"] for one in (plan, replace(plan, products="fp8_tensorwise"))
         )

@@ -29,10 +29,11 @@ from penstock.models.block import Block
 from penstock.models.convert import save_pretrained
 from penstock.models.model import Model
 from penstock.models.rounded import round_rows
+from penstock.models.wrap import arounds, find, take_off
 from penstock.planner.shapes import blocks_of
 from penstock.planner.stored import in_one_call
 from penstock.products import convert
-from penstock.products.blocks import join_blocks
+from penstock.products.blocks import OneCall, join_blocks
 from penstock.products.rounded import store_rounded
 
 pytestmark = pytest.mark.skipif(
@@ -63,20 +64,20 @@ def _blocks(model: nn.Module) -> list[Block]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     """Blocks that were computed by their modules."""
     apart: list[Block] = []
-    compute = Block._compute
+    compute = Block.forward
 
     def counted(self: Block, *given: Any) -> Any:
         apart.append(self)
         return compute(self, *given)
 
-    monkeypatch.setattr(Block, "_compute", counted)
+    monkeypatch.setattr(Block, "forward", counted)
     return apart
 
 
 def test_an_opened_model_computes_blocks_in_one_call_each(tmp_path: Path, calls: list[Block]) -> None:
     folder = _quantised(VIT, IMAGES, tmp_path)
     model = loaded(folder, Plan(), weights="auto", tokenizer=None).model
-    assert all(block.whole is not None for block in _blocks(model))
+    assert all(find(block, OneCall) for block in _blocks(model))
     calls.clear()  # of calibration
     with torch.inference_mode():
         whole = model(IMAGES)
@@ -85,7 +86,7 @@ def test_an_opened_model_computes_blocks_in_one_call_each(tmp_path: Path, calls:
     assert len(calls) == VIT.depth
     torch.testing.assert_close(whole, apart, rtol=0.0, atol=0.05 * float(apart.std()))
     plain = loaded(folder, Plan(), weights="plain", tokenizer=None).model
-    assert not any(block.whole for block in _blocks(plain))
+    assert not any(map(arounds, _blocks(plain)))
 
 
 def test_layers_that_stayed_as_they_were_keep_their_block_apart(tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ def test_layers_that_stayed_as_they_were_keep_their_block_apart(tmp_path: Path) 
     blocks[0].mlp.up = nn.Linear(32, 64)  # type: ignore[union-attr]
     blocks[1].attention.causal = True
     for block in blocks:
-        block.whole = None
+        take_off(block, arounds(block)[0])
     assert join_blocks(model) == 1
-    assert [block.whole is not None for block in blocks] == [False, False, True]
+    assert [find(block, OneCall) is not None for block in blocks] == [False, False, True]
 
 
 def test_blocks_go_back_to_their_modules(tmp_path: Path, calls: list[Block]) -> None:

@@ -272,15 +272,8 @@ def test_a_model_is_tuned_exported_with_its_template_and_asked(tmp_path: Path) -
     rows = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(400)]
     sizes = {"width": 32, "depth": 1, "heads": 2, "mlp_width": 32, "sequence": 96}
     command = [
-        "train",
-        "gpt-tiny",
-        "--task",
-        "chat",
-        "--data",
-        _file(tmp_path, rows),
-        "--output",
-        f"{tmp_path}/run",
-    ]
+        "train", "gpt-tiny", "--task", "chat", "--data", _file(tmp_path, rows), "--output", f"{tmp_path}/run",
+    ]  # fmt: skip
     command += [f"--model.{name}={size}" for name, size in sizes.items()]
     command += ["--recipe.steps=12", "--plan.micro_batch=8", "--device=cpu"]
     assert main(command) == 0

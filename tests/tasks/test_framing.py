@@ -21,24 +21,16 @@ from penstock.tasks.text import first_samples
 from penstock.tasks.translation import Translation
 
 ROWS = [
-    ("one two", "un deux"),
-    ("three", "trois un trois"),
-    ("two", "deux"),
-    ("one", "un"),
-    ("three one", "un"),
-]
+    ("one two", "un deux"), ("three", "trois un trois"), ("two", "deux"), ("one", "un"), ("three one", "un"),
+]  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """BART as transformers saves it: texts are `<s> … </s>`, and the decoder begins with `</s>`."""
     words = [
-        "<s>",
-        "<pad>",
-        "</s>",
-        "<unk>",
-        *sorted({w for row in ROWS for text in row for w in text.split()}),
-    ]
+        "<s>", "<pad>", "</s>", "<unk>", *sorted({w for row in ROWS for text in row for w in text.split()}),
+    ]  # fmt: skip
     library = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>"))
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))

@@ -461,11 +461,8 @@ def _steps(kind: str, folder: str, line: str) -> tuple[list[float], dict[str, Te
 
 
 LAYOUTS = (
-    "dp=2 accumulate=2",
-    "dp=2 accumulate=2 sharding=fsdp",
-    "tp=2 accumulate=4",
-    "tp=2 sp=true accumulate=4",
-)
+    "dp=2 accumulate=2", "dp=2 accumulate=2 sharding=fsdp", "tp=2 accumulate=4", "tp=2 sp=true accumulate=4",
+)  # fmt: skip
 TAUGHT = ("images", "next token", "translation")
 
 

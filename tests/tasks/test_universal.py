@@ -160,15 +160,8 @@ def test_a_run_generates_classifies_and_gives_its_branches_away(tmp_path: Path) 
         for name, size in (("width", 16), ("heads", 2), ("mlp_width", 32), ("depth", 1))
     ]  # fmt: skip
     words = [
-        "train",
-        "universal-tiny",
-        "--data",
-        f"text:{text}",
-        "--output",
-        str(run),
-        "--model.sequence",
-        "32",
-    ]
+        "train", "universal-tiny", "--data", f"text:{text}", "--output", str(run), "--model.sequence", "32",
+    ]  # fmt: skip
     assert main([*words, *sizes, *few]) == 0
     logs = [record["heads"] for record in read_metrics(run / "metrics.jsonl") if record["event"] == "steps"]
     assert len(logs) == 2
@@ -197,16 +190,8 @@ def test_a_run_generates_classifies_and_gives_its_branches_away(tmp_path: Path) 
         + "\n".join(f"{n}\t{n + n % 2}\t{'same' if n % 2 == 0 else 'other'}" for n in range(80))
     )
     words = [
-        "train",
-        "--from",
-        str(run),
-        "--task",
-        "pairs",
-        "--data",
-        f"pairs:{rows}",
-        "--output",
-        str(tuned),
-    ]
+        "train", "--from", str(run), "--task", "pairs", "--data", f"pairs:{rows}", "--output", str(tuned),
+    ]  # fmt: skip
     branch = ["--model.branches", "understanding", "--model.head", "classes"]
     assert main([*words, *branch, *few, "--recipe.freeze", "shared,tokens"]) == 0
     state = from_pretrained(tuned / "export").state_dict()

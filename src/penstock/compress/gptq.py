@@ -26,7 +26,7 @@ from penstock.config.graph import Run
 from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of
-from penstock.models.block import ZeroCentredNorm
+from penstock.models.attention import ZeroCentredNorm
 from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Norm, Perceptron
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows

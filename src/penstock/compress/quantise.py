@@ -7,8 +7,8 @@ each output of each expert.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from penstock.models.anatomy import anatomy_of
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.pretrained import rounded_weights, save_rounded, save_values
 from penstock.models.rounded import MOST, RoundedWeight, round_groups, round_rows
+from penstock.models.wrap import exchanged
 from penstock.products.convert import STORED, AnyLinear, absorbed, left_out, suited
 from penstock.products.rounded import stored_form
 
@@ -236,16 +237,9 @@ class _Work:
         with self.swapped(chosen), torch.no_grad():
             return self.data.score(self.model)
 
-    @contextmanager
-    def swapped(self, chosen: Collection[str]) -> Iterator[None]:
+    def swapped(self, chosen: Collection[str]) -> AbstractContextManager[None]:
         """Inside, the named layers multiply in their format."""
-        for name in chosen:
-            self.model.set_submodule(name, self.forms[name])
-        try:
-            yield
-        finally:
-            for name in chosen:
-                self.model.set_submodule(name, self.linears[name])
+        return exchanged(self.model, {name: self.forms[name] for name in chosen})
 
 
 def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> RoundedWeight:

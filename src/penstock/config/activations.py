@@ -51,20 +51,20 @@ ACTIVATIONS: dict[Mlp, ActivationRow] = {
     "gelu": ActivationRow(names=("gelu", "gelu_python"), classes=("GELU", "GELUActivation"), kernel=0),
     "gelu_tanh": ActivationRow(
         names=("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        classes=("GELUTanh", "NewGELUActivation", "PytorchGELUTanh", "FastGELUActivation"), kernel=1,
+        classes=("GELUTanh", "NewGELUActivation", "PytorchGELUTanh", "FastGELUActivation"), kernel=1
     ),
     "gelu_quick": ActivationRow(
         names=("quick_gelu",), classes=("QuickGELUActivation", "QuickGELU"), kernel=4, merged="silu",
         # Backward two products, and the sum of both gradients of x.
         passes=(
             Pass("scale"), Pass("", "sigmoid", behind=(2, 1)),
-            Pass("gate", ahead=(2, 1), behind=(6, 3), launches=2, keeps=True),
+            Pass("gate", ahead=(2, 1), behind=(6, 3), launches=2, keeps=True)
         ),
     ),
     "relu": ActivationRow(names=("relu",), classes=("ReLU",), kernel=3, keeps_output=True),
     "relu2": ActivationRow(
         names=("relu2",), classes=("ReLUSquaredActivation",), merged="relu",
-        passes=(Pass("", "relu", behind=(2, 1)), Pass("square", behind=(6, 3), launches=2)),
+        passes=(Pass("", "relu", behind=(2, 1)), Pass("square", behind=(6, 3), launches=2))
     ),
     "silu": ActivationRow(names=("silu", "swish"), classes=("SiLU", "SiLUActivation"), kernel=2),
     "swiglu": ActivationRow(names=("silu", "swish"), gate="silu"),

@@ -31,16 +31,12 @@ class Format:
 
 
 FORMATS: dict[Dtype, Format] = {
-    "fp64": Format(dtype="float64", bits=64),
-    "fp32": Format(dtype="float32", bits=32),
-    "tf32": Format(dtype="float32", bits=32),
-    "bf16": Format(dtype="bfloat16", bits=16),
-    "fp16": Format(dtype="float16", bits=16),
-    "fp8": Format(dtype="float8_e4m3fn", bits=8),
-    "fp8_e5m2": Format(dtype="float8_e5m2", bits=8),
-    "int8": Format(dtype="int8", bits=8),
+    "fp64": Format(dtype="float64", bits=64), "fp32": Format(dtype="float32", bits=32),
+    "tf32": Format(dtype="float32", bits=32), "bf16": Format(dtype="bfloat16", bits=16),
+    "fp16": Format(dtype="float16", bits=16), "fp8": Format(dtype="float8_e4m3fn", bits=8),
+    "fp8_e5m2": Format(dtype="float8_e5m2", bits=8), "int8": Format(dtype="int8", bits=8),
     "int4": Format(dtype="uint8", bits=4, group=32, offsets=True),
-}
+}  # fmt: skip
 BYTES: dict[Dtype, float] = {name: format.bytes for name, format in FORMATS.items()}
 """Bytes of one number of each format."""
 HALVES: tuple[HalfDtype, ...] = ("bf16", "fp16")
@@ -110,23 +106,23 @@ PRODUCTS: dict[Products, Product] = {
     "packed": Product(weights=None, devices=("cpu",)),
     "fp8": Product(
         weights="fp8", scales="rowwise", devices=("cuda",), capability=(9, 0), multiple=(16, 16), linears="blocks",
-        trains=("cuda",), passes=_ALL,
+        trains=("cuda",), passes=_ALL
     ),
     "fp8_tensorwise": Product(
         weights="fp8", scales="tensorwise", capability=(8, 9), multiple=(16, 16), linears="blocks", trains=("cuda",),
-        passes=_ALL, kept="fp8",
+        passes=_ALL, kept="fp8"
     ),
     "int8": Product(
         weights="int8", scales="rowwise", devices=("cpu",), capability=(8, 0), trains=("cpu", "cuda"),
-        passes=("forward", "input"), kept="int8", splits=True,
+        passes=("forward", "input"), kept="int8", splits=True
     ),
     "int8_all": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, kept="int8",
-        splits=True,
+        splits=True
     ),
     "int8_pact": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward", "input"),
-        kept="int8", clips=True, splits=True,
+        kept="int8", clips=True, splits=True
     ),
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),

@@ -45,7 +45,8 @@ class Rotary:
     long: tuple[Positive, ...] = ()
     """Factors in longer samples, and in texts that may become longer as they are continued."""
     interleaved: bool = False
-    """Whether features 2 i and 2 i + 1 turn together, and not i and i + half of those that turn."""
+    """Whether features 2 i and 2 i + 1 turn together, as in DeepSeek's attention with latents, and not i and i + half
+    of those that turn."""
     share: PositiveShare = 1.0
     """Share of a head's features that turn, the first ones; the others stay as they are."""
     mscale: NotNegative = 0.0
@@ -83,8 +84,6 @@ class Latent:
     """Rotated features of a head, which are the same for the keys of all heads."""
     value_width: Features = 128
     """Features of a head's values."""
-    interleaved: bool = True
-    """Whether features 2 i and 2 i + 1 are the pairs that turn, and not i and i + `rotary_width` / 2."""
     norm_eps: Positive = 1e-6
     """`norm_eps` of the norms of latents."""
 

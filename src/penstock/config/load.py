@@ -1,5 +1,4 @@
-"""Loads a configuration from its defaults, then a file, then the command line. Later layers override earlier
-ones.
+"""Loads a configuration from its defaults, then a file, then the command line; later layers override earlier ones.
 
 Every layer is read completely and all its problems are collected, so one run of a command lists everything to
 fix. Keys are dotted (`recipe.lr`) or nested tables; both mean the same in every layer. For a part that is a
@@ -40,7 +39,7 @@ from penstock.config.kinds import (
     places_of,
     required_fields,
 )
-from penstock.config.removed import removal
+from penstock.config.removed import removal, with_moved
 from penstock.errors import ConfigError, PenstockError
 
 T = TypeVar("T")
@@ -73,13 +72,9 @@ def load(
 
 @overload
 def from_dict(
-    cls: type[T],
-    values: Mapping[str, Any],
-    *,
-    origin: str = ...,
-    error: type[PenstockError] = ...,
+    cls: type[T], values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...,
     base: T | None = ...,
-) -> T: ...
+) -> T: ...  # fmt: skip
 @overload
 def from_dict(
     cls: UnionType, values: Mapping[str, Any], *, origin: str = ..., error: type[PenstockError] = ...
@@ -191,7 +186,8 @@ class _Node:
         given_here: list[str] = []
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
         first = ("preset", "family")
-        for name, given in sorted(_nested(values, layer).items(), key=lambda item: item[0] not in first):
+        nested = with_moved(self.cls, _nested(values, layer))
+        for name, given in sorted(nested.items(), key=lambda item: item[0] not in first):
             if len(layer.problems) >= MOST_PROBLEMS:
                 return
             key, value = present(self.cls, name, given[-1])

@@ -30,16 +30,9 @@ ASSUMED_LAUNCH_SECONDS = 5e-6
 
 
 ProductForm = Literal[
-    "forward",
-    "input",
-    "weight",
-    "ragged",
-    "vocabulary",
-    "vocabulary_input",
-    "vocabulary_weight",
-    "stored",
+    "forward", "input", "weight", "ragged", "vocabulary", "vocabulary_input", "vocabulary_weight", "stored",
     "packed",
-]
+]  # fmt: skip
 """The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
 factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
 another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with

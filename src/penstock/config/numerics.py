@@ -132,20 +132,11 @@ def _numerics(
     reduction: Dtype = {"weights": added, "fp32": "fp32", "half": compute}[gradients]
     moments: Dtype = compute if precision == "O3" else "fp32"
     return Numerics(
-        level=precision,
-        weights=weights,
-        gathered=gathered,
-        by_lists=precision in ("O1", "O2"),
-        compute=compute,
-        factors=factors,
-        products=products,
+        level=precision, weights=weights, gathered=gathered, by_lists=precision in ("O1", "O2"),
+        compute=compute, factors=factors, products=products,
         residual=compute if precision in ("O2", "O3") else "fp32",
-        norms=compute if precision == "O3" or norms == "half" else "fp32",
-        gradients=gathered,
-        reduction=reduction,
-        masters=masters,
-        moments=moments,
-        moments_per_weight=OPTIMIZERS[algorithm].moments,
-        loss_scale="dynamic" if compute == "fp16" else 1.0,
+        norms=compute if precision == "O3" or norms == "half" else "fp32", gradients=gathered,
+        reduction=reduction, masters=masters, moments=moments,
+        moments_per_weight=OPTIMIZERS[algorithm].moments, loss_scale="dynamic" if compute == "fp16" else 1.0,
         outputs="keep" if compute == "fp32" else "fp32",
-    )
+    )  # fmt: skip

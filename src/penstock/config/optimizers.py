@@ -53,7 +53,7 @@ OPTIMIZERS: dict[Algorithm, UpdateRule] = {
     # The row is of its matrices; all else is AdamW's, in any form but flat buffers, which hold no matrices.
     "muon": UpdateRule(
         moments=1, forms=("loop", "foreach", "fused"), operators=7, accesses=12, settings=_ADAM,
-        matrices="orthogonal",
+        matrices="orthogonal"
     ),
     "sgd": UpdateRule(
         torch="SGD", moments=1, forms=ALL_FORMS, operators=4, accesses=40 / 3, settings=("momentum",)
@@ -73,11 +73,11 @@ OPTIMIZERS: dict[Algorithm, UpdateRule] = {
     "asgd": UpdateRule(torch="ASGD", moments=1, operators=5, accesses=13),
     "lbfgs": UpdateRule(
         torch="LBFGS", moments=0, refused="searches along a line, for which it evaluates the loss of a batch many "
-        "times a step, and a training step evaluates it once",
+        "times a step, and a training step evaluates it once"
     ),
     "sparseadam": UpdateRule(
         torch="SparseAdam", moments=2, refused="updates the rows that sparse gradients name, and gradients here are "
-        "dense",
+        "dense"
     ),
 }  # fmt: skip
 """By name: the row of each optimizer that `recipe.optimizer` takes."""

@@ -26,12 +26,9 @@ INSIDE = ("teacher_hidden", "teacher_attention", "teacher_scores")
 
 
 def load_run(
-    cls: type[RunConfig] = RunConfig,
-    *,
-    file: Path | str | None = None,
-    overrides: Mapping[str, Any] | None = None,
-    model_in: Callable[[str], ModelConfig | None] | None = None,
-) -> RunConfig:
+    cls: type[RunConfig] = RunConfig, *, file: Path | str | None = None,
+    overrides: Mapping[str, Any] | None = None, model_in: Callable[[str], ModelConfig | None] | None = None,
+) -> RunConfig:  # fmt: skip
     """A run from general defaults, then the job of the preset that `overrides` or `file` name as `model`, then `file`,
     then `overrides`. Without a model, the preset is `vit-digits`.
 

@@ -100,6 +100,16 @@ def removal(cls: type, name: str, value: Any, path: str) -> str | None:
     return f"{path}={text} was removed; {instead}." if instead else None
 
 
+def with_moved(cls: type, nested: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Values for the fields of `cls`, those whose place changed (`cls.MOVED`) under their present names."""
+    for before, now in getattr(cls, "MOVED", {}).items():
+        (old, _, name), (new, _, today) = before.partition("."), now.partition(".")
+        for part in nested.get(old, []):
+            if isinstance(part, dict) and name in part:
+                nested.setdefault(new, []).append({today: part.pop(name)})
+    return nested
+
+
 def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run without those that are gone, for whoever asks for its model and weights alone."""
     kept = dict(stored)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count, groupby
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from penstock.config.activations import Mlp
 from penstock.config.convert import Count, NotNegative, Positive, Probability, Range
@@ -41,6 +41,8 @@ class Stack:
     (6144 / 1408) is not a round number.
     """
 
+    MOVED: ClassVar[dict[str, str]] = {"latent.interleaved": "rotary.interleaved"}
+    """Old dotted names of settings, mapped to their present names."""
     width: Features = 768
     """Features of a token between blocks."""
     depth: Depth = 12
@@ -422,13 +424,7 @@ class Stack:
             ("sinks", False), ("window", None), ("norm", "rms"),
         ):  # fmt: skip
             if getattr(self, name) != wanted:
-                remedy = (
-                    "set it to rms"
-                    if name == "norm"
-                    else "leave it out"
-                    if wanted is None
-                    else "set it to false"
-                )
+                remedy = "leave it out" if wanted is None else f"set it to {str(wanted).lower()}"
                 yield (
                     f"{where}.{name} is {getattr(self, name)}, but {where}.latent makes keys and values of all heads "
                     f"of one latent; {remedy}."

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention, type_of_scores
-from penstock.models.block import Context, Continued
+from penstock.models.inputs import Context, Continued
 from penstock.models.positions import Rotation, alibi, rotations
 
 
 class Continuing:
     """The base of a pass over tokens that follow others, whose keys and values are kept: a
-    `penstock.models.block.TokenCache`. Each of several stacks has tables of its own, and keeps."""
+    `penstock.models.inputs.TokenCache`. Each of several stacks has tables of its own, and keeps."""
 
     places: Tensor
     """(N,) or (R, N), positions of the tokens."""

@@ -24,13 +24,7 @@ from torch import Tensor, distributed
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, kernel_for
 from penstock.kernels.choices import holds_scores
-from penstock.kernels.sinks import (
-    add_sinks,
-    for_each_query,
-    fused_gradients,
-    fused_with_sums,
-    sink_gradients,
-)
+from penstock.kernels.sinks import add_sinks, for_each_query, fused_gradients, fused_with_sums, sink_gradients
 from penstock.kernels.token_cut import Cut
 
 QUERIES = 1024
@@ -72,13 +66,9 @@ class Shared:
         # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it again.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
         how = _How(
-            self,
-            scale,
-            scores.dropout,
-            seed,
-            holds_scores(kernel_for(backend, q, scores, shared=True)),
+            self, scale, scores.dropout, seed, holds_scores(kernel_for(backend, q, scores, shared=True)),
             scores.cap,
-        )
+        )  # fmt: skip
         return _Exchanged.apply(q, k, v, self.biases, scores.sinks, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:

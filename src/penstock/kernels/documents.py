@@ -28,12 +28,9 @@ class Documents:
     """Where documents lie in the samples of a batch. It is no tuple, whose numbers compiled code would be made for."""
 
     def __init__(
-        self,
-        runs: list[list[int]],
-        *,
-        causal: bool,
+        self, runs: list[list[int]], *, causal: bool,
         mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.runs, self.causal = runs, causal
         """Tokens of each document in each sample. What is behind the last sees nothing, and becomes zeros."""
         self.mask = mask
@@ -42,12 +39,9 @@ class Documents:
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(
-        cls,
-        documents: Tensor | Unpadded,
-        *,
-        causal: bool,
+        cls, documents: Tensor | Unpadded, *, causal: bool,
         mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
-    ) -> Documents | None:
+    ) -> Documents | None:  # fmt: skip
         """Runs of one number in `documents` (B, N), or None where they are on no CPU, or too short."""
         if isinstance(documents, Unpadded):
             return cls([documents.lengths], causal=causal, mask=mask)

@@ -99,11 +99,8 @@ class BlockKernel:
         scale: float | None, norm_first: bool, activation: str,
     ) -> None:  # fmt: skip
         settings: dict[str, Any] = {
-            "width": width,
-            "scale": scale,
-            "norm_first": norm_first,
-            "activation": activation,
-        }
+            "width": width, "scale": scale, "norm_first": norm_first, "activation": activation,
+        }  # fmt: skip
         self._made_of = partial(BlockKernel, **settings), (layers, norms)
         self._kept: list[object] = []
         """Owners of memory that the kernel reads, beside `layers`."""

@@ -21,13 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.plan import AttentionBackend
 from penstock.cpu import this_cpu
 from penstock.dtypes import format_of
-from penstock.kernels.attention import (
-    PINNED,
-    Scores,
-    attention,
-    keeps_scores,
-    raise_without_kernel,
-)
+from penstock.kernels.attention import PINNED, Scores, attention, keeps_scores, raise_without_kernel
 from penstock.kernels.choices import auto_attention
 
 

@@ -7,7 +7,7 @@ tokens: from the inputs to the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,9 @@ from penstock.kernels.context import Shared, SharedMemories
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
-from penstock.models.block import Context
+from penstock.models.inputs import Context
 from penstock.models.positions import alibi, places_of, rotations
 from penstock.models.stack import TokenStack, shares_of
-
-
-class _Reading(Protocol):
-    """A model with heads for words."""
-
-    def words(
-        self, x: Tensor, targets: Tensor | None, smoothing: float, *, rows: Tensor | None, head: WordHead
-    ) -> Tensor: ...
 
 
 class Shares:
@@ -86,7 +78,7 @@ class Shares:
         return tokens.cut.whole(x, 1, tokens.count)
 
     def words(
-        self, model: _Reading, head: WordHead, x: Tensor, wanted: dict[str, Tensor | None], smoothing: float
+        self, model: Any, head: WordHead, x: Tensor, wanted: dict[str, Tensor | None], smoothing: float
     ) -> Tensor:
         """The output of a head for words over this rank's tokens, brought together: logits, or the sum of losses."""
         targets, rows = wanted["targets"], wanted["rows"]

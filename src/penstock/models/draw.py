@@ -11,7 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import Graph, Init, TokenInput, WordHead
-from penstock.models.block import Attention, Branch, CrossAttention, HeadShift, Sinks, ZeroLinear
+from penstock.models.attention import Attention, CrossAttention, HeadShift, Sinks
+from penstock.models.block import Branch, ZeroLinear
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import AttentionPool, UnitVectors

@@ -8,8 +8,8 @@ and of 4 bits `weight_offset`, whose numbers are rounded as there; scales and of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from penstock.kernels.frozen_linear import frozen_linear
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Attention, Linear, Perceptron, walk
 from penstock.models.rounded import nearest, plain_state, round_groups, round_rows
+from penstock.models.wrap import exchanged
 
 _log = logging.getLogger(__name__)
 _OWN = ("weight", "weight_scale", "weight_offset")
@@ -79,19 +80,6 @@ class _Place(nn.Module):
         weight = torch.empty(sides[::-1] if frozen.transposed else sides, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", frozen._parameters["bias"])
-
-
-@contextmanager
-def exchanged(model: nn.Module, instead: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Inside, the model has other modules under these names."""
-    before = {name: model.get_submodule(name) for name in instead}
-    try:
-        for name, module in instead.items():
-            model.set_submodule(name, module)
-        yield
-    finally:
-        for name, module in before.items():
-            model.set_submodule(name, module)
 
 
 def plain_places(model: nn.Module) -> AbstractContextManager[None]:

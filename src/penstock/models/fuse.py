@@ -27,9 +27,13 @@ from penstock.errors import ConfigError
 from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.residual_norm import residual_norm
 from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
-from penstock.models.block import Block
+from penstock.models.attention import ZeroCentredNorm
+from penstock.models.block import Block, Branch
+from penstock.models.experts import MixtureOfExperts
+from penstock.models.inputs import ALONE, Context
 from penstock.models.perceptron import MLP
 from penstock.models.roles import Norm, Perceptron
+from penstock.models.wrap import restore, swap
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +46,7 @@ class Place:
     """Qualified name of the module."""
     variant: str
     """The kind of its norm or activation, as `penstock.config.gains` has it."""
-    install: Callable[[], None]
+    install: Callable[[], Any]
 
 
 def fuse(
@@ -106,12 +110,9 @@ def unfuse(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if isinstance(child, _Passed):
                 setattr(module, name, child.original)
-        if issubclass(type(module).__bases__[0], _Swapped):
-            module.__class__ = type(module).__bases__[1]
-        elif isinstance(module, Block):
-            module.fused_norms = False
-        elif isinstance(module, MLP):
+        if isinstance(module, MLP):
             module.activated = False
+    restore(model, _Fused)
 
 
 _NOWHERE = {
@@ -121,19 +122,8 @@ _NOWHERE = {
 }
 
 
-class _Swapped:
-    """A base of classes that take the place of another, which follows it in their order of resolution."""
-
-
-@functools.cache
-def _class_over(first: Any, cls: Any) -> Any:
-    """A class that computes by `first` and is else `cls`, under the same name."""
-    return type(cls.__name__, (first, cls), {"__module__": cls.__module__})
-
-
-def _swap(module: nn.Module, first: type[_Swapped]) -> None:
-    base: Any = type(module)
-    module.__class__ = _class_over(cast(Any, first), base)
+class _Fused:
+    """The base of classes that are laid over a module's class to compute by a fused operator."""
 
 
 class _Passed(nn.Identity):
@@ -144,7 +134,7 @@ class _Passed(nn.Identity):
         self.original = original
 
 
-class _ActivatedLinear(_Swapped):
+class _ActivatedLinear(_Fused):
     """A linear layer that returns the activation of its product and bias."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -155,10 +145,10 @@ class _ActivatedLinear(_Swapped):
 
 def _activate(linear: Any, activation: Mlp, *, gated: bool = False, transposed: bool = False) -> None:
     linear.activation, linear.gated, linear.transposed = activation, gated, transposed
-    _swap(linear, _ActivatedLinear)
+    swap(linear, _ActivatedLinear)
 
 
-class _GatedPerceptron(_Swapped):
+class _GatedPerceptron(_Fused):
     """down(activation(gate(x)) · up(x)), each a linear of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -223,7 +213,7 @@ def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Mlp | None:
 
 def _activate_gated(parent: Any, names: tuple[str, ...], activation: Mlp) -> None:
     parent.gated_parts, parent.gate_activation = names, activation
-    _swap(parent, _GatedPerceptron)
+    swap(parent, _GatedPerceptron)
 
 
 def _activate_ours(mlp: MLP) -> None:
@@ -247,7 +237,41 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-class _AddedOutput(_Swapped):
+class _NormedSums(_Fused):
+    """A block of ours that adds a branch and norms the sum in one pass."""
+
+    def forward(self, x: Tensor, context: Context = ALONE) -> Tensor:
+        own = cast(Block, self)
+        parts: list[tuple[Any, Branch]] = [(own.attention, own.branch1), (own.feed, own.branch2)]
+        if own.cross is not None:
+            parts.insert(1, (own.cross, own.cross_branch))
+        norms = _norms(own)
+        seen, norms = (norms[0](x), [*norms[1:], None]) if own.norm_first else (x, norms)
+        # A mixture's router reads the norm in its own type, and post-norm ones are the tokens of the next sum.
+        narrow = own.norm_first and not isinstance(own.mlp, MixtureOfExperts)
+        for (part, branch), norm in zip(parts, norms, strict=True):
+            made, rate = part(seen, context), branch.dropout_alone
+            if norm is None:
+                return x + branch(made)  # type: ignore[no-any-return]
+            made, rate = (branch(made), 0.0) if rate is None else (made, rate)
+            x, seen = residual_norm(x, made, norm, dropout=rate, for_products=narrow)
+            x = x if own.norm_first else seen
+        return x
+
+
+def _norms(block: Block) -> list[Any]:
+    """The norms of a block in the order in which they run."""
+    return [block.norm1, *([] if block.cross is None else [block.cross_norm]), block.norm2]
+
+
+def _norms_sums(block: Block) -> bool:
+    """Whether what a block norms are sums that it makes, by norms with weights alone."""
+    norms = _norms(block)[1 if block.norm_first else 0 :]
+    plain = all(isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms)
+    return plain and not isinstance(block.norm2, ZeroCentredNorm)
+
+
+class _AddedOutput(_Fused):
     """The end of a branch of BERT and its like: a linear, dropout, and the norm of its sum with the branch's input."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
@@ -260,13 +284,13 @@ def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
     """The blocks of ours that norm the sum of tokens and a branch, and such parts of others' blocks."""
     for name in anatomy.blocks:
         block = _module(model, name)
-        if isinstance(block, Block) and block.adds_and_norms and not block.__dict__.get(ELSEWHERE):
+        if type(block) is Block and _norms_sums(block) and not block.__dict__.get(ELSEWHERE):
             variant = "rms_norm" if isinstance(block.norm2, nn.RMSNorm) else "layer_norm"
-            yield Place(name, variant, functools.partial(setattr, block, "fused_norms", True))
+            yield Place(name, variant, functools.partial(swap, block, _NormedSums))
     for role in () if anatomy.unknown else anatomy.parts(Norm):
         parent = _module(model, role.name.rpartition(".")[0])
         if parent is not None and _adds_input(parent):
-            yield Place(role.name, "layer_norm", functools.partial(_swap, parent, _AddedOutput))
+            yield Place(role.name, "layer_norm", functools.partial(swap, parent, _AddedOutput))
 
 
 def _adds_input(module: nn.Module) -> bool:

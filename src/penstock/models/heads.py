@@ -25,7 +25,8 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
-from penstock.models.block import Context, CrossAttention, make_norm
+from penstock.models.attention import CrossAttention, make_norm
+from penstock.models.inputs import Context
 from penstock.models.perceptron import MLP, activate
 
 TIME_STEPS = 1000.0

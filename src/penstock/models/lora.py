@@ -20,8 +20,9 @@ from penstock.config.graph import ClassHead
 from penstock.config.run import Lora
 from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.models.anatomy import anatomy_of, evaluating
-from penstock.models.frozen import exchanged, freeze_linears, with_plain_weights
+from penstock.models.frozen import freeze_linears, with_plain_weights
 from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron, Pooler, Role, walk
+from penstock.models.wrap import exchanged
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
 """Names under which an adapted linear keeps the frozen one, A and B."""

@@ -32,7 +32,8 @@ from penstock.kernels.attention import BACKENDS
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
 from penstock.models import samples
-from penstock.models.block import ZeroLinear, make_norm, modulate
+from penstock.models.attention import make_norm
+from penstock.models.block import ZeroLinear, modulate
 from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.expert_linear import ExpertLinear
@@ -170,8 +171,7 @@ class Model(nn.Module):
     # -- one pass
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self.given(args, kwargs)
-        shares = None
+        given, shares = self.given(args, kwargs), None
         if self.cut is not None and given.get("past") is None:  # a text that is continued is not cut
             shares = Shares(self.cut, self.graph, given)
         outputs: dict[str, Tensor] = {}

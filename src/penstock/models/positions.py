@@ -99,14 +99,9 @@ def rotations(
 
 
 def _rotation(
-    rotary: Rotary,
-    features: int,
-    grid: Grid | None,
-    places: Tensor,
-    last: Tensor | None,
-    *,
+    rotary: Rotary, features: int, grid: Grid | None, places: Tensor, last: Tensor | None, *,
     sequence_first: bool,
-) -> Rotation:
+) -> Rotation:  # fmt: skip
     features = rotary.turned(features)
     rates = frequencies(rotary, features if grid is None else features // 2, places.device)
     if rotary.scaling == "longrope":

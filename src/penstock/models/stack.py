@@ -22,7 +22,9 @@ from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import Real, Unpadded
 from penstock.kernels.varlen import Varlen
 from penstock.kernels.windows import Windows
-from penstock.models.block import Block, Context, TokenCache, make_norm
+from penstock.models.attention import make_norm
+from penstock.models.block import Block, ExpertSamples, ModulatedBlock
+from penstock.models.inputs import Context, TokenCache
 from penstock.models.positions import (
     Learned,
     Relative,
@@ -37,6 +39,7 @@ from penstock.models.positions import (
     visible,
     within,
 )
+from penstock.models.wrap import put_around
 
 
 class TokenStack(nn.Module):
@@ -87,8 +90,11 @@ class TokenStack(nn.Module):
             depth = sum(self.deepens[:i])
             rate = sizes.drop_path * depth / max(sizes.depth - 1, 1) if sizes.drop_path else None
             cross = (memory or sizes.width) if run.memories else 0
-            form: dict[str, Any] = {"causal": causal, "cross": cross, "modulated": run.modulated}
-            self.blocks.append(Block(sizes, layer, rate, expert=expert, **form, **where))
+            kind = ModulatedBlock if run.modulated else Block
+            block = kind(sizes, layer, rate, causal=causal, cross=cross, **where)
+            if expert is not None:
+                put_around(block, ExpertSamples(block, expert))
+            self.blocks.append(block)
         self.norm = (
             make_norm(sizes.norm_kind, sizes.width, **where) if sizes.norm_first and run.last_norm else None
         )
@@ -200,13 +206,9 @@ class TokenStack(nn.Module):
             bias = alibi(sizes.heads, tokens, tokens, x.device)[:, self.heads]
 
         known: dict[str, Any] = {
-            "varlen": self._knows_lengths(x),
-            "samples": x.shape[0],
-            "device": x.device,
-            "dtype": type_of_scores(x),
-            "lengths": lengths,
-            "prefixes": prefixes,
-        }
+            "varlen": self._knows_lengths(x), "samples": x.shape[0], "device": x.device,
+            "dtype": type_of_scores(x), "lengths": lengths, "prefixes": prefixes,
+        }  # fmt: skip
 
         def seen(window: int | None) -> Tensor | AttentionMask | None:
             if len(batches) < 2:

@@ -64,12 +64,9 @@ class DataParallel:
 
 
 def replicate(
-    model: nn.Module,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
+    model: nn.Module, dims: ParallelDims, device: torch.device, *,
     late: Callable[[], Sequence[Tensor]] | None = None,
-) -> DataParallel:
+) -> DataParallel:  # fmt: skip
     """Make `model` one of `dims.size` replicas, in place; all ranks get rank 0's weights and buffers.
 
     Must follow everything that replaces parameters. Names stay as they are. The backward pass of the last micro-batch

@@ -30,7 +30,8 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of, is_norm
-from penstock.models.block import Block
+from penstock.models.block import ExpertSamples
+from penstock.models.wrap import find
 from penstock.optim.contiguous import Contiguous
 from penstock.optim.tensors import MOVED, alike, local, whole
 from penstock.parallel.data import DataParallel, broadcast, running_statistics
@@ -81,14 +82,9 @@ class Sharded(DataParallel):
 
 
 def shard(
-    model: nn.Module,
-    plan: Plan,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
-    shares: Mapping[str, Tensor] | None = None,
-    optimizers: Iterable[Optimizer] = (),
-) -> Sharded:
+    model: nn.Module, plan: Plan, dims: ParallelDims, device: torch.device, *,
+    shares: Mapping[str, Tensor] | None = None, optimizers: Iterable[Optimizer] = (),
+) -> Sharded:  # fmt: skip
     """Shard `model` over the ranks as `plan.sharding` says, in place: same object, same names, same call.
 
     Parameters become DTensors of the type they have, of which each rank holds its rows. Those on the meta device get
@@ -170,8 +166,8 @@ def _shard_block(block: nn.Module, options: Mapping[str, Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(block, **options)
-    if isinstance(block, Block):
-        block.joins = True
+    if (samples := find(block, ExpertSamples)) is not None:
+        samples.joins = True
 
 
 def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, Any]:

@@ -225,13 +225,9 @@ def even_slots(experts: int, ranks: int) -> Slots:
 
 
 def host_experts(
-    model: nn.Module,
-    dims: ParallelDims,
-    device: torch.device,
-    *,
-    slots: Sequence[Slots] = (),
+    model: nn.Module, dims: ParallelDims, device: torch.device, *, slots: Sequence[Slots] = (),
     beside: nn.Module | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Let the ranks of `dims` host the experts of a model, in place, for inference alone. All ranks have the same
     weights before; afterwards those of experts lie on the hosts, on `device`, and in no parameter.
 

@@ -8,11 +8,9 @@ device's allocator needs to know of one stream alone.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
+from penstock.models.wrap import Around, put_around
 from penstock.optim.tensors import local
 
 LEAST_BYTES = 1 << 16
@@ -45,7 +44,7 @@ def offload_blocks(
     for number, block in enumerate(blocks):
         module = model.get_submodule(block.name)
         last = keep_last and number == len(blocks) - 1
-        module.forward = _Offloaded(module, transfers, first=number == 0, last=last)
+        put_around(module, _Offloaded(module, transfers, first=number == 0, last=last))
 
 
 class Transfers:
@@ -191,13 +190,14 @@ class _Shelf:
         return saved.device_tensor.expand(saved.shape)
 
 
-class _Offloaded:
-    """A block's forward pass. A class, so that a model with it can be pickled and copied."""
+class _Offloaded(Around):
+    """A block's forward pass, whose activations wait in host memory."""
+
+    kind = "offload"
 
     def __init__(self, module: nn.Module, transfers: Transfers, *, first: bool, last: bool) -> None:
-        self.forward: Callable[..., Any] = module.forward
+        super().__init__(module.forward)
         self.module, self.transfers, self.first, self.last = module, transfers, first, last
-        functools.update_wrapper(self, self.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.rounded import RoundedWeight
+from penstock.models.wrap import class_over, set_class
 from penstock.optim.tensors import local, whole
 from penstock.parallel import sequence
 from penstock.parallel.dims import ParallelDims
@@ -77,7 +78,7 @@ class SplitModule:
                 kept = ("penstock_line", "penstock_words")
                 new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
                 base: Any = type(new)
-                new.__class__ = _class(kind, base, reads=False)
+                set_class(new, _class(kind, base, reads=False))
         if isinstance(self, SplitInputs):
             new.__dict__["whole_rows"] = functools.partial(sequence.largest, line=self.penstock_line)
         return new
@@ -223,18 +224,16 @@ _READ = ("weight", "bias")
 
 @functools.cache
 def _class(kind: type, base: type, *, reads: bool = True) -> type:
-    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    members[SPLIT_FROM] = getattr(base, SPLIT_FROM, base)
+    members: dict[str, Any] = {SPLIT_FROM: getattr(base, SPLIT_FROM, base)}
     if reads and issubclass(kind, SplitModule):
         members |= {name: property(_reader(name)) for name in _READ}
-    return type(base.__name__, (kind, base), members)
+    return class_over(kind, base, **members)  # type: ignore[no-any-return]
 
 
 def swap_class(module: nn.Module, kind: type) -> nn.Module:
-    if not isinstance(module, kind):
-        base: Any = type(module)
-        module.__class__ = _class(kind, base)
-    return module
+    """Lay a kind of split module over a module's class, once."""
+    base: Any = type(module)
+    return module if isinstance(module, kind) else set_class(module, _class(kind, base))
 
 
 def split_from(module: nn.Module) -> Any:

@@ -26,12 +26,14 @@ from torch import Tensor, distributed, nn
 
 from penstock.config.graph import Graph
 from penstock.containers import tensors
-from penstock.kernels.split_linear import split_backward
+from penstock.kernels.split_linear import SplitBackward
 from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of, closest_part
 from penstock.models.roles import Linear, walk
+from penstock.models.wrap import Around, put_around
 from penstock.optim.clip import grad_norm
 from penstock.optim.tensors import local
 from penstock.parallel.dims import ParallelDims
+from penstock.parallel.parts import swap_class
 from penstock.parallel.sequence import Line
 from penstock.parallel.stage_cut import Carried, StageCut, places_of
 from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
@@ -39,6 +41,19 @@ from penstock.parallel.tensor import lines_of
 
 Values = tuple[Tensor, ...]
 """Tensors that one stage sends to the next: outputs of stacks, and tokens between two blocks."""
+
+
+class _Dispatched(Around):
+    """Runs the stage that is active, or all of them, where a model is called."""
+
+    kind = "stages"
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__(stages.model.forward)
+        self.stages = stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.stages.dispatch(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -86,7 +101,7 @@ class Stages:
     def attach(self) -> None:
         """From now on calls of the model run stages. It must follow what replaces the class's `forward`."""
         self._forward = self.model.forward
-        self.model.forward = self._dispatch
+        put_around(self.model, _Dispatched(self))
 
     def run(self, stage: int, received: Values, call: Callable[[], Any]) -> Any:
         """Call `call`, in which the model runs `stage` on the values that it has `received`. It returns the values that
@@ -98,7 +113,7 @@ class Stages:
         finally:
             self._active = None
 
-    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         if self._active is None:
             return self._run_all(*args, **kwargs)
         return self._run_stage(self._active[0], *args, **kwargs)
@@ -371,4 +386,4 @@ def split_backwards(model: nn.Module) -> None:
         for role in walk(stack.blocks):
             module = modules.get(role.name)
             if isinstance(role, Linear) and type(module) is nn.Linear:
-                split_backward(module)
+                swap_class(module, SplitBackward)

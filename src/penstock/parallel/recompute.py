@@ -5,7 +5,6 @@ Activation Recomputation in Large Transformer Models", 2022).
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ from penstock.models.anatomy import Block, anatomy_of, set_switch
 from penstock.models.experts import mixtures_of
 from penstock.models.roles import Attention, Experts, Perceptron, Role, walk
 from penstock.models.router import same_choices
+from penstock.models.wrap import Around, put_around
 from penstock.planner.describe import describe
 from penstock.planner.memory import pass_bytes
 from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
@@ -82,8 +82,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
 
 def _apply(model: nn.Module, block: Block, kind: str) -> None:
     if kind in ("early", "full", "operators"):
-        module = model.get_submodule(block.name)
-        module.forward = _Recomputed(module.forward, kind, mixed=bool(mixtures_of(module)))
+        _recompute(model.get_submodule(block.name), kind)
         return
     for word in kind.split("+"):
         if word == "selective":
@@ -94,19 +93,23 @@ def _apply(model: nn.Module, block: Block, kind: str) -> None:
             inside = {role.shared for role in roles if isinstance(role, Experts)}
             for role in roles:
                 if role not in inside:
-                    module = model.get_submodule(role.name)
-                    module.forward = _Recomputed(module.forward, "early", mixed=bool(mixtures_of(module)))
+                    _recompute(model.get_submodule(role.name), "early")
 
 
-class _Recomputed:
-    """A module's forward pass that keeps only its input. A class, so that a model with it can be pickled and copied."""
+def _recompute(module: nn.Module, how: str) -> None:
+    put_around(module, _Recomputed(module.forward, how, mixed=bool(mixtures_of(module))))
+
+
+class _Recomputed(Around):
+    """A module's forward pass that keeps only its input."""
+
+    kind = "recomputation"
 
     def __init__(self, forward: Callable[..., Any], how: str, *, mixed: bool = False) -> None:
-        self.forward = forward
+        super().__init__(forward)
         self.how = how
         self.mixed = mixed
         """Whether experts are chosen in it."""
-        functools.update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

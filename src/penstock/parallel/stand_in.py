@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.models.wrap import set_class
 from penstock.parallel.parts import split_from
 from penstock.parallel.sequence import divide
 from penstock.parallel.stage_cut import Carried
@@ -170,7 +171,7 @@ class Blank:
             }
             self._copy = copy.deepcopy(self.module, dict(pairs))
             for copied, original in zip(self._copy.modules(), self.module.modules(), strict=True):
-                copied.__class__ = split_from(original)
+                set_class(copied, split_from(original))
                 for name, value in self.running.emptied.get(original, {}).items():
                     setattr(copied, name, nn.Parameter(value, requires_grad=False))
             self._copy.to("meta")

@@ -353,16 +353,9 @@ class _Splitter:
         return key in getattr(self._module(module), "penstock_spread", ())
 
     def _split(
-        self,
-        role: Role,
-        where: dict[str, int],
-        *,
-        kind: type = object,
-        pieces: int = 1,
-        line: Line | None = None,
-        spread: tuple[str, ...] = (),
-        inside: str = "",
-    ) -> None:
+        self, role: Role, where: dict[str, int], *, kind: type = object, pieces: int = 1,
+        line: Line | None = None, spread: tuple[str, ...] = (), inside: str = "",
+    ) -> None:  # fmt: skip
         """Split parameters of a role's module, or of one `inside` it, along the dimensions that `where` gives by their
         names.
         """

@@ -281,7 +281,7 @@ def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, s
     to.add(
         Op(
             "attention", "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=width,
-            read=queries * c + kept * (t.cache or c), written=queries * c, elements=queries,
+            read=queries * c + kept * (t.cache or c), written=queries * c, elements=queries
         ),
     )  # fmt: skip
     to.add(product("attention.to_values", latent.kv_rank, latent.value_width))
@@ -370,15 +370,9 @@ def _composed(
     if block.layer.score_cap is not None:
         kept = scores * each
         to.move(
-            f"{name}.cap",
-            scores,
-            (2 * each,) * 2,
-            (3 * each, 2 * each),
-            kept=kept,
-            group=group,
-            launches=2,
+            f"{name}.cap", scores, (2 * each,) * 2, (3 * each, 2 * each), kept=kept, group=group, launches=2,
             scores=True,
-        )
+        )  # fmt: skip
     # Scores are written once more, beside a column of sinks.
     _sinks(
         to, block.layer, core, scores, (each, each), (each, 2 * each), launches=2, cross=cross, scores=True

@@ -30,13 +30,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
-from penstock.kernels.choices import (
-    fuses_rows,
-    logit_bytes,
-    loss_budget,
-    loss_piece,
-    rows_in_chunk,
-)
+from penstock.kernels.choices import fuses_rows, logit_bytes, loss_budget, loss_piece, rows_in_chunk
 from penstock.planner.blocks import before_split, list_block, modulation, turning_copies
 from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
@@ -543,11 +537,7 @@ def _attention_pool(to: Lister, stack: Stack, tokens: int) -> None:
     gated = layer.perceptron.gated
     to.gemm("pool.up", t.samples, (1 + gated) * hidden, d, bias=layer.bias, **more)
     to.activate(
-        "pool.activation",
-        t.samples * hidden,
-        stack.mlp,
-        (c, c),
-        (2 * c, c),
+        "pool.activation", t.samples * hidden, stack.mlp, (c, c), (2 * c, c),
         kept=(1 + gated) * c * t.samples * hidden,
-    )
+    )  # fmt: skip
     to.gemm("pool.down", t.samples, d, hidden, bias=layer.bias, **more)

@@ -8,7 +8,7 @@ judged by its parts alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from penstock.kernels.documents import Documents
 from penstock.kernels.native import direct
 from penstock.kernels.native_blocks import VECTOR, BlockKernel, computes_blocks
 from penstock.kernels.native_integers import InputScale, PackedInt8
-from penstock.models.block import Attention, Block, Context, ZeroCentredNorm
+from penstock.models.attention import Attention, ZeroCentredNorm
+from penstock.models.block import Block, ExpertSamples
+from penstock.models.inputs import ALONE, Context
 from penstock.models.perceptron import MLP
+from penstock.models.wrap import Around, find, put_around
 from penstock.products.integers import Int8
 from penstock.products.rounded import RoundedInt8
 
@@ -32,7 +35,8 @@ def join_blocks(model: nn.Module) -> int:
     count = 0
     for block in blocks if blocks and computes_blocks() else ():
         if (kernel := _kernel_of(block)) is not None:
-            block.whole, count = partial(_compute, kernel, _places(block)), count + 1
+            put_around(block, OneCall(block, kernel))
+            count += 1
     return count
 
 
@@ -56,7 +60,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
     attention, mlp, norms = block.attention, block.mlp, (block.norm1, block.norm2)
     if not isinstance(attention, Attention):
         return None
-    plain = block.cross is None and block.modulation is None and block.expert is None
+    plain = block.cross is None and type(block) is Block and find(block, ExpertSamples) is None
     alone = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
     known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated
     heads = (
@@ -96,19 +100,30 @@ def _packed(layer: nn.Module) -> tuple[PackedInt8, InputScale] | None:
     return None
 
 
-def _compute(
-    kernel: BlockKernel, places: tuple[_Place, ...], block: Block, x: Tensor, context: Context
-) -> Tensor | None:
-    """The output of a block that is as it was; None of inputs that the kernel does not take."""
-    if any(held.get(name) is not part or part._forward_hooks for held, name, part in places):
-        return None
-    attention = block.attention
-    changed = block.training or attention.looked is not None or attention.backend not in ("auto", "sdpa")
-    masked = context.real is not None or context.rotation is not None or context.causal
-    if changed or masked or x.dtype != torch.float32 or torch.is_grad_enabled() or not direct(x):
-        return None
-    lengths = _lengths(x, context, sequence_first=block.sequence_first)
-    return None if lengths is None else kernel(x, lengths)
+class OneCall(Around):
+    """Computes a block in one call of a kernel where its parts are what they were, and by its modules elsewhere."""
+
+    kind = "one call"
+
+    def __init__(self, block: Block, kernel: BlockKernel) -> None:
+        super().__init__(block.forward)
+        self.block, self.kernel, self.places = block, kernel, _places(block)
+
+    def __call__(self, x: Tensor, context: Context = ALONE) -> Tensor:
+        made = None if torch.compiler.is_compiling() else self.computed(x, context)
+        return self.forward(x, context) if made is None else made
+
+    def computed(self, x: Tensor, context: Context) -> Tensor | None:
+        """The kernel's output; None for inputs that it does not take."""
+        if any(held.get(name) is not part or part._forward_hooks for held, name, part in self.places):
+            return None
+        block, attention = self.block, cast(Attention, self.block.attention)
+        changed = block.training or attention.looked is not None or attention.backend not in ("auto", "sdpa")
+        masked = context.real is not None or context.rotation is not None or context.causal
+        if changed or masked or x.dtype != torch.float32 or torch.is_grad_enabled() or not direct(x):
+            return None
+        lengths = _lengths(x, context, sequence_first=block.sequence_first)
+        return None if lengths is None else self.kernel(x, lengths)
 
 
 def _lengths(x: Tensor, context: Context, *, sequence_first: bool) -> Sequence[int] | None:

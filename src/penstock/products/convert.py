@@ -29,6 +29,7 @@ from penstock.models.expert_linear import ExpertLinear
 from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Linear, Perceptron, Stem
 from penstock.models.rounded import CLIP
+from penstock.models.wrap import set_class
 from penstock.products.eight_bits import Fp8, Fp8Linear, Int8Linear, RoundedExpertLinear, RoundedLinear
 from penstock.products.integers import Int4, Int8, Int8Twice, Int8Weights
 from penstock.products.shortlist import Shortlist
@@ -159,7 +160,7 @@ def convert_linears(
         _restore(linears[name])
     for name in chosen:
         expert = isinstance(linears[name], ExpertLinear)
-        linears[name].__class__ = RoundedExpertLinear if expert else TRAINED[row.weights]
+        set_class(linears[name], RoundedExpertLinear if expert else TRAINED[row.weights])
         linears[name].__dict__.update(products=products, emulate=emulate)
         linears[name]._parameters.pop(CLIP, None)
         if row.clips:
@@ -179,7 +180,7 @@ def restore_linears(model: nn.Module) -> None:
 
 def _restore(module: nn.Module) -> None:
     if isinstance(module, _ROUNDED):
-        module.__class__ = ExpertLinear if isinstance(module, ExpertLinear) else nn.Linear  # type: ignore[assignment]
+        set_class(module, ExpertLinear if isinstance(module, ExpertLinear) else nn.Linear)
         del module.__dict__["products"], module.__dict__["emulate"]
         module._parameters.pop(CLIP, None)
 

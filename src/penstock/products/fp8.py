@@ -58,16 +58,9 @@ def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def scaled_product(
-    a: Tensor,
-    b: Tensor,
-    inverse_a: Tensor,
-    inverse_b: Tensor,
-    out: torch.dtype,
-    *,
-    bias: Tensor | None = None,
-    fast: bool = False,
-    emulate: bool = False,
-) -> Tensor:
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, *,
+    bias: Tensor | None = None, fast: bool = False, emulate: bool = False,
+) -> Tensor:  # fmt: skip
     """(a · inverse_a) @ (b · inverse_b) + bias in the type `out`. a: (M, K) in row-major order, b: (K, N) in
     column-major order, both fp8; the inverses 0-d, or (M, 1) and (1, N).
 
@@ -83,14 +76,9 @@ def scaled_product(
 
 
 def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    scaling: Scaling = "tensorwise",
-    dtype: torch.dtype = torch.bfloat16,
-    emulate: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling = "tensorwise",
+    dtype: torch.dtype = torch.bfloat16, emulate: bool = False,
+) -> Tensor:  # fmt: skip
     """`F.linear` with its three products in fp8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
 
     Gradients have the types of `x`, `weight` and `bias`. Weights of any type are rounded to fp8 directly. K and N must

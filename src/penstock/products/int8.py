@@ -134,15 +134,10 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def int8_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    clip: Tensor | None = None,
-    *,
-    passes: tuple[ProductPass, ...] = ("forward", "input"),
-    dtype: torch.dtype = torch.bfloat16,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, clip: Tensor | None = None, *,
+    passes: tuple[ProductPass, ...] = ("forward", "input"), dtype: torch.dtype = torch.bfloat16,
     emulate: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
 
     Gradients have the types of `x`, `weight`, `bias` and `clip`, (1,), with which all inputs have one scale. Products

@@ -33,12 +33,9 @@ class Shortlist(nn.Module):
         device = head.weight.device
         self.register_buffer("numbers", torch.tensor(sorted(set(numbers)), device=device), persistent=False)
         rows = nn.Linear(
-            self.in_features,
-            len(self.numbers),
-            bias=head.bias is not None,
-            device=device,
+            self.in_features, len(self.numbers), bias=head.bias is not None, device=device,
             dtype=head.weight.dtype,
-        )
+        )  # fmt: skip
         with torch.no_grad():
             rows.weight.copy_(head.weight[self.numbers])
             if head.bias is not None:

@@ -31,7 +31,7 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.distil import Taught, divergences, relation_divergence, score_difference
 from penstock.models.anatomy import uncompiled
-from penstock.models.block import Attention
+from penstock.models.attention import Attention
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
 from penstock.models.model import Model

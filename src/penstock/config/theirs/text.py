@@ -229,7 +229,7 @@ def _problem(classes: int) -> _Problem:
 def _with(config: Any, values: Mapping[str, Any]) -> Any:
     """A configuration with other values at dotted paths."""
     changes: dict[str, Any] = {}
-    for path, value in values.items():
+    for path, value in sorted(values.items(), key=lambda item: "." in item[0]):  # parts change wholes
         name, dot, rest = path.partition(".")
         if dot:
             changes[name] = _with(changes.get(name, getattr(config, name)), {rest: value})
@@ -260,12 +260,8 @@ def _settled(stack: Any) -> Any:
         changes["head_features"] = None
     if not any(layer.window for layer in stack.layers):
         changes |= {
-            "window": None,
-            "window_base": None,
-            "window_scaled": True,
-            "global_every": 0,
-            "global_offset": 0,
-        }
+            "window": None, "window_base": None, "window_scaled": True, "global_every": 0, "global_offset": 0,
+        }  # fmt: skip
     elif not changes.get("unequal", stack.unequal):
         changes |= global_turns([layer.window > 0 for layer in stack.layers])
     if stack.attention_scale == stack.layers[0].head_width ** -0.5:

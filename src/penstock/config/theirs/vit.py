@@ -20,17 +20,11 @@ from penstock.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _NAMES = {
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-    "num_channels": "channels",
-    "hidden_size": "width",
-    "num_hidden_layers": "depth",
-    "num_attention_heads": "heads",
-    "intermediate_size": "mlp_width",
-    "hidden_dropout_prob": "dropout",
-    "layer_norm_eps": "norm_eps",
+    "image_size": "image_size", "patch_size": "patch_size", "num_channels": "channels",
+    "hidden_size": "width", "num_hidden_layers": "depth", "num_attention_heads": "heads",
+    "intermediate_size": "mlp_width", "hidden_dropout_prob": "dropout", "layer_norm_eps": "norm_eps",
     "qkv_bias": "qkv_bias",
-}
+}  # fmt: skip
 """Fields that both have, by transformers' name."""
 _TIMM_SIZES = {
     "tiny": "vit-ti16", "small": "vit-s16", "base": "vit-b16", "large": "vit-l16", "huge": "vit-h14",
@@ -52,21 +46,16 @@ def unrepresentable(config: ViTConfig) -> list[str]:
     """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
     checks = {
         f"model.classifier {config.classifier!r}": config.classifier != "token",
-        "model.distilled": config.distilled,
-        "model.stem 'conv'": config.stem == "conv",
-        "model.qk_norm": config.qk_norm,
-        "model.layer_scale": config.layer_scale is not None,
-        "model.registers": config.registers > 0,
-        "model.stem_bias": not config.stem_bias,
-        "model.embedding_norm": config.embedding_norm,
-        "model.key_bias": not config.key_bias,
-        "model.class_token": config.class_token is False,
-        "model.experts": config.experts > 0,
+        "model.distilled": config.distilled, "model.stem 'conv'": config.stem == "conv",
+        "model.qk_norm": config.qk_norm, "model.layer_scale": config.layer_scale is not None,
+        "model.registers": config.registers > 0, "model.stem_bias": not config.stem_bias,
+        "model.embedding_norm": config.embedding_norm, "model.key_bias": not config.key_bias,
+        "model.class_token": config.class_token is False, "model.experts": config.experts > 0,
         "model.kv_heads": config.kv_heads not in (None, config.heads),
         "model.head_features": config.layers[0].head_width * config.heads != config.width,
         "model.unequal": config.layers != replace(config, unequal=()).layers,
         f"model.mlp {config.mlp!r}": config.mlp in UNGATED,
-    }
+    }  # fmt: skip
     plain = ViTConfig()
     checks |= {f"model.{name}": getattr(config, name) != getattr(plain, name) for name in _PLAIN}
     return [f"transformers' ViT has no counterpart of {what}." for what, present in checks.items() if present]

@@ -112,12 +112,9 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) ->
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         done = subprocess.run(
-            [compiler, *flags, str(source), "-o", str(made)],
-            capture_output=True,
-            text=True,
-            check=False,
+            [compiler, *flags, str(source), "-o", str(made)], capture_output=True, text=True, check=False,
             timeout=_LONGEST_BUILD,
-        )
+        )  # fmt: skip
         if done.returncode:
             raise _CannotBuild(f"{compiler} failed: {done.stderr.strip()[:400]}")
         made.chmod(0o700)

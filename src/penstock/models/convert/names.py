@@ -182,31 +182,24 @@ _OLD = ((r"\bLayerNorm\.gamma$", "LayerNorm.weight"), (r"\bLayerNorm\.beta$", "L
 """TensorFlow's names of a norm's weights, which the first BERTs on the hub have, too."""
 _WORDS = "cls.predictions."
 _ROBERTA = (
-    (r"^roberta\.", "bert."),
-    (r"^lm_head\.dense\.", _WORDS + "transform.dense."),
+    (r"^roberta\.", "bert."), (r"^lm_head\.dense\.", _WORDS + "transform.dense."),
     (r"^lm_head\.layer_norm\.", _WORDS + "transform.LayerNorm."),
-    (r"^lm_head\.decoder\.", _WORDS + "decoder."),
-    (r"^lm_head\.bias$", _WORDS + "bias"),
-    (r"^classifier\.dense\.", "bert.pooler.dense."),
-    (r"^classifier\.out_proj\.", "classifier."),
-)
+    (r"^lm_head\.decoder\.", _WORDS + "decoder."), (r"^lm_head\.bias$", _WORDS + "bias"),
+    (r"^classifier\.dense\.", "bert.pooler.dense."), (r"^classifier\.out_proj\.", "classifier."),
+)  # fmt: skip
 _DISTILLED = (
     (r"^(distilbert\.)?embeddings\.", "bert.embeddings."),
     (r"^(distilbert\.)?transformer\.layer\.", "bert.encoder.layer."),
-    (r"\.attention\.q_lin\.", ".attention.self.query."),
-    (r"\.attention\.k_lin\.", ".attention.self.key."),
+    (r"\.attention\.q_lin\.", ".attention.self.query."), (r"\.attention\.k_lin\.", ".attention.self.key."),
     (r"\.attention\.v_lin\.", ".attention.self.value."),
     (r"\.attention\.out_lin\.", ".attention.output.dense."),
-    (r"\.sa_layer_norm\.", ".attention.output.LayerNorm."),
-    (r"\.ffn\.lin1\.", ".intermediate.dense."),
-    (r"\.ffn\.lin2\.", ".output.dense."),
-    (r"\.output_layer_norm\.", ".output.LayerNorm."),
+    (r"\.sa_layer_norm\.", ".attention.output.LayerNorm."), (r"\.ffn\.lin1\.", ".intermediate.dense."),
+    (r"\.ffn\.lin2\.", ".output.dense."), (r"\.output_layer_norm\.", ".output.LayerNorm."),
     (r"^vocab_transform\.", _WORDS + "transform.dense."),
     (r"^vocab_layer_norm\.", _WORDS + "transform.LayerNorm."),
-    (r"^vocab_projector\.weight$", _WORDS + "decoder.weight"),
-    (r"^vocab_projector\.bias$", _WORDS + "bias"),
+    (r"^vocab_projector\.weight$", _WORDS + "decoder.weight"), (r"^vocab_projector\.bias$", _WORDS + "bias"),
     (r"^pre_classifier\.", "classifier.pre."),
-)
+)  # fmt: skip
 _INSIDE = (
     (r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model."),
     (r"^language_model\.lm_head", "lm_head"),

@@ -161,15 +161,11 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
         )
     return (
         *((Modulation("modulation"),) if modulated else ()),
-        *((Norm("norm1"),) if layer.normed and before else ()),
-        inside,
-        *closed("branch1"),
-        *between,
+        *((Norm("norm1"),) if layer.normed and before else ()), inside, *closed("branch1"), *between,
         *((Norm("norm2"),) if before and not layer.parallel else ()),
         _experts(layer.mixture) if layer.mixture else _perceptron(layer.perceptron, "mlp"),
-        *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()),
-        *closed("branch2"),
-    )
+        *((Dropout("mlp.dropout"),) if sizes.hidden_dropout else ()), *closed("branch2"),
+    )  # fmt: skip
 
 
 def _perceptron(sizes: FeedForward, name: str) -> Perceptron:
@@ -224,12 +220,9 @@ def _set_heads(model: Any, place: tuple[int, int]) -> None:
 def _switches(model: Model) -> Switches:
     """The fields of a Plan that a model's graph has something for."""
     switches: dict[str, Any] = {
-        "attention": Model.set_attention,
-        "token_order": Model.set_token_order,
-        "recompute": _recompute_scores,
-        "cp": Model.share_tokens,
-        "tp": _set_heads,
-    }
+        "attention": Model.set_attention, "token_order": Model.set_token_order,
+        "recompute": _recompute_scores, "cp": Model.share_tokens, "tp": _set_heads,
+    }  # fmt: skip
     if model.graph.words is not None:
         switches["loss"] = Model.set_loss
     if any(layer.mixture for run in model.graph.runs for layer in run.stack.layers):

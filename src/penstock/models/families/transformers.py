@@ -77,14 +77,10 @@ def vit_stacks(names: Collection[str], heads: int) -> Stacks:
         inner = ("attention.attention.query", "attention.attention.key", "attention.attention.value")
         out, perceptron = "attention.output.dense", _BERT_PERCEPTRON
     parts = (
-        Norm("layernorm_before"),
-        _attention("attention", inner, out, heads),
-        Dropout("attention.output.dropout"),
-        Norm("layernorm_after"),
-        perceptron,
-        Dropout("output.dropout"),
+        Norm("layernorm_before"), _attention("attention", inner, out, heads),
+        Dropout("attention.output.dropout"), Norm("layernorm_after"), perceptron, Dropout("output.dropout"),
         Dropout("dropout"),
-    )
+    )  # fmt: skip
     before = (
         Stem("embeddings.patch_embeddings.projection"),
         Embedding("embeddings.cls_token", "class"),
@@ -108,14 +104,11 @@ def _gpt2(names: Collection[str], config: Any) -> Stacks:
 
     cross = (linear("crossattention.q_attn", "column"), linear("crossattention.c_attn", "column", (1, 1)))
     parts = (
-        Norm("ln_1"),
-        *attention("attn", linear("attn.c_attn", "column", (1, 1, 1))),
-        Norm("ln_cross_attn"),
-        *attention("crossattention", *cross),
-        Norm("ln_2"),
+        Norm("ln_1"), *attention("attn", linear("attn.c_attn", "column", (1, 1, 1))), Norm("ln_cross_attn"),
+        *attention("crossattention", *cross), Norm("ln_2"),
         Perceptron("mlp", up=linear("mlp.c_fc", "column"), down=linear("mlp.c_proj", "row")),
         Dropout("mlp.dropout"),
-    )
+    )  # fmt: skip
     before = (Embedding("wte", "token"), Embedding("wpe", "position"), Dropout("drop"))
     return (stack(numbered(names, r"h\.(\d+)"), parts, before=before, after=(Norm("ln_f"),)),)
 
@@ -160,12 +153,9 @@ def _bert(names: Collection[str], config: Any) -> Stacks:
         return (role, *dropouts, Norm(f"{name}.output.LayerNorm"))
 
     parts = (
-        *attention("attention"),
-        *attention("crossattention", cross=True),
-        _BERT_PERCEPTRON,
-        Dropout("output.dropout"),
-        Norm("output.LayerNorm"),
-    )
+        *attention("attention"), *attention("crossattention", cross=True), _BERT_PERCEPTRON,
+        Dropout("output.dropout"), Norm("output.LayerNorm"),
+    )  # fmt: skip
     before = (
         Embedding("embeddings.word_embeddings", "token"),
         Embedding("embeddings.token_type_embeddings", "segment"),
@@ -185,13 +175,9 @@ def _modernbert(names: Collection[str], config: Any) -> Stacks:
     )  # fmt: skip
     perceptron = Perceptron("mlp", up=Linear("mlp.Wi", "column", fused=(1, 1)), down=Linear("mlp.Wo", "row"))
     parts = (
-        Norm("attn_norm"),
-        attention,
-        Dropout("attn.out_drop"),
-        Norm("mlp_norm"),
-        perceptron,
+        Norm("attn_norm"), attention, Dropout("attn.out_drop"), Norm("mlp_norm"), perceptron,
         Dropout("mlp.drop"),
-    )
+    )  # fmt: skip
     before = (
         Embedding("embeddings.tok_embeddings", "token"),
         Norm("embeddings.norm"),
@@ -317,22 +303,17 @@ def _set_padding(model: nn.Module, padding: Padding) -> None:
 
 _BASES: dict[str, tuple[str, Callable[[Collection[str], Any], Stacks]]] = {
     "vit.modeling_vit.ViT": ("hf_vit", lambda names, config: vit_stacks(names, config.num_attention_heads)),
-    "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2),
-    "llama.modeling_llama.Llama": ("hf_llama", _llama),
+    "gpt2.modeling_gpt2.GPT2": ("hf_gpt2", _gpt2), "llama.modeling_llama.Llama": ("hf_llama", _llama),
     "mistral.modeling_mistral.Mistral": ("hf_mistral", _llama),
-    "qwen2.modeling_qwen2.Qwen2": ("hf_qwen2", _llama),
-    "qwen3.modeling_qwen3.Qwen3": ("hf_qwen3", _llama),
-    "bert.modeling_bert.Bert": ("hf_bert", _bert),
-    "roberta.modeling_roberta.Roberta": ("hf_roberta", _bert),
+    "qwen2.modeling_qwen2.Qwen2": ("hf_qwen2", _llama), "qwen3.modeling_qwen3.Qwen3": ("hf_qwen3", _llama),
+    "bert.modeling_bert.Bert": ("hf_bert", _bert), "roberta.modeling_roberta.Roberta": ("hf_roberta", _bert),
     "xlm_roberta.modeling_xlm_roberta.XLMRoberta": ("hf_xlm_roberta", _bert),
     "camembert.modeling_camembert.Camembert": ("hf_camembert", _bert),
     "modernbert.modeling_modernbert.ModernBert": ("hf_modernbert", _modernbert),
-    "bart.modeling_bart.Bart": ("hf_bart", _bart),
-    "marian.modeling_marian.Marian": ("hf_marian", _bart),
-    "t5.modeling_t5.T5": ("hf_t5", _t5),
-    "mt5.modeling_mt5.MT5": ("hf_mt5", _t5),
+    "bart.modeling_bart.Bart": ("hf_bart", _bart), "marian.modeling_marian.Marian": ("hf_marian", _bart),
+    "t5.modeling_t5.T5": ("hf_t5", _t5), "mt5.modeling_mt5.MT5": ("hf_mt5", _t5),
     "mixtral.modeling_mixtral.Mixtral": ("hf_mixtral", _llama),
-}
+}  # fmt: skip
 _VISION: Switches = {"attention": switches.set_vit_attention, "recompute": switches.recompute_vit_scores}
 _TEXT: Switches = {"loss": switches.set_loss}
 _ENCODER: Switches = {**_TEXT, "padding": _set_padding}

@@ -1,0 +1,126 @@
+"""Everything that stands around a module, and its order; `show` prints it.
+
+A call of a module passes, from the outside in: torch's own layers (shards, compiled code, hooks), what `put_around` put
+around its forward, in the reverse of `ORDER`, and the classes that `swap` laid over its own, the last one first. A
+module that takes another's place altogether is put there by `exchange`. Names in a model's state dict stay.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+A = TypeVar("A", bound="Around")
+
+_LAID = "penstock_laid"
+"""Attribute of a class that `class_over` made: what it laid over another."""
+ORDER = ("samples of an expert", "one call", "stages", "recomputation", "offload")
+"""Kinds of `Around`, from the inside out: what is recomputed sees the samples of its expert, and the inputs that a
+recomputed block keeps are offloaded."""
+
+
+class Around:
+    """A callable around a module's forward. A class, so that a model with it can be pickled and copied."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        functools.update_wrapper(self, forward, updated=())  # fields of one inside are its own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def arounds(module: nn.Module) -> list[Around]:
+    """The callables around a module's forward, from the outside in."""
+    around, forward = [], module.__dict__.get("forward")
+    while isinstance(forward, Around):
+        around.append(forward)
+        forward = forward.forward
+    return around
+
+
+def find(module: nn.Module, kind: type[A]) -> A | None:
+    """The one of a kind that is around a module's forward."""
+    return next((one for one in arounds(module) if isinstance(one, kind)), None)
+
+
+def put_around(module: nn.Module, around: Around) -> None:
+    """Let `around`, made of the module's forward, be called in its place."""
+    assert all(ORDER.index(one.kind) <= ORDER.index(around.kind) for one in arounds(module))
+    module.forward = around
+
+
+def take_off(module: nn.Module, around: Around) -> None:
+    """Undo `put_around`, whatever was put around it since."""
+    outside: Any = next((one for one in arounds(module) if one.forward is around), module)
+    outside.forward = around.forward
+
+
+def set_class(module: M, cls: type) -> M:
+    """Make a module one of another class; what is around its forward calls that of the new class."""
+    module.__class__ = cls
+    if chain := arounds(module):
+        chain[-1].forward = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+    return module
+
+
+def class_over(kind: Any, base: Any, **members: Any) -> Any:
+    """A class that computes by `kind` and is else `base`, under the same name."""
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, _LAID: kind}
+    return type(base.__name__, (kind, base), {**named, **members})
+
+
+_cached = functools.cache(class_over)
+
+
+def swap(module: M, kind: type) -> M:
+    """Lay `kind` over a module's class, which `kind` calls as `super()`."""
+    base: Any = type(module)
+    return set_class(module, _cached(kind, base))
+
+
+def restore(model: nn.Module, kind: type) -> None:
+    """Undo `swap` of subclasses of `kind`, in all modules of a model where they are the last."""
+    for module in model.modules():
+        while issubclass(vars(type(module)).get(_LAID, object), kind):
+            set_class(module, type(module).__bases__[1])
+
+
+def exchange(model: nn.Module, instead: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Put other modules under these names of a model; returns those that were there, which undo it."""
+    before = {name: model.get_submodule(name) for name in instead}
+    for name, module in instead.items():
+        model.set_submodule(name, module)
+    return before
+
+
+@contextmanager
+def exchanged(model: nn.Module, instead: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, the model has other modules under these names."""
+    before = exchange(model, instead)
+    try:
+        yield
+    finally:
+        exchange(model, before)
+
+
+def show(model: nn.Module) -> str:
+    """A line for each module that has anything around it: its name, its class, and what is around from the inside
+    out."""
+    lines = []
+    for name, module in model.named_modules():
+        laid = [vars(cls)[_LAID].__name__ for cls in reversed(type(module).__mro__) if _LAID in vars(cls)]
+        hooks = len(module._forward_pre_hooks) + len(module._forward_hooks)
+        words = [*laid, *(one.kind for one in reversed(arounds(module)))]
+        words += [f"{hooks} hooks"] * (hooks > 0) + ["compiled"] * (module._compiled_call_impl is not None)
+        if words:
+            lines.append(f"{name or '(model)'}: {type(module).__name__}, {', '.join(words)}")
+    return "\n".join(lines)

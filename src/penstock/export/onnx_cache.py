@@ -144,10 +144,8 @@ def _write_decoder(model: Model, path: Path) -> Run:
     mask_size, total = _KEPT + _NEW, torch.export.Dim("total", min=1)
     if source:
         before, mask_size, total = (
-            _with_memory(before, _empty(model, _BATCH, _SOURCE)),
-            _SOURCE,
-            _source_size(model),
-        )
+            _with_memory(before, _empty(model, _BATCH, _SOURCE)), _SOURCE, _source_size(model),
+        )  # fmt: skip
         sizes += [{0: batch, 2: total}] * 2
     example = _words(model, _BATCH, _NEW), torch.ones(_BATCH, mask_size, dtype=torch.int64), before
     shapes = {0: batch, 1: new}, {0: batch, 1: total}, sizes * (len(before) // len(sizes))

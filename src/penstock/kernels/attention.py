@@ -34,11 +34,9 @@ from penstock.kernels.sinks import fused_attention_with_sinks
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
 PINNED = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+    "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
+}  # fmt: skip
 # How torch words it, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
 

@@ -97,11 +97,9 @@ def _ended(
     scores = scores.masked_fill(~counts | shut, OUT)
     done_scores, best = torch.cat([beams.done_scores, scores], dim=1).topk(size)
     return beams._replace(
-        done_scores=done_scores,
-        done=torch.cat([beams.done, codes], dim=1).gather(1, best),
-        finished=torch.cat([beams.finished, counts], dim=1).gather(1, best),
-        fresh=False,
-    )
+        done_scores=done_scores, done=torch.cat([beams.done, codes], dim=1).gather(1, best),
+        finished=torch.cat([beams.finished, counts], dim=1).gather(1, best), fresh=False,
+    )  # fmt: skip
 
 
 def texts_of(codes: Tensor, parents: list[Tensor], chosen: list[Tensor], steps: int) -> Tensor:

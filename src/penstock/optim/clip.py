@@ -135,14 +135,10 @@ def can_refuse(optimizer: Optimizer, device: torch.device) -> bool:
 
 @torch.no_grad()
 def clipped_step(
-    optimizer: Optimizer,
-    *,
-    max_norm: float | None = None,
-    scaler: Scaler | None = None,
-    refuse: Refuse | None = None,
-    whole: Callable[[Tensor], Tensor] | None = None,
+    optimizer: Optimizer, *, max_norm: float | None = None, scaler: Scaler | None = None,
+    refuse: Refuse | None = None, whole: Callable[[Tensor], Tensor] | None = None,
     divisor: Tensor | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
     Fused kernels divide each gradient by a tensor on its way into the update: loss scale and clipping become that one
@@ -191,12 +187,9 @@ def clipped_step(
 
 
 def guarded_update(
-    optimizer: Optimizer,
-    update: Callable[[], Any],
-    *,
-    divisor: Tensor | None = None,
+    optimizer: Optimizer, update: Callable[[], Any], *, divisor: Tensor | None = None,
     stops: Tensor | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """`update()`, the optimizer's step, by gradients over `divisor`, unless `stops` is 1: both 0-d. A kernel that can
     does both on the device; for others the host reads `stops`, and divides first."""
     if folds(optimizer):

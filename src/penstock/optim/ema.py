@@ -27,15 +27,10 @@ class EMA:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decay: float,
-        optimizer: Optimizer | None = None,
-        *,
-        weights: Mapping[str, Tensor] | None = None,
-        publish: Callable[[], None] | None = None,
+        self, model: nn.Module, decay: float, optimizer: Optimizer | None = None, *,
+        weights: Mapping[str, Tensor] | None = None, publish: Callable[[], None] | None = None,
         every_step: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require("recipe.ema_decay", decay, Probability)
         self.decay = decay
         named = dict(model.named_parameters() if weights is None else weights)

@@ -17,26 +17,18 @@ from penstock.optim.muon import Muon
 from penstock.optim.one_pass import OnePassAdamW, takes_one_pass
 
 _FLAGS: dict[OptimizerForm, dict[str, bool]] = {
-    "loop": {"foreach": False, "fused": False},
-    "foreach": {"foreach": True, "fused": False},
-    "fused": {"foreach": False, "fused": True},
-    "contiguous": {"foreach": False, "fused": True},
-}
+    "loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True}, "contiguous": {"foreach": False, "fused": True},
+}  # fmt: skip
 
 _OWN: dict[Algorithm, type[Optimizer]] = {"muon": Muon, "lion": Lion}
 
 
 def make_optimizer(
-    groups: Iterable[dict[str, Any]] | Iterable[torch.Tensor],
-    form: OptimizerForm,
-    algorithm: Algorithm = "adamw",
-    *,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    muon_momentum: float = 0.95,
-) -> Optimizer:
+    groups: Iterable[dict[str, Any]] | Iterable[torch.Tensor], form: OptimizerForm,
+    algorithm: Algorithm = "adamw", *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8, weight_decay: float = 0.0, muon_momentum: float = 0.95,
+) -> Optimizer:  # fmt: skip
     """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`; or
     another of `OPTIMIZERS`. The momentum of SGD is the first of `betas`; weight decay is part of the gradient in those
     of torch that have it so. Muon orthogonalises what is in groups of `parameter_groups(…, matrices=True)`.

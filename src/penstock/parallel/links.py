@@ -23,11 +23,9 @@ class Links:
     """This rank's transfers within one step. Nothing is waited for before it is used, or before `finish`."""
 
     def __init__(
-        self,
-        dims: ParallelDims,
-        device: torch.device,
+        self, dims: ParallelDims, device: torch.device,
         types: dict[tuple[int, bool], torch.dtype] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._group, self._place = dims.group("pp"), dims.place()["pp"]
         self._device = device
         self._types = {} if types is None else types

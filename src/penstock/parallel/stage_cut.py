@@ -118,8 +118,6 @@ def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
             f"{len(anatomy.blocks)} blocks; use at most that."
         )
     return balanced(
-        [weights(block) for block in anatomy.blocks],
-        stages,
-        entrance=sum(weights(role.name) for role in before),
-        end=sum(weights(role.name) for role in after),
-    )
+        [weights(block) for block in anatomy.blocks], stages,
+        entrance=sum(weights(role.name) for role in before), end=sum(weights(role.name) for role in after),
+    )  # fmt: skip

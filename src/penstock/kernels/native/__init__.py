@@ -44,12 +44,10 @@ _ISA_FLAGS = {
 }  # fmt: skip
 """Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
 _OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {
-    "attention": ("-mavx512bf16",),
-    "grouped": ("-mavx512bf16",),
-    "adamw": ("-ffp-contract=off",),
+    "attention": ("-mavx512bf16",), "grouped": ("-mavx512bf16",), "adamw": ("-ffp-contract=off",),
     "integers": ("-mavx512vnni", "-mavx512bf16", "-ffp-contract=off"),
     "blocks": ("-mavx512vnni", "-mavx512bf16"),
-}
+}  # fmt: skip
 """Flags of one file: attention and grouped products multiply pairs of bf16 numbers, AdamW rounds every operation by
 itself, and so do products of whole numbers."""
 _LONGEST_BUILD = 300

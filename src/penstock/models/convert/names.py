@@ -205,12 +205,10 @@ _INSIDE = (
     (r"^language_model\.lm_head", "lm_head"),
 )
 _SPELLINGS: dict[str, tuple[str, Sequence[tuple[str, str]]]] = {
-    "roberta": ("roberta.", _ROBERTA),
-    "xlm-roberta": ("roberta.", _ROBERTA),
-    "camembert": ("roberta.", _ROBERTA),
-    "distilbert": ("distilbert.", _DISTILLED),
+    "roberta": ("roberta.", _ROBERTA), "xlm-roberta": ("roberta.", _ROBERTA),
+    "camembert": ("roberta.", _ROBERTA), "distilbert": ("distilbert.", _DISTILLED),
     "gemma3": ("language_model.", _INSIDE),
-}
+}  # fmt: skip
 """Beginnings of names of weights with a head, and the replacement of each pattern, by model_type."""
 _PLACES = "embeddings.position_embeddings.weight"
 _TYPES = "bert.embeddings.token_type_embeddings.weight"

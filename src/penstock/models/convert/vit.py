@@ -143,10 +143,8 @@ def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor
     """Tensors in the shapes of both libraries: a stem that convolves, and tokens and positions of one sample."""
     kernel = (config.width, config.channels, config.patch_size, config.patch_size)
     shapes = {
-        "stem.proj.weight": kernel,
-        POSITIONS: (1, -1, config.width),
-        **dict.fromkeys(_TOKENS, (1, 1, -1)),
-    }
+        "stem.proj.weight": kernel, POSITIONS: (1, -1, config.width), **dict.fromkeys(_TOKENS, (1, 1, -1)),
+    }  # fmt: skip
     # Theirs are a parameter and not a table: the name of the table takes the place of its weight's.
     return {
         _TABLE if name == POSITIONS else name: tensor.reshape(shapes.get(name, tensor.shape))

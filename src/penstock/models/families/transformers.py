@@ -82,12 +82,10 @@ def vit_stacks(names: Collection[str], heads: int) -> Stacks:
         Dropout("dropout"),
     )  # fmt: skip
     before = (
-        Stem("embeddings.patch_embeddings.projection"),
-        Embedding("embeddings.cls_token", "class"),
-        Embedding("embeddings.mask_token", "mask"),
-        Embedding("embeddings.position_embeddings", "position"),
+        Stem("embeddings.patch_embeddings.projection"), Embedding("embeddings.cls_token", "class"),
+        Embedding("embeddings.mask_token", "mask"), Embedding("embeddings.position_embeddings", "position"),
         Dropout("embeddings.dropout"),
-    )
+    )  # fmt: skip
     return (stack(blocks, parts, before=before, after=(Norm("layernorm"), Pooler("pooler"))),)
 
 
@@ -179,10 +177,8 @@ def _modernbert(names: Collection[str], config: Any) -> Stacks:
         Dropout("mlp.drop"),
     )  # fmt: skip
     before = (
-        Embedding("embeddings.tok_embeddings", "token"),
-        Norm("embeddings.norm"),
-        Dropout("embeddings.drop"),
-    )
+        Embedding("embeddings.tok_embeddings", "token"), Norm("embeddings.norm"), Dropout("embeddings.drop"),
+    )  # fmt: skip
     blocks = numbered(names, r"layers\.(\d+)")
     return (stack(blocks, parts, before=before, after=(Norm("final_norm"),)),)
 
@@ -230,11 +226,9 @@ def _bart(names: Collection[str], config: Any) -> Stacks:
     def side(name: str, heads: int, before: tuple[Role, ...]) -> Stack:
         other = attention("encoder_attn", "encoder_attn_layer_norm", heads, cross=True)
         parts = (
-            *attention("self_attn", "self_attn_layer_norm", heads),
-            *(other if name == "decoder" else ()),
-            _perceptron("", "fc1", "fc2"),
-            Norm("final_layer_norm"),
-        )
+            *attention("self_attn", "self_attn_layer_norm", heads), *(other if name == "decoder" else ()),
+            _perceptron("", "fc1", "fc2"), Norm("final_layer_norm"),
+        )  # fmt: skip
         return stack(
             numbered(names, rf"{name}\.layers\.(\d+)"),
             parts,

@@ -51,8 +51,7 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
-    def process_time(self) -> float:
-        return self.now
+    process_time = perf_counter
 
 
 class Scripted(Subject):
@@ -151,9 +150,8 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
     attention loses in fp32."""
     report, rungs, _ = _climb(clock, _seconds, rungs=(*EAGER, "compile"))
     best = 1.0 / (0.8 * 0.7 * 0.6 * 0.8 * 0.97)
-    assert (
-        report.plan == "precision=O1 optimizer=fused token_order=batch_second attention=plain compile=whole"
-    )
+    words = "precision=O1 optimizer=fused token_order=batch_second attention=plain compile=whole"
+    assert report.plan == words
     assert report.speedup == pytest.approx(best, rel=1e-3)
     for name, worth in (("half-bf16", 1 / (0.6 * 0.8 / 1.1)), ("optimizer-fused", 1.25)):
         assert value(rungs[name].worth) == pytest.approx(worth, rel=1e-3)
@@ -292,14 +290,8 @@ def test_a_plan_that_all_rounds_together_do_not_call_faster_is_not_offered(clock
     """On a machine where the same step takes from half to twice its time, a Plan can look fast until the last race."""
     for seed in range(12):
         rng = random.Random(seed)
-        report, _, _ = _climb(
-            clock,
-            lambda setting, rng=rng: rng.lognormvariate(0.0, 0.4),  # type: ignore[misc]
-            rungs=EAGER,
-            rounds=7,
-            loss_steps=0,
-            budget=60.0,
-        )
+        cost: Any = lambda setting, rng=rng: rng.lognormvariate(0.0, 0.4)  # noqa: E731
+        report, _, _ = _climb(clock, cost, rungs=EAGER, rounds=7, loss_steps=0, budget=60.0)
         assert (report.nearest is None) == (report.plan != "baseline") == (report.same.speedup.low > 1.0)
 
 
@@ -458,8 +450,7 @@ def test_every_report_has_a_control_and_says_what_it_is_doing(clock: Clock) -> N
     assert report.control is not None
     assert report.control.ratio.value == pytest.approx(1.0)
     assert report.control.floor == FLOOR
-    phases = list(dict.fromkeys(progress.phase for progress in told))
-    assert phases == ["baseline", "search", "top", "path", "race"]
+    assert [*dict.fromkeys(one.phase for one in told)] == ["baseline", "search", "top", "path", "race"]
     assert {progress.doing for progress in told} >= {"building", "timing", "weighing"}
     assert told[-1].standings[0][0] == report.plan == "optimizer=fused"
     assert all(progress.budget == 3600.0 for progress in told)

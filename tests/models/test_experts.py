@@ -406,7 +406,7 @@ def test_a_loss_scale_is_in_the_balance_as_in_the_loss() -> None:
     assert norms[0] > 1.5 * float(norm)
 
 
-@pytest.mark.parametrize("way", ["full", "early", "operators", "selective attention=plain"])
+@pytest.mark.parametrize("way", ["full", "early", "operators", "elementwise", "selective attention=plain"])
 def test_recomputation_repeats_the_choices_and_counts_once(way: str) -> None:
     more = {"balance": 1.0, "z_loss": 0.1, "router": "sigmoid"}
     plain, again = (_built("mixtral", f"micro_batch=8 recompute={r}", **more) for r in ("none", way))
@@ -421,14 +421,15 @@ def test_recomputation_repeats_the_choices_and_counts_once(way: str) -> None:
 
 
 def test_every_second_product_of_a_mixture_is_kept() -> None:
-    """Of what `early` computes again, `operators` computes the other half."""
+    """Of what `early` computes again, `operators` computes the other half, and `elementwise` nothing."""
     made = []
-    for way in ("none", "early", "operators"):
+    for way in ("none", "early", "operators", "elementwise"):
         built = _built("mixtral", f"micro_batch=8 experts=loop recompute={way}")
         with ProductDtypes() as products:
             built.step(_parts("mixtral", 0, 8, 1))
         made.append(sum(products.counts.values()))
-    plain, early, kept = made
+    plain, early, kept, all_kept = made
+    assert all_kept == plain
     assert kept - plain == pytest.approx((early - plain) / 2, abs=2)
 
 

@@ -111,13 +111,25 @@ def test_a_way_to_recompute_keeps_the_bytes_that_the_operators_say(
 ) -> None:
     config, results = _config(name), []
     batch = _batch(config, monkeypatch)
-    for kind in ("none", *CHOICES):
+    make, contexts = recompute.create_selective_checkpoint_contexts, list[Any]()
+
+    def seen(policy: Any) -> Any:
+        contexts.append(make(policy))  # type: ignore[no-untyped-call]
+        return contexts[-1]
+
+    monkeypatch.setattr(recompute, "create_selective_checkpoint_contexts", seen)
+    for kind in ("none", *CHOICES, "elementwise"):
         plan = Plan(attention="plain", micro_batch=4)
         model = build(config, plan).model
         for block in anatomy_of(model).stacks[0].blocks:
             _apply(model, block, kind)
         torch.manual_seed(3)
+        contexts.clear()
         kept, lost = _kept(model, batch)
+        made = [
+            one for forward, _ in contexts for by_turn in forward.storage.values() for one in by_turn.values()
+        ]
+        kept += sum(one.val.untyped_storage().nbytes() for one in made if hasattr(one, "val"))
         lost.backward()  # type: ignore[no-untyped-call]
         results.append([lost.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         work = describe(config, plan, "cpu")
@@ -259,7 +271,7 @@ def test_planner_and_builder_order_the_kinds_of_blocks_alike(
     monkeypatch.setattr(recompute, "_apply", lambda model, block, kind: applied.append(kind))
     layers = [(number, layer) for number, stack in enumerate(stacks(config)) for layer in stack.layers]
     for setting in (
-        "selective", "operators", "early", "full recompute_every=2.5", "budget", "budget budget=0.01",
+        "selective", "operators", "elementwise", "early", "full recompute_every=2.5", "budget", "budget budget=0.01",
         "budget budget=1",
     ):  # fmt: skip
         plan = Plan.parse(f"recompute={setting}")

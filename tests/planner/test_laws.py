@@ -42,7 +42,7 @@ def plans(draw: st.DrawFn, *, devices: bool = True) -> Plan:
         optimizer=draw(st.sampled_from(("loop", "foreach", "fused", "contiguous"))),
         compile=draw(st.sampled_from(("none", "blocks", "whole"))),
         micro_batch=draw(st.sampled_from((1, 2, 8))), accumulate=draw(st.sampled_from((1, 2, 8))),
-        recompute=draw(st.sampled_from(("none", "selective", "operators", "early", "full"))),
+        recompute=draw(st.sampled_from(("none", "selective", "elementwise", "operators", "early", "full"))),
     )  # fmt: skip
     if not devices:
         return plan

@@ -66,7 +66,7 @@ def test_a_last_stage_that_keeps_many_micro_batches_needs_the_output_besides() -
     assert fifo.memory["activations"] > 2 * few.memory["activations"]
 
 
-@pytest.mark.parametrize("kind", ["operators", "selective", "early", "full"])
+@pytest.mark.parametrize("kind", ["elementwise", "operators", "selective", "early", "full"])
 def test_blocks_that_do_not_recompute_keep_what_they_would(kind: str) -> None:
     attention = "plain" if kind == "selective" else "flash"
     base = (

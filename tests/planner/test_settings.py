@@ -68,7 +68,7 @@ def test_bytes_per_parameter_are_sixteen_and_what_else_is_asked_for() -> None:
 
 
 def test_recomputation_trades_time_for_memory() -> None:
-    kinds = ("none", "operators", "early", "full")
+    kinds = ("none", "elementwise", "operators", "early", "full")
     found = [at(recompute=kind, micro_batch=4) for kind in kinds]
     seconds = [one.iteration_seconds for one in found]
     assert seconds == sorted(seconds)

@@ -29,7 +29,7 @@ from penstock.models.router import same_choices
 from penstock.models.wrap import Around, put_around
 from penstock.planner.describe import describe
 from penstock.planner.memory import pass_bytes
-from penstock.planner.recompute import allowed_bytes, block_kinds, every_nth
+from penstock.planner.recompute import KEPT_PRODUCTS, allowed_bytes, block_kinds, every_nth
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
@@ -81,7 +81,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
 
 
 def _apply(model: nn.Module, block: Block, kind: str) -> None:
-    if kind in ("early", "full", "operators"):
+    if kind in ("early", "full", *KEPT_PRODUCTS):
         _recompute(model.get_submodule(block.name), kind)
         return
     for word in kind.split("+"):
@@ -117,22 +117,24 @@ class _Recomputed(Around):
         if kwargs.get("past_key_values") is not None:
             # A cache of transformers, which a block fills as it runs: the recomputation would find it full.
             kwargs = {**kwargs, "past_key_values": None}
-        if self.mixed:
-            kwargs["context_fn"] = _contexts_of_mixtures if self.how == "operators" else same_choices
-        elif self.how == "operators":
-            kwargs["context_fn"] = _contexts
+        if every := KEPT_PRODUCTS.get(self.how):
+            kwargs["context_fn"] = functools.partial(
+                _contexts_of_mixtures if self.mixed else _contexts, every
+            )
+        elif self.mixed:
+            kwargs["context_fn"] = same_choices
         with early_stop(self.how != "full"):
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
 
 
-def _contexts_of_mixtures() -> Any:
+def _contexts_of_mixtures(every: int) -> Any:
     """The same choices of experts, and what `_contexts` keeps. Experts may be sharded and gathered inside, by other
     operators in the two passes, which torch's own contexts do not take."""
     kept: deque[Any] = deque()
 
     @contextmanager
     def both(choices: Any, again: bool) -> Iterator[None]:
-        with choices, _KeptProducts(kept, again=again):
+        with choices, _KeptProducts(kept, every, again=again):
             yield
 
     forward, backward = same_choices()
@@ -140,17 +142,17 @@ def _contexts_of_mixtures() -> Any:
 
 
 class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the outputs of attention and of every second matrix product; or, where they are computed `again`, gives
-    them back."""
+    """Keeps the outputs of attention and of one of `every` so many matrix products; or, where they are computed
+    `again`, gives them back."""
 
-    def __init__(self, kept: deque[Any], *, again: bool) -> None:
+    def __init__(self, kept: deque[Any], every: int, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept, self.again, self.products = kept, again, 0
+        self.kept, self.every, self.again, self.products = kept, every, again, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
         self.products += name in _PRODUCTS
-        keeps = self.products % 2 == 1 if name in _PRODUCTS else _ATTENTION in name
+        keeps = (self.products - 1) % self.every == 0 if name in _PRODUCTS else _ATTENTION in name
         if keeps and self.again:
             return _detached(self.kept.popleft())
         out = func(*args, **(kwargs or {}))
@@ -163,15 +165,15 @@ def _detached(made: Any) -> Any:
     return tree_map_only(torch.Tensor, torch.Tensor.detach, made)
 
 
-def _contexts() -> Any:
-    """Keep the outputs of attention and of every second matrix product, and compute the rest again."""
+def _contexts(every: int) -> Any:
+    """Keep the outputs of attention and of one of `every` so many matrix products, and compute the rest again."""
     products = {False: 0, True: 0}  # so far, in the forward pass and in the recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator.name().partition(".")[0]
         if name in _PRODUCTS:
             products[context.is_recompute] += 1
-            kept = products[context.is_recompute] % 2 == 1
+            kept = (products[context.is_recompute] - 1) % every == 0
         else:
             kept = _ATTENTION in name
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -9,6 +9,7 @@ A block recomputes in one of these ways. Words joined by a plus are done side by
 | `early` | the block's input | until all that is needed is there, as torch's own checkpointing |
 | `full` | the block's input | the whole block |
 | `operators` | attention and every other product | all else, as torch's per-operator policy |
+| `elementwise` | attention and every product | norms, activations, dropout and sums |
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
-from penstock.planner.operators import COLLECTIVE, Op, Part, Workload
+from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
 from penstock.planner.pipeline import most_blocks
 from penstock.report.units import GIB
 
@@ -29,6 +30,8 @@ CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "e
 FLOPS_PER_BYTE = 100.0
 """FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
 300. It orders choices, and is no time."""
+KEPT_PRODUCTS = {"operators": 2, "elementwise": 1}
+"""Of the ways that keep products, of how many each keeps one."""
 _LINK = 10.0
 """How much longer a byte takes between devices."""
 
@@ -76,8 +79,8 @@ def computed_again(part: Part, how: Recompute) -> tuple[Op, ...]:
         return part.forward
     if how.kind == "early":
         return part.forward[: _last_needed(part.forward)]
-    if how.kind == "operators":
-        return _by_policy(part.forward, how.compiled)[0]
+    if how.kind in KEPT_PRODUCTS:
+        return _by_policy(part.forward, how)[0]
     again: list[Op] = []
     for word in how.kind.split("+"):
         if word == "selective":
@@ -95,8 +98,8 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
     kind = "none" if part.block is None else how.kind
     if kind in ("full", "early"):
         return {"checkpoints": part.entering}
-    if kind == "operators":
-        return {"inputs": part.entering} | _by_policy(part.forward, how.compiled)[1]
+    if kind in KEPT_PRODUCTS:
+        return {"inputs": part.entering} | _by_policy(part.forward, how)[1]
     words = kind.split("+")
     by_kind: dict[str, float] = {}
     for module in _modules(part.forward):
@@ -254,9 +257,10 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
     return 0
 
 
-def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...], dict[str, float]]:
-    """Operators that run again, and bytes that are kept by kind, where every other product and attention are kept.
-    Packed projections count as the products that they pack."""
+def _by_policy(operators: tuple[Op, ...], how: Recompute) -> tuple[tuple[Op, ...], dict[str, float]]:
+    """Operators that run again, and bytes that are kept by kind, where attention and every product, or every other
+    one, are kept. Packed projections count as the products that they pack."""
+    every = KEPT_PRODUCTS[how.kind]
     again: list[Op] = []
     by_kind: dict[str, float] = {}
     products = [op for op in operators if op.kind == "gemm" and op.weights]
@@ -266,13 +270,13 @@ def _by_policy(operators: tuple[Op, ...], compiled: bool) -> tuple[tuple[Op, ...
             by_kind["attention"] = by_kind.get("attention", 0.0) + op.written
             by_kind["scores"] = by_kind.get("scores", 0.0) + op.batch * op.m * 4.0
             continue
-        if op.kind != "gemm" or not op.weights:
+        if op.kind not in MATRIX or (every > 1 and not op.weights):
             again.append(op)
             continue
         pieces = op.pieces or (op.n,)
-        stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % 2 == 0)
+        stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % every == 0)
         turn += len(pieces)
-        if op is products[-1] and compiled:
+        if op is products[-1] and how.compiled:
             # Nobody needs the block's own result again.
             continue
         if stays:

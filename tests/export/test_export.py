@@ -61,7 +61,9 @@ def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(torch.from_numpy(found), model(*given.values()), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sweep(["llama-tiny", "bert-tiny", "t5-tiny"], ["llama-tiny"]))
+@pytest.mark.parametrize(
+    "name", sweep(["llama-tiny", "bert-tiny", "t5-tiny", "gemma2-tiny"], ["llama-tiny", "gemma2-tiny"])
+)
 def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> None:
     model = penstock.from_pretrained(folder(name, tmp_path)).eval()
     set_switch(model, "attention", "sdpa")

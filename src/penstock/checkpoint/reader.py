@@ -25,7 +25,7 @@ from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError, ran_out_of_memory
-from penstock.models.former_names import former_name, present_name, with_corrections, with_former_biases
+from penstock.models.former_names import BIAS, CORRECTION, former_name, present_name, with_corrections
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class Checkpoint:
                 like = {former_name(name): parameter for name, parameter in (like or {}).items()}
                 held = None if held is None else {former_name(name) for name in held}
             local = self._local(rank) if world in (None, self.world) else {}
-            document = self.document if held is None else only(self.document, with_former_biases(held))
+            held = held and {*held, *(name.replace(CORRECTION, BIAS) for name in held)}
+            document = self.document if held is None else only(self.document, held)
             weights, state = self._put_together(
                 document["weights"], {**document["state"], LOCAL: local}, like or {}, self.read
             )

@@ -120,9 +120,9 @@ def loaded(
             every = labels_of(read_config(folder).graph, settings)
             numbers = every.among(only)
             kept = replace(every, names=tuple(every.names[number] for number in numbers))
+            held = plain_state(described(folder)).values()
+            whole = sum(each.numel() for each in held if each.is_floating_point())
         module = from_pretrained(folder, labels=numbers)
-        held = plain_state(described(folder)).values()
-        whole = sum(each.numel() for each in held if each.is_floating_point())
         if tokenizer is None:
             tokenizer = found_in(folder)
     module = (_telling(module) if telling else module).eval()
@@ -159,7 +159,7 @@ def loaded(
         labels=labels_of(graph, settings) if kept is None else kept,
         languages=tuple(map(str, settings.get("languages") or ())),
         white=float(white) if isinstance(white := settings.get("image_range"), int | float) else None,
-        whole_bytes=whole * next(module.parameters()).element_size(),
+        whole_bytes=(whole or elements) * next(module.parameters()).element_size(),
         bytes=elements * next(module.parameters()).element_size(),
     )
 

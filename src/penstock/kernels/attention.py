@@ -159,8 +159,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) ->
 
     Long causal attention is computed in blocks of queries on a CPU, none of which looks at later keys.
     """
-    tokens = q.shape[-2]
-    if not choices.cuts_causal(q.device.type, tokens, k.shape[-2], causal=scores.causal):
+    device, tokens, keys = q.device.type, q.shape[-2], k.shape[-2]
+    if torch.compiler.is_exporting() or not choices.cuts_causal(device, tokens, keys, causal=scores.causal):
         return _composed(q, k, v, scores)
     parts = []
     for start in range(0, tokens, CAUSAL_BLOCK):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from penstock.models.model import Model
 
 OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
 """Beginnings of names that Vision Transformers had when they ran a loop of their own, with those of today."""
-_BIAS, _CORRECTION = ".mlp.bias", ".mlp.correction"
+BIAS, CORRECTION = ".mlp.bias", ".mlp.correction"
 
 
 def present_name(name: str) -> str:
@@ -38,21 +38,14 @@ def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
 
 
 def renamed(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A state dict with `present_name` in place of old names, where it is one of such a model, and
-    `with_corrections`."""
+    """A state dict in today's names: `present_name` where it is one of such a model, and `with_corrections`."""
     if isinstance(model, Model) and model.graph.vision and "positions" in state:
         state = {present_name(name): value for name, value in state.items()}
     return with_corrections(state)
 
 
 def with_corrections(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the biases of sigmoid routers as mixtures hold them today. They were once called `bias`, and
-    were int32 in units of 2⁻²⁴, not of 2⁻⁵⁰."""
-    old = [name for name in state if name.endswith(_BIAS) and state[name].dtype == torch.int32]
-    new = {name.removesuffix(_BIAS) + _CORRECTION: state[name].long() << 26 for name in old}
+    """A state dict with the biases of sigmoid routers as today, which once were int32 in units of 2⁻²⁴, not 2⁻⁵⁰."""
+    old = [name for name in state if name.endswith(BIAS) and state[name].dtype == torch.int32]
+    new = {name.removesuffix(BIAS) + CORRECTION: state[name].long() << 26 for name in old}
     return {name: tensor for name, tensor in state.items() if name not in old} | new
-
-
-def with_former_biases(names: Collection[str]) -> set[str]:
-    """Names of weights, and the names that the biases of sigmoid routers among them once had."""
-    return {*names, *(name.removesuffix(_CORRECTION) + _BIAS for name in names if name.endswith(_CORRECTION))}

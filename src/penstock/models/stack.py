@@ -264,7 +264,7 @@ class TokenStack(nn.Module):
             if separate is not None:
                 return separate
         assert not isinstance(documents, Unpadded)  # of which there are documents
-        if window is not None and bias is None:
+        if window is not None and bias is None and not torch.compiler.is_exporting():
             near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)
             if near is not None:
                 return near

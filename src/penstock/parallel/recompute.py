@@ -5,6 +5,7 @@ Activation Recomputation in Large Transformer Models", 2022).
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -117,10 +118,9 @@ class _Recomputed(Around):
         if kwargs.get("past_key_values") is not None:
             # A cache of transformers, which a block fills as it runs: the recomputation would find it full.
             kwargs = {**kwargs, "past_key_values": None}
+        contexts = _contexts_of_mixtures if self.mixed else _contexts
         if every := KEPT_PRODUCTS.get(self.how):
-            kwargs["context_fn"] = functools.partial(
-                _contexts_of_mixtures if self.mixed else _contexts, every
-            )
+            kwargs["context_fn"] = functools.partial(contexts, every)
         elif self.mixed:
             kwargs["context_fn"] = same_choices
         with early_stop(self.how != "full"):
@@ -142,8 +142,7 @@ def _contexts_of_mixtures(every: int) -> Any:
 
 
 class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the outputs of attention and of one of `every` so many matrix products; or, where they are computed
-    `again`, gives them back."""
+    """Keeps the outputs of attention and of one of `every` so many products; or gives them back, the second time."""
 
     def __init__(self, kept: deque[Any], every: int, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "compress/run.py": "opens models' folders by `from_pretrained`",
     "config/load.py": "parses what the reader of files has read",
     "config/machine.py": "machines that come with the package",
+    "config/shipped.py": "tables that come with the package",
     "config/plan.py": "parses text that is given in the call",
     "data/decode.py": "decoders, after `check_image`",
     "data/toy/digits.py": "images that come with the package",

@@ -284,7 +284,7 @@ def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
     """The blocks of ours that norm the sum of tokens and a branch, and such parts of others' blocks."""
     for name in anatomy.blocks:
         block = _module(model, name)
-        if type(block) is Block and _norms_sums(block) and not block.__dict__.get(ELSEWHERE):
+        if block.__class__ is Block and _norms_sums(block) and not block.__dict__.get(ELSEWHERE):
             variant = "rms_norm" if isinstance(block.norm2, nn.RMSNorm) else "layer_norm"
             yield Place(name, variant, functools.partial(swap, block, _NormedSums))
     for role in () if anatomy.unknown else anatomy.parts(Norm):

@@ -68,7 +68,7 @@ def set_class(module: M, cls: type) -> M:
     """Make a module one of another class; what is around its forward calls that of the new class."""
     module.__class__ = cls
     if chain := arounds(module):
-        chain[-1].forward = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+        chain[-1].forward = MethodType(type(module).forward, module)
     return module
 
 
@@ -82,16 +82,16 @@ _cached = functools.cache(class_over)
 
 
 def swap(module: M, kind: type) -> M:
-    """Lay `kind` over a module's class, which `kind` calls as `super()`."""
-    base: Any = type(module)
+    """Lay `kind` over a module's class, which `kind` calls as `super()`; under what stands in for it in precision."""
+    base: Any = module.__class__
     return set_class(module, _cached(kind, base))
 
 
 def restore(model: nn.Module, kind: type) -> None:
     """Undo `swap` of subclasses of `kind`, in all modules of a model where they are the last."""
     for module in model.modules():
-        while issubclass(vars(type(module)).get(_LAID, object), kind):
-            set_class(module, type(module).__bases__[1])
+        while issubclass(vars(module.__class__).get(_LAID, object), kind):
+            set_class(module, module.__class__.__bases__[1])
 
 
 def exchange(model: nn.Module, instead: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

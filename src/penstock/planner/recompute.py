@@ -31,7 +31,7 @@ FLOPS_PER_BYTE = 100.0
 """FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
 300. It orders choices, and is no time."""
 KEPT_PRODUCTS = {"operators": 2, "elementwise": 1}
-"""Of the ways that keep products, of how many each keeps one."""
+"""Ways that keep the output of one of so many products."""
 _LINK = 10.0
 """How much longer a byte takes between devices."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import pkgutil
 import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 
 @functools.cache
 def read_shipped(name: str) -> dict[str, Any]:
     """The content of `presets/NAME.toml`, not to be changed."""
-    file = Path(__file__).with_name("presets") / f"{name}.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
+    data = pkgutil.get_data("penstock.config", f"presets/{name}.toml")  # in the browser the package is a zip
+    assert data is not None
+    return tomllib.loads(data.decode())
 
 
 def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:

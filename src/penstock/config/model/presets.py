@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 from penstock.config.load import from_dict
@@ -18,14 +19,10 @@ def preset(name: str) -> ModelConfig:
     return ModelFamily.parse(name)  # type: ignore[no-any-return]
 
 
-def _read() -> dict[str, ModelConfig]:
-    tables = _sized(read_shipped("models"))
-    presets = {}
-    for name, table in tables["presets"].items():
-        settings = with_forms(table, tables["forms"])
-        family: Any = FAMILIES[settings.pop("family")]
-        presets[name] = from_dict(family, settings, origin=f"models.toml, {name}")
-    return presets
+def _make(name: str, tables: Mapping[str, Any]) -> ModelConfig:
+    settings = with_forms(_sized(tables["presets"][name]), _sized(tables["forms"]))
+    family: Any = FAMILIES[settings.pop("family")]
+    return from_dict(family, settings, origin=f"models.toml, {name}")  # type: ignore[no-any-return]
 
 
 def _sized(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,5 +37,6 @@ def _sized(table: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-PRESETS: dict[str, ModelConfig] = NAMED
-PRESETS |= _read()
+PRESETS: MutableMapping[str, ModelConfig] = NAMED
+_TABLES = read_shipped("models")
+NAMED.update({name: partial(_make, name, _TABLES) for name in _TABLES["presets"]})

@@ -234,10 +234,9 @@ def visible(
         ordered = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
     if ordered is not None and prefixes is not None:
         ordered = ordered | within(prefixes, tokens)
-    limited = window is not None and (
-        torch.compiler.is_exporting()
-        or (window if causal else window // 2) < tokens  # a program takes any number
-    )
+    # An exported program takes any number of tokens.
+    any_number = torch.compiler.is_exporting()
+    limited = window is not None and (any_number or (window if causal else window // 2) < tokens)
     if limited and window is not None:
         places = torch.arange(tokens, device=device)
         behind = places[:, None] - places

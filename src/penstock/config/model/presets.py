@@ -20,7 +20,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def _make(name: str, tables: Mapping[str, Any]) -> ModelConfig:
-    settings = with_forms(_sized(tables["presets"][name]), _sized(tables["forms"]))
+    settings = with_forms(tables["presets"][name], tables["forms"])
     family: Any = FAMILIES[settings.pop("family")]
     return from_dict(family, settings, origin=f"models.toml, {name}")  # type: ignore[no-any-return]
 
@@ -38,5 +38,5 @@ def _sized(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PRESETS: MutableMapping[str, ModelConfig] = NAMED
-_TABLES = read_shipped("models")
+_TABLES = _sized(read_shipped("models"))
 NAMED.update({name: partial(_make, name, _TABLES) for name in _TABLES["presets"]})

@@ -1,4 +1,4 @@
-"""The files of a Marian tokenizer, made without sentencepiece: its models in the encoding of Protocol Buffers."""
+"""The files of a Marian tokenizer, made without training: its models in the encoding of Protocol Buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def model(pieces: Mapping[str, float], kind: int = UNIGRAM) -> bytes:
     specials = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
     entries = [
         _field(1, word.encode()) + b"\x15" + struct.pack("<f", score) + bytes([0x18, role])
-        for word, score, role in [*specials, *((word, score, 1) for word, score in pieces.items())]
+        for word, score, role in [
+            *specials,
+            *((w, s, 6 if w.startswith("<0x") else 1) for w, s in pieces.items()),
+        ]
     ]
     return b"".join(_field(1, entry) for entry in entries) + _field(2, bytes([0x18, kind]))
 

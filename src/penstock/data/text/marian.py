@@ -15,24 +15,8 @@ import numpy as np
 
 from penstock.boundary.files import quoted, read_bytes, shown, write_text
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.data.text.sentencepiece import (
-    BPE,
-    MOST_BYTES,
-    SPACE,
-    SentencePieceModel,
-    library_of,
-    of_text_alone,
-    parsed,
-)
-from penstock.data.text.tokenizers import (
-    KEYS,
-    MOST_TOKENS,
-    UNSAVED,
-    LibraryTokenizer,
-    Numbers,
-    Tokenizer,
-    tokenizers_library,
-)
+from penstock.data.text.sentencepiece import MOST_BYTES, SPACE, sentencepiece_library, unreadable
+from penstock.data.text.tokenizers import KEYS, MOST_TOKENS, UNSAVED, Numbers, Tokenizer, refusing
 from penstock.disk import write_file
 from penstock.errors import ConfigError, DataError
 
@@ -60,7 +44,7 @@ class Marian(Tokenizer):
         `settings` is the content of `tokenizer_config.json`.
 
         Raises DataError for what is broken, ConfigError for what Penstock does not do, and EnvironmentProblem without
-        the package tokenizers.
+        the package sentencepiece.
         """
         self.name = name
         self._table, self._settings = dict(table), dict(settings)
@@ -72,9 +56,7 @@ class Marian(Tokenizer):
         self.pad, self.unknown, self.end = (self._special(role) for role in _WORDS)
         self._check_added()
         self._raw = {SOURCE: source, TARGET: target}
-        models = {side: parsed(raw, f"{name}/{side}") for side, raw in self._raw.items()}
-        self._has_bytes = any(model.byte_fallback for model in models.values())
-        self._cutters = {side: self._cutter(side, model) for side, model in models.items()}
+        self._models = {side: _opened(raw, f"{name}/{side}") for side, raw in self._raw.items()}
         described = json.dumps([sorted(self._table.items()), self.pad, self.unknown, self.end]).encode()
         sums = [hashlib.sha256(part).hexdigest() for part in (source, target, described)]
         self.fingerprint = hashlib.sha256(json.dumps(["marian", *sums]).encode()).hexdigest()
@@ -89,9 +71,7 @@ class Marian(Tokenizer):
         """The text of either side."""
         left_out = {self.pad, self.unknown, self.end}
         words = [self._words[n] for n in numbers if 0 <= n < self.size and n not in left_out]
-        text = "".join(words)
-        if self._has_bytes:
-            text = tokenizers_library(f"The tokenizer {self.name}").decoders.ByteFallback().decode(words)
+        text: str = self._models[TARGET].decode(words) if words else ""
         return text.replace(SPACE, " ").strip()
 
     def words(self) -> list[str]:
@@ -109,25 +89,12 @@ class Marian(Tokenizer):
 
     def _numbers(self, texts: Sequence[str], side: str) -> list[Numbers]:
         split_texts = [_without_code(text) for text in texts]
-        rests = [rest for _, rest in split_texts]
-        cutter, numbers = self._cutters[side]
-        encoded = [numbers[ids] for ids in cutter.encode(rests)]
-        unsure = [row for row, ids in enumerate(encoded) if (ids == self.unknown).any()]
-        for row, pieces in zip(unsure, cutter.pieces([rests[row] for row in unsure]), strict=True):
-            encoded[row] = self._looked_up(pieces)
+        with refusing(self.name):
+            cut = self._models[side].encode([rest for _, rest in split_texts], out_type=str)
         return [
-            np.concatenate([self._looked_up(code), ids]) if code else ids
-            for (code, _), ids in zip(split_texts, encoded, strict=True)
+            np.array([self._table.get(piece, self.unknown) for piece in (*code, *pieces)], np.int32)
+            for (code, _), pieces in zip(split_texts, cut, strict=True)
         ]
-
-    def _looked_up(self, pieces: Sequence[str]) -> Numbers:
-        return np.array([self._table.get(piece, self.unknown) for piece in pieces], np.int32)
-
-    def _cutter(self, side: str, model: SentencePieceModel) -> tuple[LibraryTokenizer, Numbers]:
-        """The library that cuts texts, and the number in the table of each of its own numbers."""
-        self._check_letters(side, model)
-        cutter = library_of(of_text_alone(model), f"{self.name}/{side}")
-        return cutter, self._looked_up(cutter.words())
 
     def _special(self, role: str) -> int:
         setting = self._settings.get(KEYS[role], _WORDS[role])
@@ -161,20 +128,6 @@ class Marian(Tokenizer):
                 self._refuse(
                     f"tokenizer_config.json adds {quoted(word)} as number {quoted(number)}, which {TABLE} does not. "
                     "Add it there"
-                )
-
-    def _check_letters(self, side: str, model: SentencePieceModel) -> None:
-        """Refuse a BPE that lacks letters: the library does not report how the text spells what it does not know."""
-        if model.kind != BPE or model.byte_fallback:
-            return
-        pieces = {word for word, _ in model.pieces}
-        letters = {word for word in pieces if len(word) == 1}
-        for word, number in self._table.items():
-            special = number in (self.pad, self.unknown, self.end) or _without_code(word)[0]
-            if not special and word not in pieces and letters.isdisjoint(word):
-                self._refuse(
-                    f"{side} is a BPE without the letters of {quoted(word)}, a piece of {TABLE}. Use unigram models, "
-                    "or one BPE for both sides"
                 )
 
     def _refuse(self, why: str) -> NoReturn:
@@ -217,6 +170,15 @@ def read_marian(folder: Path, settings: Mapping[str, Any]) -> Marian:
     raw = read_bytes(folder / TABLE, "The vocabulary", limit=_TABLE.bytes)
     table = parse_json(raw, f"The vocabulary {shown(folder / TABLE)}", error=DataError, bounds=_TABLE)
     return Marian(where, source, target, table, settings)
+
+
+def _opened(raw: bytes, name: str) -> Any:
+    where = f"The sentencepiece model {name}"
+    processor = sentencepiece_library(where).SentencePieceProcessor
+    try:
+        return processor(model_proto=raw)
+    except RuntimeError as error:
+        raise unreadable(where, error) from None
 
 
 def _without_code(text: str) -> tuple[list[str], str]:

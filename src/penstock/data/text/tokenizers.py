@@ -1,7 +1,7 @@
 """Tokenizers: how text becomes numbers. None of them imports torch, and all can be pickled.
 
 `Bytes` needs nothing. `LibraryTokenizer` is any tokenizer of Hugging Face's `tokenizers`, which reads `tokenizer.json`.
-Sentencepiece models become one (see `sentencepiece.py`), and `penstock pack` trains one.
+sentencepiece models become one (see `sentencepiece.py`), and `penstock pack` trains one.
 """
 
 from __future__ import annotations
@@ -345,12 +345,6 @@ class LibraryTokenizer(Tokenizer):
         with refusing(self.name):
             added = self._loaded().get_added_tokens_decoder().values()
             return sorted({*super().special_words(), *(str(one.content) for one in added if one.special)})
-
-    def pieces(self, texts: Sequence[str]) -> list[list[str]]:
-        """The names of the tokens of each text; a unigram's unknown ones are as the text spells them. Slower than
-        `encode`.
-        """
-        return [encoding.tokens for encoding in self._encodings(texts)]
 
     def decode(self, numbers: Sequence[int]) -> str:
         with refusing(self.name):

@@ -48,6 +48,15 @@ def test_each_rung_builds_on_those_before_it_and_shares_add_up(
         assert one.name == "image" or one.to_previous == pytest.approx(ratio)
 
 
+def test_a_batch_that_memory_does_not_hold_is_recomputed() -> None:
+    climb = predicted_climb(PRESETS["gpt2-large"], load_machine("rtx-4090"))
+    larger = {one.name: one for one in climb if one.name.startswith("batch-x2")}
+    kept, again = larger["batch-x2"], larger["batch-x2-recomputed"]
+    assert (kept.prediction.fits, again.prediction.fits) == (False, True)
+    assert "recompute=elementwise" in again.change
+    assert kept.to_previous > again.to_previous > 1.05
+
+
 def test_a_climb_that_cannot_begin_says_why() -> None:
     with pytest.raises(OutOfMemory, match="does not fit with 1 samples a device"):
         predicted_climb(PRESETS["gpt-175b"], load_machine("h100"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -17,6 +18,7 @@ from penstock.errors import ConfigError
 from penstock.ladder.account import changes
 from penstock.ladder.rung import Rung, Setting, Situation, register
 from penstock.ladder.rungs import all_rungs, choose
+from penstock.planner import predict
 from penstock.planner.describe import totals
 
 CPU = Machine(
@@ -33,6 +35,11 @@ def _situation(machine: Machine, procs: int = 4) -> Situation:
         switches={"attention": get_args(AttentionBackend), "token_order": ("batch_first", "batch_second")},
         procs=procs,
     )
+
+
+def _holds(machine: Machine, setting: Setting) -> bool:
+    assert setting.model is not None
+    return predict(setting.model, machine, setting.plan).fits
 
 
 def _named(name: str) -> Rung:
@@ -63,7 +70,7 @@ def test_a_rung_changes_one_thing(rung: Rung) -> None:
     ]
     pairs = (
         {"precision", "dtype", "master"}, {"dp", "sharding", "shard"}, {"pp", "micro_batch", "accumulate"},
-        {"algorithm", "optimizer"},
+        {"algorithm", "optimizer"}, {"micro_batch", "recompute"},
     )  # fmt: skip
     assert any(set(differing) <= pair for pair in pairs) or len(differing) == 1
 
@@ -132,6 +139,11 @@ def test_obstacles_of_the_situation() -> None:
     assert "no token order but" in str(_named("token-order").refusal(OWN, fixed))
     assert "cannot be switched to attention=plain" in str(_named("attention-plain").refusal(OWN, fixed))
     assert "told apart" in str(_named("batch-x2").refusal(OWN, replace(cpu, splittable=False)))
+    for gib, why in ((16, "None"), (80, "memory holds a batch × 2 without recomputation")):
+        memory = replace(load_machine("h100"), memory_bytes=gib << 30)
+        situation = replace(_situation(memory), micro_batch=256, holds=partial(_holds, memory))
+        large = replace(FIRST, plan=Plan(micro_batch=256, precision="O1"))
+        assert why in str(_named("batch-x2-recomputed").refusal(large, situation)), gib
     assert "exists on GPUs only" in str(_named("attention-cudnn").refusal(FIRST, cpu))
     assert "dtype=fp16 cannot be computed" in str(_named("half-fp16").refusal(FIRST, cpu))
     assert "loss scale" in str(_named("half-fp16").refusal(FIRST, _situation(load_machine("h100"))))

@@ -309,6 +309,12 @@ def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., LadderRepor
     assert "runs out of memory as it is" in " ".join(report.notes)
     report = tuned(World(fails=fails), rungs=("optimizer",))
     assert report.train_command == 'penstock run --plan "recompute=early" train.py --lr 1e-3'
+    report = tuned(World(fails=fails, gains={"recompute=elementwise": 1.2}), rungs=("optimizer",))
+    assert report.plan == "recompute=elementwise"
+    full = {**fails, "recompute=elementwise": ("out of memory", "CUDA out of memory")}
+    report = tuned(World(fails=full, gains={"optimizer=fused": 1.2}), rungs=("optimizer",))
+    assert report.plan == "recompute=early optimizer=fused"
+    assert _statuses(report)["recompute-elementwise"] == "out of memory"
     with pytest.raises(OutOfMemory, match="smaller batch"):
         tuned(World(fails={**fails, "recompute=early": ("out of memory", "CUDA out of memory")}))
 

@@ -42,7 +42,7 @@ def _loss(out: str) -> float:
             "nanogpt.py --max_iters=4 --log_interval=1",
             "recompute=early to GPT",
         ),
-        ("optimizer=foreach recompute=full", "nanogpt.py --max_iters=3", "recompute=full to GPT"),
+        ("optimizer=foreach recompute=elementwise", "nanogpt.py --max_iters=3", "elementwise to GPT"),
         ("offload=activations", "nanogpt.py --max_iters=3", "offload=activations to GPT"),
         (
             "padding=remove optimizer=fused",

@@ -82,6 +82,7 @@ class _PredictedClimb:
         self.situation = Situation(
             machine=ruled_by, micro_batch=self.setting.plan.micro_batch, procs=gpus,
             switches={name: get_args(field_types(Plan)[name]) for name in SWITCHES},
+            holds=lambda setting: predict(setting.model or model, machine, setting.plan).fits,
         )  # fmt: skip
         first = PredictedRung(
             name="baseline", title=f"baseline {self.prediction.peak_name}", change=self.setting.plan.line(),

@@ -61,6 +61,8 @@ class Situation:
     """How much of the samples would be padding so, where documents are packed."""
     procs: int = 1
     """Processes that rungs of several may start."""
+    holds: Callable[[Setting], bool] = lambda setting: False
+    """Whether the planner knows the work of a setting and expects memory to hold it."""
 
     @property
     def half(self) -> HalfDtype:

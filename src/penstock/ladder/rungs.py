@@ -13,7 +13,7 @@ from penstock.config.formats import HalfDtype
 from penstock.config.fused import FUSED, FusedName
 from penstock.config.model import stacks, with_stacks
 from penstock.config.numerics import numerics_of
-from penstock.config.plan import AttentionBackend
+from penstock.config.plan import AttentionBackend, Recompute
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.host_memory import unavailable
@@ -110,14 +110,22 @@ def _not_by_length(setting: Setting, situation: Situation) -> str | None:
     return None
 
 
-def _batch(factor: int, place: int) -> Rung:
-    problem = "the samples of your batch could not be told apart, so it cannot be made larger"
+def _batch(factor: int, place: int, recompute: Recompute = "none") -> Rung:
+    change = plan(micro_batch=lambda situation: situation.micro_batch * factor, recompute=recompute)
+
+    def obstacle(setting: Setting, situation: Situation) -> str | None:
+        if not situation.splittable:
+            return "the samples of your batch could not be told apart, so it cannot be made larger"
+        kept = plan(**change.fields | {"recompute": "none"})(setting, situation)
+        needless = recompute != "none" and situation.holds(kept)
+        return f"memory holds a batch × {factor} without recomputation" if needless else None
+
+    again = recompute != "none"
+    name, title = f"batch-x{factor}{'-recomputed' * again}", f"batch × {factor}{', recomputed' * again}"
+    why = " So that memory holds it, norms and activations are computed again in the backward pass." * again
     return _rung(
-        f"batch-x{factor}", place, f"batch × {factor}",
-        "More samples per step: larger products, and launches and the optimizer's update are shared by more. The "
-        "global batch grows with it, which a recipe must allow for.",
-        plan(micro_batch=lambda situation: situation.micro_batch * factor),
-        obstacle=lambda _, situation: None if situation.splittable else problem,
+        name, place, title, "More samples per step: larger products, and more share launches and the optimizer's "
+        f"update. The global batch grows with it, which a recipe must allow for.{why}", change, obstacle=obstacle,
     )  # fmt: skip
 
 
@@ -206,8 +214,7 @@ for _each in (
     ),
     _rung(
         "memory", 150, "keep freed memory",
-        "The allocator keeps what a step frees, so that the next step does not have the kernel clear and map the same "
-        "pages again.",
+        "The allocator keeps what a step frees, so that the kernel need not clear and map the same pages again.",
         plan(host_memory="keep"),
         obstacle=lambda setting, situation: unavailable() if situation.machine.device == "cpu" else None,
     ),
@@ -224,8 +231,7 @@ for _each in (
     ),
     _rung(
         "optimizer-contiguous", 320, "contiguous optimizer",
-        "Weights and gradients live in one flat buffer per group, which the fused update, clipping and clearing cross "
-        "in a single pass.",
+        "Weights and gradients live in one flat buffer per group, which update, clipping and clearing cross once.",
         plan(optimizer="contiguous"),
     ),
     # After the optimizers: an overflowed step can be skipped on the device by the fused ones only.
@@ -258,39 +264,33 @@ for _each in (
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
     _rung(
         "loss-chunked", 650, "loss in chunks",
-        "Logits over a vocabulary are made for some tokens at a time, with their gradients, so that they never lie in "
-        "memory all together.",
+        "Logits over a vocabulary are made for some tokens at a time, with their gradients, and never all together.",
         plan(loss="chunked"),
     ),
     _rung(
         "padding", 660, "padding left out",
-        "An encoder computes the tokens that are there, and no padding. On a GPU attention still sees it, unless it is "
-        "flash.",
-        plan(padding="remove"),
+        "An encoder computes no padding. On a GPU attention still sees it, unless it is flash.", plan(padding="remove"),
         obstacle=lambda _, situation: None if situation.padding_share else "no token of its batches is padding",
     ),
     _rung(
         "packed", 665, "packed sequences",
-        "Documents fill samples behind each other, so that nothing is padding. A sample then has more text, so that "
-        "this is compared by tokens: as samples count those of the baseline that hold as much.",
+        "Documents fill samples behind each other, so that nothing is padding. This is compared by tokens: a sample "
+        "counts as the baseline's samples that hold as much.",
         lambda setting, situation: replace(setting, packed=True), obstacle=_not_packed,
     ),
     _rung(
         "length-groups", 670, "similar lengths",
-        "Each batch holds samples of similar length, so that less of it is padding. Batches are then not drawn wholly "
-        "by chance.",
+        "Each batch holds samples of similar length: less padding, and batches are not drawn wholly by chance.",
         lambda setting, situation: replace(setting, by_length=True), obstacle=_not_by_length,
     ),
     _rung(
         "experts-loop", 680, "experts one by one",
-        "Each expert has a product of its own in place of one for all: for few experts with many tokens each, for "
-        "which a machine may have quicker kernels.",
+        "Each expert has a product of its own: quicker on some machines for few experts with many tokens each.",
         plan(experts="loop"),
     ),
     _rung(
         "compile-blocks", 700, "compile blocks",
-        "Fuses the pointwise work of a block into few kernels; one compilation serves all blocks.",
-        plan(compile="blocks"),
+        "Fuses a block's pointwise work into few kernels; one compilation serves all blocks.", plan(compile="blocks"),
     ),
     _rung(
         "compile-whole", 710, "compile whole",
@@ -309,8 +309,8 @@ for _each in (
         "inputs are kept in half the bytes. Rounding costs some of it, most where it is not compiled.",
         plan(products="int8_all"), choice="products",
     ),
-    _batch(2, 800),
-    _batch(4, 810),
+    _batch(2, 800), _batch(2, 805, "elementwise"),
+    _batch(4, 810), _batch(4, 815, "elementwise"),
     _several(
         "pipeline", 840, "stages (pipeline)",
         "Each process holds some of the blocks, and a batch passes through them in pieces: memory per process shrinks, "
@@ -349,8 +349,8 @@ for _each in (
     ),
     _rung(
         "image", 900, "larger image (FLOP/s)",
-        "224 pixels make 14 × 14 patches, 256 make 16 × 16: powers of two that tiles divide. A sample is then more "
-        "work, so this is compared in model FLOP/s, and is reported rather than carried.",
+        "256 pixels make 16 × 16 patches, which tiles divide; 224 make 14 × 14. A sample is then more work, so this is "
+        "compared in model FLOP/s, and is reported rather than carried.",
         _larger_image, obstacle=lambda setting, situation: vision_only(setting), compared_by="flops", carried=False,
     ),
     _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),

@@ -36,6 +36,7 @@ from penstock.models.draw import seeded
 from penstock.parallel import ParallelDims
 from penstock.planner.describe import describe
 from penstock.planner.operators import Workload
+from penstock.planner.prediction import predict_workload
 from penstock.tasks import task_of
 from penstock.tasks.task import Fullness
 from penstock.tasks.text import WordTask, tokenizer_of
@@ -79,9 +80,13 @@ class Subject(ABC):
 
     def situation(self, machine: Machine) -> Situation:
         """The facts that rungs may ask for."""
+
+        def holds(setting: Setting) -> bool:
+            return predict_workload(self.workload(setting), machine, setting.plan).fits
+
         names = (one.name for one in fields(Situation) if hasattr(self, one.name))
         facts: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return Situation(machine=machine, micro_batch=self.first.plan.micro_batch, **facts)
+        return Situation(machine=machine, micro_batch=self.first.plan.micro_batch, holds=holds, **facts)
 
     @abstractmethod
     def build(self, setting: Setting, seed: int) -> Built:

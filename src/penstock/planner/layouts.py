@@ -37,7 +37,7 @@ class Space:
     sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     shard: tuple[int, ...] = ()
     """Sizes of a shard group under hsdp. Empty: as many replicas as one node has, and twice as many."""
-    recompute: tuple[str, ...] = ("none", "selective", "operators", "early")
+    recompute: tuple[str, ...] = ("none", "selective", "elementwise", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
 

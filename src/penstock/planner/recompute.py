@@ -25,7 +25,7 @@ from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Workload
 from penstock.planner.pipeline import most_blocks
 from penstock.report.units import GIB
 
-CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "early")
+CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "elementwise", "early")
 """Ways that a budget chooses from."""
 FLOPS_PER_BYTE = 100.0
 """FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
@@ -55,7 +55,7 @@ class Recompute(NamedTuple):
         if plan.recompute != "budget":
             return cls(plan.recompute, 1 / plan.recompute_every, compiled)
         assert work is not None
-        return cls("budget", 1.0, compiled, choose(work, allowed_bytes(work, plan)))
+        return cls("budget", 1.0, compiled, choose(work, allowed_bytes(work, plan), compiled))
 
     def ways(self, part: Part) -> tuple[Recompute, ...]:
         """The ways in which the blocks of a part recompute; their shares add up to 1."""
@@ -153,7 +153,9 @@ def allowed_bytes(work: Workload, plan: Plan) -> float:
 
 
 @lru_cache(maxsize=4096)
-def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str, int], ...]], ...]:
+def choose(
+    work: Workload, allowed: float, compiled: bool = False
+) -> tuple[tuple[Part, tuple[tuple[str, int], ...]], ...]:
     """How many blocks of each kind recompute in which way, so that all together keep at most `allowed` bytes, or as
     little as they can.
 
@@ -161,7 +163,7 @@ def choose(work: Workload, allowed: float) -> tuple[tuple[Part, tuple[tuple[str,
     cost, and the steps along all curves are taken in the order of their cost per byte that they free: that is the best
     choice but for the last block that moves (Sinha and Zoltners, "The Multiple-Choice Knapsack Problem", 1979).
     """
-    curves = [_curve(part) for part in work.blocks]
+    curves = [_curve(part, compiled) for part in work.blocks]
     counts = [[part.count] + [0] * (len(curve) - 1) for part, curve in zip(work.blocks, curves)]
     steps = sorted(
         ((after.cost - before.cost) / (before.kept - after.kept), at, rank)
@@ -191,11 +193,11 @@ class _Point(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def _curve(part: Part) -> tuple[_Point, ...]:
+def _curve(part: Part, compiled: bool) -> tuple[_Point, ...]:
     """The ways of one block that no mixture of two others beats, each keeping less than the one before it."""
     points = [_Point(sum(kept_by(part, NOTHING).values()), 0.0, "none")]
     for kind in CHOICES:
-        how = Recompute(kind)
+        how = Recompute(kind, compiled=compiled)
         cost = sum(map(_cost, computed_again(part, how)))
         points.append(_Point(sum(kept_by(part, how).values()), cost, kind))
     curve: list[_Point] = []

@@ -65,10 +65,10 @@ class _Tuning(Course):
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
         """Find the fastest settings."""
-        self.names = {rung.name for rung in (OFFLOAD, *rungs)}
+        self.names = {rung.name for rung in (*SAVING, *rungs)}
         control = self._look(rungs)
         if self.first.line:
-            rungs = [OFFLOAD, *rungs]
+            rungs = [*SAVING, *rungs]
         safe = [rung for rung in rungs if rung.searched]
         end = self.start + RACE_FROM * self.budget
         self.phase = "search"
@@ -241,20 +241,20 @@ TUNED = (
 out comes first, what changes results last."""
 CHANGES_RESULTS = ("int8", "fp8")
 SDPA = Rung(
-    name="attention-sdpa",
-    place=590,
-    title="torch's attention",
+    name="attention-sdpa", place=590, title="torch's attention", apply=PlanChange({"attention": "sdpa"}),
     why="Attention is one call of torch's, which keeps no scores in memory, in place of products and a softmax.",
-    apply=PlanChange({"attention": "sdpa"}),
-)
+)  # fmt: skip
 RECOMPUTE = "recompute=early"
+ELEMENTWISE = Rung(
+    name="recompute-elementwise", place=40, title="products kept", apply=PlanChange({"recompute": "elementwise"}),
+    why="Norms and activations are computed again, and what attention and products gave is kept.",
+)  # fmt: skip
 OFFLOAD = Rung(
-    name="offload",
-    place=50,
-    title="activations on the host",
-    why="What blocks keep for the backward pass waits in host memory meanwhile, in place of being computed again.",
+    name="offload", place=50, title="activations on the host",
     apply=PlanChange({"recompute": "none", "offload": "activations"}),
-)
+    why="What blocks keep for the backward pass waits in host memory meanwhile, in place of being computed again.",
+)  # fmt: skip
+SAVING = (ELEMENTWISE, OFFLOAD)
 """Tried where a script runs out of memory without recomputation."""
 
 

@@ -290,12 +290,7 @@ def test_fp8_is_refused_where_there_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        *PLANS,
-        "precision=O2 optimizer=fused",
-        "precision=O2 optimizer=contiguous",
-    ],
+    "line", [*PLANS, "precision=O2 optimizer=fused", "precision=O2 optimizer=contiguous"]
 )
 def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:
     recipe = Recipe(

@@ -126,10 +126,7 @@ def test_notebooks_are_whole_and_hold_no_outputs(path: Path) -> None:
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize(
     "path",
-    sweep(
-        NOTEBOOKS,
-        [path for path in NOTEBOOKS if path.stem.startswith("plan")],
-    ),
+    sweep(NOTEBOOKS, [path for path in NOTEBOOKS if path.stem.startswith("plan")]),
     ids=lambda path: path.stem,
 )
 def test_notebooks_run_from_top_to_bottom(

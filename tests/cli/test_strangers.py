@@ -112,8 +112,7 @@ KINDS: dict[str, tuple[Path, str, str]] = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan"),
-    sweep(itertools.product(KINDS, (False, True)), [("workers", False)], [("gan", True)]),
+    ("kind", "plan"), sweep(itertools.product(KINDS, (False, True)), [("workers", False)], [("gan", True)])
 )
 def test_kinds_of_scripts(kind: str, plan: bool, tmp_path: Path) -> None:
     folder, words, said = KINDS[kind]

@@ -31,14 +31,7 @@ def plain(model: Model, ids: Sequence[int], steps: int) -> list[int]:
     return tokens[begin:]
 
 
-@pytest.mark.parametrize(
-    "name",
-    sweep(
-        [*DECODERS, *BOTH],
-        ["gpt", "llama", "t5-tiny"],
-        slow=["pair"],
-    ),
-)
+@pytest.mark.parametrize("name", sweep([*DECODERS, *BOTH], ["gpt", "llama", "t5-tiny"], slow=["pair"]))
 def test_neither_company_nor_order_nor_cache_changes_a_token(name: str) -> None:
     model = tiny(name)
     draw = random.Random(1)
@@ -135,11 +128,7 @@ def test_full_slots_and_full_caches_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    sweep(
-        ["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"],
-        ["llama"],
-    ),
+    "name", sweep(["gpt", "llama", "alibi", "window", "t5-tiny", "marian-tiny"], ["llama"])
 )
 def test_compiled_steps_of_all_slots_change_no_token(name: str) -> None:
     model = tiny(name)

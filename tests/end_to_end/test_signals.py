@@ -96,10 +96,7 @@ def test_a_shower_of_signals_from_the_first_import_on_asks_for_a_requeue(tmp_pat
     assert run.end() == 75, run.log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("form", "job"),
-    [*((form, "vit") for form in FORMS), ("alone", "encoder-decoder")],
-)
+@pytest.mark.parametrize(("form", "job"), [*((form, "vit") for form in FORMS), ("alone", "encoder-decoder")])
 @pytest.mark.sweep
 def test_a_shower_during_training_saves_once_and_ends_in_75_to_the_last(
     tmp_path: Path, form: str, job: str

@@ -20,18 +20,7 @@ import pytest
 import torch
 
 from helpers.agents import free_port, no_orphans
-from helpers.doomed import (
-    PLANS,
-    STEPS,
-    TWO,
-    config_in,
-    finished,
-    launched,
-    losses,
-    poison,
-    same_end,
-    tally,
-)
+from helpers.doomed import PLANS, STEPS, TWO, config_in, finished, launched, losses, poison, same_end, tally
 from helpers.jobs import JOBS
 from helpers.rows import record
 from helpers.spawn import RankFailed, spawn

@@ -46,11 +46,7 @@ class RankFailed(Exception):
 
 
 def spawn(
-    function: Callable[..., R],
-    world: int,
-    *args: Any,
-    timeout: float = 60.0,
-    group: bool = True,
+    function: Callable[..., R], world: int, *args: Any, timeout: float = 60.0, group: bool = True
 ) -> list[R]:
     """Run `function(*args)` on `world` ranks of a gloo group on 127.0.0.1, and return what each returned, by rank.
 
@@ -253,11 +249,7 @@ def _end_with_parent() -> None:
 
 
 def _live(
-    pipe: Connection,
-    environment: dict[str, str],
-    folder: str,
-    files: tuple[str, str],
-    timeout: float | None,
+    pipe: Connection, environment: dict[str, str], folder: str, files: tuple[str, str], timeout: float | None
 ) -> None:
     """One rank, from its first breath: prepare, and run and report until nothing more is asked or something failed."""
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -63,10 +63,7 @@ def test_a_label_chooses_the_experts_however_a_text_is_made(name: str) -> None:
         return [one.ids for one in made.generate(rows, label=label, max_tokens=7, **settings)]
 
     assert ids() == ids(speculate=3) == expected
-    for settings in (
-        {"beams": 3},
-        {"temperature": 1.0, "seed": 3},
-    ):
+    for settings in ({"beams": 3}, {"temperature": 1.0, "seed": 3}):
         both = ids([*ROWS[:1], *ROWS[1:2]], LABELS[:2], **settings)
         assert both[0] == ids(ROWS[0], LABELS[0], **settings)[0], settings
         if "seed" not in settings:

@@ -8,13 +8,7 @@ from torch import Tensor
 
 from penstock.config.plan import WITH_SINKS, AttentionBackend
 from penstock.errors import ConfigError
-from penstock.kernels.attention import (
-    Scores,
-    attention,
-    plain_attention,
-    split_heads,
-    token_attention,
-)
+from penstock.kernels.attention import Scores, attention, plain_attention, split_heads, token_attention
 from penstock.kernels.choices import attention_kernel
 
 ON_CPU: tuple[AttentionBackend, ...] = ("plain", "sdpa", "flash", "math", "auto")

@@ -217,10 +217,7 @@ MUTANTS = (
     ("(low + high) / 2, scale", "low, scale"),
     ("1.0f / size * MOST", "MOST / size * 0.99f"),
     ("float size = given ? given :", "float size ="),
-    (
-        "_mm512_sub_epi32(_mm512_load_si512(totals + i), zeros)",
-        "_mm512_load_si512(totals + i)",
-    ),
+    ("_mm512_sub_epi32(_mm512_load_si512(totals + i), zeros)", "_mm512_load_si512(totals + i)"),
     ("scaled[r + i], part", "scaled[r], part"),
     ("of.zeros + column, of.scales + column", "of.zeros + column, of.scales"),
     ("word ? totals : nullptr", "nullptr"),

@@ -15,15 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.models import Model
 from penstock.models import anatomy as anatomies
-from penstock.models.anatomy import (
-    Anatomy,
-    Block,
-    Family,
-    Stack,
-    anatomy_of,
-    enrol,
-    set_switch,
-)
+from penstock.models.anatomy import Anatomy, Block, Family, Stack, anatomy_of, enrol, set_switch
 from penstock.models.roles import Norm
 
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=3, heads=4, mlp_width=96, classes=10)

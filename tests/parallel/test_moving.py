@@ -82,10 +82,7 @@ def _stalling() -> Iterator[None]:
 def _led(line: str, spare: int, every: int, piece: int, stalls: bool = False) -> tuple[Any, ...]:
     """Texts, this rank's logits, moves that were made, where experts were at the end, and moves that were given up.
     Products have three rows, so that replicas share an expert's tokens."""
-    with (
-        mock.patch("penstock.parallel.hosts.ROWS", 3),
-        _stalling() if stalls else contextlib.nullcontext(),
-    ):
+    with mock.patch("penstock.parallel.hosts.ROWS", 3), _stalling() if stalls else contextlib.nullcontext():
         return _served(line, spare, every, piece)
 
 

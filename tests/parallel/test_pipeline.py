@@ -136,12 +136,7 @@ def _compare(
 
 
 @pytest.mark.parametrize(
-    "name",
-    sweep(
-        ENROLLED,
-        ["vit", "gpt", "bert", "t5"],
-        slow=["multimodal", "universal"],
-    ),
+    "name", sweep(ENROLLED, ["vit", "gpt", "bert", "t5"], slow=["multimodal", "universal"])
 )
 def test_every_family_trains_in_two_stages(name: str) -> None:
     _compare(name, "micro_batch=2 accumulate=3 pp=2")

@@ -67,11 +67,7 @@ def test_a_zero_bubble_schedule_has_the_bubble_that_the_simulator_finds(
 
 
 def test_the_zero_bubble_of_equal_stages_is_the_simulator_s() -> None:
-    for p, m, forward, into, weight in (
-        (8, 16, 1.0, 1.2, 0.9),
-        (4, 4, 1.0, 1.0, 1.0),
-        (6, 2, 1.0, 1.9, 1.1),
-    ):
+    for p, m, forward, into, weight in ((8, 16, 1.0, 1.2, 0.9), (4, 4, 1.0, 1.0, 1.0), (6, 2, 1.0, 1.9, 1.1)):
         costs = Costs(forward=forward, backward_input=into, backward_weight=weight)
         played = simulate(generate("zb-h1", p, m), costs)
         busy = m * (forward + into + weight)

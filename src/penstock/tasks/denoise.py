@@ -176,10 +176,7 @@ class Denoise(Task):
 
 
 def conditions_of(
-    graph: Graph,
-    names: Sequence[str],
-    tokenizer: Tokenizer | None,
-    factors: Sequence[str],
+    graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str]
 ) -> dict[str, NDArray[Any]]:
     """Arguments of the model for images of each of these names, (names + 1, …), and last for images of none of them:
     the names as texts, whose words have `factors` of their attention, or numbers of classes. Raises ConfigError as
@@ -224,10 +221,7 @@ def texts_of(
 
 
 def weights_of(
-    graph: Graph,
-    texts: Sequence[str],
-    tokenizer: Tokenizer | None,
-    factors: Sequence[str],
+    graph: Graph, texts: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str]
 ) -> NDArray[np.float32]:
     """The weights of the tokens of `texts_of`, (texts + 1, N): the factor of the word that a token is of, and 1 of all
     others. `factors` are such as `seven=2`, and the last of those that a token is of counts. Raises ConfigError where

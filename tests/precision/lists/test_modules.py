@@ -15,14 +15,7 @@ from torch.torch_version import TorchVersion
 import penstock
 from helpers.op_lists import Model, accelerated
 from penstock.errors import ConfigError
-from penstock.precision.lists import (
-    OpLists,
-    apply_modules,
-    default_lists,
-    modules,
-    region,
-    restore_modules,
-)
+from penstock.precision.lists import OpLists, apply_modules, default_lists, modules, region, restore_modules
 
 
 class TestModules:

@@ -18,13 +18,7 @@ from torch.torch_version import TorchVersion
 import penstock
 from helpers.op_lists import GELU_FP32, accelerated
 from penstock.errors import ConfigError
-from penstock.precision.lists import (
-    OpLists,
-    autocast_policy,
-    default_lists,
-    differences,
-    region,
-)
+from penstock.precision.lists import OpLists, autocast_policy, default_lists, differences, region
 from penstock.precision.lists.op_lists import functions_of, intercepted, name_of, registered
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -84,8 +78,7 @@ class TestData:
         assert differences(lists, "cpu") == {"torch.exp": "fp32"}
 
     @pytest.mark.parametrize(
-        ("dtype", "device"),
-        [(torch.bfloat16, "cpu"), (torch.bfloat16, "cuda"), (torch.float16, "cuda")],
+        ("dtype", "device"), [(torch.bfloat16, "cpu"), (torch.bfloat16, "cuda"), (torch.float16, "cuda")]
     )
     def test_the_defaults_watch_no_calls(self, dtype: torch.dtype, device: str) -> None:
         lists = default_lists(dtype, device)

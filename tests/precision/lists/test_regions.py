@@ -11,11 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from helpers.op_lists import GELU_FP32, Model, accelerated
 from penstock.errors import ConfigError
-from penstock.precision.lists import (
-    OpLists,
-    apply_modules,
-    region,
-)
+from penstock.precision.lists import OpLists, apply_modules, region
 
 
 def gradients(model: Model, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:

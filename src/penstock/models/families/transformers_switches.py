@@ -20,14 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.plan import AttentionBackend, LossForm, Padding
 from penstock.dtypes import format_of
 from penstock.errors import ConfigError
-from penstock.kernels.attention import (
-    BACKENDS,
-    AttentionMask,
-    Scores,
-    attention,
-    keeps_scores,
-    kernel_for,
-)
+from penstock.kernels.attention import BACKENDS, AttentionMask, Scores, attention, keeps_scores, kernel_for
 from penstock.kernels.choices import knows_lengths
 from penstock.kernels.deferred import make_at_once, put_off
 from penstock.kernels.documents import Documents

@@ -20,14 +20,14 @@ BAD = Finding(
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     findings = [GOOD, BAD]
-    monkeypatch.setattr(penstock.doctor, "findings", lambda *, thorough: findings)
+    monkeypatch.setattr(penstock.doctor, "findings", lambda: findings)
     return findings
 
 
 def test_findings_are_shown_as_they_are_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def slow(*, thorough: bool) -> Iterator[Finding]:
+    def slow() -> Iterator[Finding]:
         yield GOOD
         assert "torch" in capsys.readouterr().out
 

@@ -17,11 +17,7 @@ from penstock.errors import ExitCode
 _MARKS = {"ok": ("✓", "green"), "slow": ("~", "yellow"), "absent": ("–", "dim"), "broken": ("✗", "red")}
 
 
-def doctor(
-    *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    thorough: Annotated[bool, Parameter(negative="")] = False,
-) -> int:
+def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
     """Check what works on this machine, and how to fix what does not.
 
     Ends with code 3 if something that Penstock requires is broken.
@@ -30,13 +26,11 @@ def doctor(
     ----------
     as_json
         Print the findings as JSON instead of a table.
-    thorough
-        Also run torch.compile on a small function, which takes up to half a minute.
     """
     from penstock.doctor import findings, healthy
 
     reported: list[Finding] = []
-    for finding in findings(thorough=thorough):
+    for finding in findings():
         if not as_json:
             _show(finding, new_area=not reported or finding.area != reported[-1].area)
         reported.append(finding)

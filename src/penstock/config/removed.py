@@ -67,6 +67,7 @@ INSPECTION = {"report": _INSTEAD, "PrecisionReport": _INSTEAD}
 """Names of `penstock.precision` that are gone, and what to do without them."""
 OPTIONS = {
     "deploy measure": _MEASURE,
+    "doctor thorough": "leave it out: the doctor tries the compilers, and the first run with plan.compile compiles",
     "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
 }
 """Options of commands that are gone, and what to do without them."""

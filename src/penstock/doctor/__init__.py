@@ -35,6 +35,7 @@ _OPTIONAL = (
     ("peft", "lora", "LoRA adapters in peft's format"),
     ("sacrebleu", "text", "BLEU of translations"),
     ("num2words", "text", "the translator of numbers"),
+    ("sentencepiece", "text", "tokenizers of Marian and in .model files"),
     ("simplejpeg", "images", "faster JPEG decoding"),
     ("opencv-python-headless", "images", "faster JPEG decoding and resizing"),
     ("transformers", "hf", "Hugging Face models"),
@@ -42,24 +43,14 @@ _OPTIONAL = (
     ("wandb", "wandb", "logs in Weights & Biases"),
     ("mlflow-skinny", "mlflow", "logs in MLflow"),
 )
-_COMPILED = (
-    "import torch; d = 'cuda' if torch.cuda.is_available() else 'cpu'; x = torch.linspace(-1, 1, 512, device=d);"
-    "f = lambda x: torch.nn.functional.gelu(x).sum();"
-    "a = x.clone().requires_grad_(); b = x.clone().requires_grad_();"
-    "torch.compile(f)(a).backward(); f(b).backward();"
-    "torch.testing.assert_close(a.grad, b.grad)"
-)
 
 
-def examine(*, thorough: bool = False) -> list[Finding]:
-    """All checks of this installation, in reading order.
-
-    With `thorough`, torch.compile compiles a real function (up to half a minute), and not only its compiler is tried.
-    """
-    return list(findings(thorough=thorough))
+def examine() -> list[Finding]:
+    """All checks of this installation, in reading order."""
+    return list(findings())
 
 
-def findings(*, thorough: bool = False) -> Iterator[Finding]:
+def findings() -> Iterator[Finding]:
     """The findings of `examine`, each as soon as its check has been made."""
     yield from packages()
     yield (torch := torch_itself())
@@ -69,15 +60,9 @@ def findings(*, thorough: bool = False) -> Iterator[Finding]:
     yield from devices()
     for device in _usable_devices():
         yield from numerics.types(device)
-        yield from numerics.attention(device)
     yield compiler()
-    if thorough:
-        remedy = "Fix the compiler above, or leave plan.compile=none."
-        yield _program(
-            "compile", "torch.compile", _COMPILED, "compiled and differentiated a function", "", remedy
-        )
     yield triton()
-    yield from _ranks_and_data()
+    yield shared_memory()
 
 
 def healthy(findings: list[Finding]) -> bool:
@@ -221,25 +206,6 @@ def triton() -> Finding:
     if not torch.cuda.is_available():
         return Finding("compile", "triton", "absent", "only GPUs need it")
     return Finding("compile", "triton", "broken", "torch.compile on this GPU needs it", "pip install triton")
-
-
-def _ranks_and_data() -> Iterator[Finding]:
-    """Checks of what connects ranks and loader processes, and whether this machine has been measured."""
-    import torch.distributed as dist
-
-    from penstock.config.machine import cached_machine
-    from penstock.probe import machine_name
-
-    for name in ("gloo", "nccl"):
-        there = dist.is_available() and getattr(dist, f"is_{name}_available")()
-        detail = "available" if there else "not built into this torch"
-        yield Finding("ranks", name, "ok" if there else "absent", detail)
-    yield shared_memory()
-    name = machine_name(_usable_devices()[-1])
-    if kept := cached_machine(name):
-        yield Finding("data", "machine file", "ok", kept.name)
-    else:
-        yield Finding("data", "machine file", "absent", f"{name} has not been measured yet", "penstock probe")
 
 
 def shared_memory() -> Finding:

@@ -1,4 +1,4 @@
-"""Checks of what each device computes, made by computing: number types, and the backends of attention."""
+"""Checks of what each device computes in each number type, made by computing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 _EMULATED = 4.0
@@ -101,43 +100,6 @@ def _fp8_product(a: Any, b: Any) -> Callable[[], Any]:
     unit_scale = a.new_ones(())
     left, right = a.to(E4M3), b.to(E4M3).t()
     return lambda: scaled_product(left, right, unit_scale, unit_scale, torch.bfloat16)
-
-
-def attention(device: Any) -> Iterator[Finding]:
-    """Run each backend of scaled_dot_product_attention by itself, forward and backward, in fp32, bf16 and fp16."""
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    from penstock.dtypes import HALVES
-
-    def run(backend: Any, dtype: Any) -> Any:
-        q, k, v = (
-            torch.randn(1, 2, 64, 64, device=device, dtype=dtype, generator=generator).requires_grad_()
-            for _ in range(3)
-        )
-        with sdpa_kernel(backend):
-            F.scaled_dot_product_attention(q, k, v).sum().backward()  # type: ignore[no-untyped-call]
-        return q.grad
-
-    generator = torch.Generator(device=device).manual_seed(0)
-    backends = {
-        "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
-    }  # fmt: skip
-    for name, backend in backends.items():
-        able, detail = [], ""
-        for dtype, word in {torch.float32: "fp32", **HALVES}.items():
-            gradient, why = _attempt(partial(run, backend, dtype))
-            if gradient is not None and bool(gradient.isfinite().all()):
-                able.append(word)
-            detail = why or detail
-        status: Status = "ok" if able else "broken" if name == "math" else "absent"
-        detail = f"forward and backward in {', '.join(able)}" if able else detail
-        remedy = (
-            "Install another build of torch; its plainest attention fails here." if status == "broken" else ""
-        )
-        yield Finding(f"attention on {device.type}", name, status, detail, remedy, required=name == "math")
 
 
 # -- a check's finding

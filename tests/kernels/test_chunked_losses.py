@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from helpers.rank_pool import pool
 from penstock.cpu import this_cpu
+from penstock.kernels import choices
 from penstock.kernels import linear_cross_entropy as module
 from penstock.kernels.contrast import contrast, plain_contrast
 from penstock.kernels.distil import Taught
@@ -91,8 +92,8 @@ def test_chunks_are_exact_padded_or_not(
     inputs, targets = _case(dtype, bias=bias)
     expected = LOSSES[loss](inputs, targets, smoothing=smoothing)
     assert len(expected) == len(inputs) + 1
-    for padded in (set[str](), {"cpu"}):
-        monkeypatch.setattr(module, "_PADDED_ON", padded)
+    for padded in (False, True):
+        monkeypatch.setitem(choices.PADDED_TO, "cpu", 64 if padded else 1)
         assert len(module.padded_entries(inputs[1])) == (64 if padded else 60)
         found = LOSSES[loss](inputs, targets, smoothing=smoothing, budget=budget)
         for one, other in zip(found, expected, strict=True):

@@ -14,6 +14,7 @@ from helpers.native_kernels import changed_terms_are_seen, needs_compiler
 from helpers.triton_kernels import after_steps, assert_close_to_exact
 from penstock.errors import ConfigError
 from penstock.kernels import native_losses
+from penstock.kernels.cross_entropy import cross_entropy
 from penstock.kernels.distil import Taught, divergences
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.logit_rows import logit_rows_
@@ -101,6 +102,21 @@ def check(device: str) -> None:
     torch.testing.assert_close(losses.cpu(), torch.tensor([3.0, 1.0]).log())
     torch.testing.assert_close(blocked[0, 4:9].cpu(), torch.tensor([0, 1 / 3, -2 / 3, 1 / 3, 0]))
     check_in_chunks(device)
+    check_whole(device)
+
+
+def check_whole(device: str) -> None:
+    """`cross_entropy`, which gives its logits away: rows of a wider matrix, beside its plain form in fp64."""
+    made = torch.randn(9, 37, generator=torch.Generator().manual_seed(0)).to(device)
+    targets = torch.arange(9, device=device) * 3
+    targets[2] = -100
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        logits = made.to(dtype, copy=True).requires_grad_()
+        loss = cross_entropy(logits * 1.0, targets, 0.1, 30)
+        (0.25 * loss).backward()
+        results.append((loss.detach().double(), logits.grad[:, :30].double()))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def check_in_chunks(device: str) -> None:

@@ -293,3 +293,21 @@ def test_smoothing_is_that_of_torch() -> None:
 def test_a_model_without_a_loss_of_its_own_has_no_form_of_it() -> None:
     with pytest.raises(ConfigError, match=r"Linear does not make its loss itself, so plan\.loss=chunked"):
         set_switch(nn.Linear(2, 2), "loss", "chunked")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpus_fused_kernels_take_all_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses them on a GPU where a row of a mask, query, key or value does not lie in one piece."""
+    config = MODELS[name]
+    model, inputs = _model(config), _inputs(config)
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def watched(*args: Any, **more: Any) -> Tensor:
+        seen.extend(each for each in args[:4] if isinstance(each, Tensor) and each.shape[-1] > 1)
+        return attend(*args, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model(*inputs)
+    model(*inputs[: 2 if isinstance(config, Seq2SeqConfig) else 1])  # no sample is padded
+    assert seen
+    assert all(each.stride(-1) == 1 for each in seen)

@@ -11,8 +11,10 @@ from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.describe import describe
+from penstock.planner.operators import BIASED, Op
 from penstock.planner.prediction import Prediction, predict
-from penstock.planner.rates import rates_of
+from penstock.planner.price import fused_seconds
+from penstock.planner.rates import Rates, rates_of
 from penstock.planner.software import Software
 from penstock.planner.stages import stage_costs
 from penstock.planner.step import PartTime, layout_of, part_time, step
@@ -20,11 +22,10 @@ from penstock.planner.traffic import BUCKET_BYTES
 from penstock.schedules import schedule_of, simulate
 
 
-@pytest.mark.parametrize(("attention", "passes"), [("plain", 2), ("flash", 0)])
-def test_a_bias_of_distances_is_written_and_read_where_scores_are_kept(attention: str, passes: int) -> None:
+def test_a_bias_of_distances_is_written_and_read_where_scores_are_kept() -> None:
     bloom = preset("bloom-176b")
     assert isinstance(bloom, DecoderConfig)
-    plan = Plan.parse(f"precision=O2 attention={attention} tp=4 micro_batch=2")
+    plan = Plan.parse("precision=O2 attention=plain tp=4 micro_batch=2")
     rates = rates_of(load_machine("a100-80g"), plan)
 
     def block(model: ModelConfig) -> PartTime:
@@ -34,11 +35,35 @@ def test_a_bias_of_distances_is_written_and_read_where_scores_are_kept(attention
     biased, plain = block(bloom), block(replace(bloom, positions="learned"))
     scores = 2 * bloom.heads / 4 * bloom.sequence**2
     more = biased.forward.attention - plain.forward.attention
-    kernels = 1 if passes else 0
-    assert more == pytest.approx(
-        passes * 2 * scores / rates.memory + kernels * rates.kernel_seconds, abs=1e-9
-    )
+    assert more == pytest.approx(4 * scores / rates.memory + rates.kernel_seconds, abs=1e-9)
     assert biased.backward.attention == pytest.approx(plain.backward.attention)
+
+
+def test_biases_and_fp32_go_through_the_memory_efficient_kernel_of_a_gpu() -> None:
+    """Of torch's fused kernels it alone takes numbers to add to the scores, and fp32, as three products in TF32."""
+    t5, h100 = preset("t5-small"), load_machine("h100")
+
+    def kernels(line: str) -> tuple[list[Op], Rates]:
+        plan = Plan.parse(f"optimizer=fused micro_batch=8 {line}")
+        ops = [op for block in describe(t5, plan).blocks for op in (*block.forward, *block.backward)]
+        return [op for op in ops if op.kind == "attention"], rates_of(h100, plan)
+
+    ops, rates = kernels("precision=O1 attention=flash")
+    efficient = kernels("precision=O1 attention=efficient")[1]
+    biased = [op.function == BIASED for op in ops]
+    assert biased == [True, True, True, False, False, True], "all but cross attention"
+    for op in ops:
+        assert not op.causal
+        slower = fused_seconds(op, rates) / fused_seconds(op._replace(function=""), rates)
+        assert (slower > 1.3) == (op.function == BIASED and not op.forward)
+        if op.function:
+            assert fused_seconds(op, rates) == fused_seconds(op._replace(function=""), efficient)
+    for line in ("matmul=high", "matmul=highest"):
+        (ahead, behind, *_), exact = kernels(line)
+        products = 4 * ahead.batch * ahead.m * ahead.n * ahead.k
+        spent = fused_seconds(ahead, exact), fused_seconds(behind, exact)
+        assert products / spent[0] < 495e12 / 3, "three products in TF32, of an H100"
+        assert spent[1] / spent[0] == pytest.approx(exact.constants.fused_backward, rel=0.15)
 
 
 def test_nothing_waits_between_steps_unless_it_is_said() -> None:

@@ -34,6 +34,10 @@ one, its cast to fp32. Where a kernel makes the gradient in its place it takes i
 LOSS_PIECE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Logits of whose loss the gradient is made at one time, with `loss=whole`. What a CPU makes of them stays in its
 caches; a GPU needs more of them to be busy, and makes 64 MiB of fp32."""
+PADDED_TO = {"cuda": 64}
+"""Multiple to which rows of logits are padded on a kind of device, unless 8 divides them: units for matrices read 16
+bytes at a time, and cuBLAS multiplies rows that do not begin at such a place several times slower. Inductor pads
+products of compiled code by itself."""
 NATIVE: tuple[Dtype, ...] = ("fp32", "bf16")
 """Types of the kernels in C++."""
 
@@ -128,6 +132,11 @@ def least_mean_unpadded(device: str, dtype_bytes: float, *, varlen: bool) -> flo
 def loss_budget(device: str) -> int:
     """Bytes that chunks of logits may take on a device."""
     return LOSS_BUDGET["cuda" if device == "cuda" else "cpu"]
+
+
+def padded_entries(device: str, entries: int) -> int:
+    """Entries of a vocabulary that its products are computed with."""
+    return entries if entries % 8 == 0 else -(-entries // PADDED_TO.get(device, 1)) * PADDED_TO.get(device, 1)
 
 
 def fuses_rows(device: str, dtype: Dtype, *, taught: bool = False) -> bool:

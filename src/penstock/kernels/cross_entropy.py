@@ -9,7 +9,8 @@ torch keeps the logarithms in fp32, makes a tensor of zeros for the gradient at 
 and casts back: on a CPU up to six tensors as large as the logits, on a GPU three. Here rows are taken a few at a time,
 so that little more than the logits is held, and what a CPU makes of them stays in its caches. Of 512 rows of 58,101
 logits in bf16, smoothed, on two cores of an AMD EPYC forward and backward take 40 ms in place of 213; the kernel in C++
-for CPUs (`penstock.kernels.native_losses`) takes 3.7 times less again. The reference is
+for CPUs (`penstock.kernels.native_losses`) takes 3.7 times less again. On a GPU with Triton one kernel reads them for
+the loss and one for the gradient (`penstock.kernels.logit_rows`). The reference is
 `torch.nn.functional.cross_entropy`.
 
 Shapes: R rows.
@@ -27,6 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from penstock.dtypes import sums_type, widened
 from penstock.kernels.choices import loss_piece
+from penstock.kernels.has_triton import runs_triton
+from penstock.kernels.logit_rows import fuses_rows, logit_rows_, row_losses, take_target_
 from penstock.kernels.native_losses import IGNORED as IGNORED
 from penstock.kernels.native_losses import native_gradients_, native_losses, takes_rows
 
@@ -54,19 +57,6 @@ def cross_entropy(
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing)
 
 
-def row_losses(logs: Tensor, index: Tensor, smoothing: float) -> Tensor:
-    """The loss of each row (R,), of log-probabilities (R, V) and targets (R, 1)."""
-    losses = logs.gather(1, index).squeeze(1) * (smoothing - 1.0)
-    return losses - logs.sum(1) * (smoothing / logs.shape[1]) if smoothing else losses
-
-
-def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
-    """Make of probabilities (R, V) the gradient of the losses, in place."""
-    if smoothing:
-        p.sub_(smoothing / p.shape[1])
-    p.scatter_add_(1, index, p.new_full((1, 1), smoothing - 1.0).expand(len(p), 1))
-
-
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, smoothing: float, columns: int | None) -> Tensor:
@@ -89,8 +79,15 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         return logits, None, None, None
 
 
+def _in_triton(logits: Tensor) -> bool:
+    return logits.stride(1) == 1 and runs_triton(logits.device) and fuses_rows(logits.device, logits.dtype)
+
+
 def _losses(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and for the kernel in C++ its log Σ exp, (R,); the second is empty in the plain form."""
+    """The loss of each row, and for the kernel in C++ its log Σ exp, (R,); the second is empty in other forms."""
+    if _in_triton(logits):
+        losses, _ = logit_rows_(logits, targets, smoothing=smoothing, gradient=False)
+        return losses, losses.new_empty(0)
     if takes_rows(logits):
         return native_losses(logits, targets, smoothing, 0.0)
     counted, index = _counted(targets)
@@ -107,6 +104,10 @@ def _gradients_(
     out: Tensor, logits: Tensor, targets: Tensor, sums: Tensor, factors: Tensor, smoothing: float
 ) -> None:
     """Write the gradient of Σ_rows factor · loss to `out`, which may be the logits."""
+    if _in_triton(logits):
+        rows = out if out is logits else out.copy_(logits)
+        logit_rows_(rows, targets, row_weights=factors, smoothing=smoothing)
+        return
     if sums.numel():
         native_gradients_(out, logits, targets, sums, factors, smoothing)
         return

@@ -28,10 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.dtypes import sums_type, widened
+from penstock.kernels import choices
 from penstock.kernels.choices import rows_in_chunk
-from penstock.kernels.cross_entropy import IGNORED, capped, cross_entropy, row_losses, take_target_
+from penstock.kernels.cross_entropy import IGNORED, capped, cross_entropy
 from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
-from penstock.kernels.logit_rows import fuses_rows, logit_rows_
+from penstock.kernels.logit_rows import fuses_rows, logit_rows_, row_losses, take_target_
 from penstock.kernels.vocabulary import (
     Share,
     divergence_and_gradient,
@@ -40,11 +41,6 @@ from penstock.kernels.vocabulary import (
     vocabulary_cross_entropy,
 )
 
-_PADDED_ON = {"cuda"}
-"""Devices on which rows of logits are padded to a multiple of `_PADDED_TO`, unless 8 divides them: units for matrices
-read 16 bytes at a time, and cuBLAS multiplies rows that do not begin at such a place several times slower. Inductor
-pads products of compiled code by itself."""
-_PADDED_TO = 64
 _SUMMED_ROWS = 8
 """Rows whose gradients are summed at a time on a CPU, where torch casts all that it sums first."""
 _ADDED_ENTRIES = 512
@@ -137,10 +133,8 @@ def plain_student_loss(
 
 def padded_entries(entries: Tensor) -> Tensor:
     """Weights (V, D) or biases (V,) with zeros behind them, whose logits are 0 and so are their gradients."""
-    size = len(entries)
-    if entries.device.type not in _PADDED_ON or size % 8 == 0:
-        return entries
-    return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, -size % _PADDED_TO))
+    missing = choices.padded_entries(entries.device.type, len(entries)) - len(entries)
+    return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, missing)) if missing else entries
 
 
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fused: bool = False) -> int:

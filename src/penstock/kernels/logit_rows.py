@@ -1,4 +1,4 @@
-"""The loss of rows of logits, and its gradient in their place: what a loss in chunks does between its products.
+"""The loss of rows of logits, and its gradient in their place: what a loss does between its products.
 
 Shapes: R rows, V entries of the vocabulary. For logits z of a row, its target t, p = softmax(z), L = log Σ_v exp z_v,
 smoothing ε (Szegedy et al., CVPR 2016, section 7) and a z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5)
@@ -31,10 +31,9 @@ from torch import Tensor
 from penstock.dtypes import format_of, sums_type
 from penstock.errors import ConfigError
 from penstock.kernels import choices
-from penstock.kernels.cross_entropy import IGNORED, row_losses, take_target_
 from penstock.kernels.distil import divergences_and_gradients
 from penstock.kernels.has_triton import runs_triton
-from penstock.kernels.native_losses import has_rows, native_gradients_, native_losses
+from penstock.kernels.native_losses import IGNORED, has_rows, native_gradients_, native_losses
 
 
 def logit_rows_(
@@ -60,6 +59,19 @@ def logit_rows_(
     terms = smoothing, z_loss, share, temperature, scale, gradient
     results: tuple[Tensor, Tensor] = _rows(logits, targets, taught, row_weights, *terms)
     return results
+
+
+def row_losses(logs: Tensor, index: Tensor, smoothing: float) -> Tensor:
+    """The loss of each row (R,), of log-probabilities (R, V) and targets (R, 1)."""
+    losses = logs.gather(1, index).squeeze(1) * (smoothing - 1.0)
+    return losses - logs.sum(1) * (smoothing / logs.shape[1]) if smoothing else losses
+
+
+def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
+    """Make of probabilities (R, V) the gradient of the losses, in place."""
+    if smoothing:
+        p.sub_(smoothing / p.shape[1])
+    p.scatter_add_(1, index, p.new_full((1, 1), smoothing - 1.0).expand(len(p), 1))
 
 
 def fuses_rows(device: torch.device, dtype: torch.dtype, *, taught: bool = False) -> bool:

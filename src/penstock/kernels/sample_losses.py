@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.dtypes import sums_type, widened
-from penstock.kernels.cross_entropy import IGNORED, capped, row_losses
+from penstock.kernels.cross_entropy import IGNORED, capped
 from penstock.kernels.linear_cross_entropy import (
     CAPPED_ROWS,
     FP16_SCALE,
@@ -28,6 +28,7 @@ from penstock.kernels.linear_cross_entropy import (
     padded_entries,
     rows_at_once,
 )
+from penstock.kernels.logit_rows import row_losses
 
 
 def sample_losses(

@@ -203,7 +203,8 @@ def _by_distance(values: Tensor, looking: int, seen: int) -> Tensor:
             torch.arange(seen, device=values.device) - torch.arange(looking, device=values.device)[:, None]
         )
         return values[:, ahead + looking - 1][None]
-    return values.unfold(1, seen, 1).flip(1)[None, :, :looking]
+    # In rows of one piece: torch's fused kernels on a GPU refuse others, and then compute attention in fp32.
+    return values.contiguous().unfold(1, seen, 1).flip(1)[None, :, :looking]
 
 
 def places_of(tokens: int, documents: Tensor | None, device: torch.device) -> Tensor:

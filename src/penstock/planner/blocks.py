@@ -14,7 +14,7 @@ from penstock.config.layer import ExpertMixture, Latent, Layer
 from penstock.config.stack import Stack
 from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
-from penstock.planner.operators import Op
+from penstock.planner.operators import BIASED, Op
 from penstock.planner.shapes import BlockKind
 from penstock.planner.terms import Form
 
@@ -225,14 +225,21 @@ def _attend(
         ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
         to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
     again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
+    # A mask of numbers hides what is ahead, and no kernel leaves it out.
+    added = form == "fused" and block.stack.biased and not cross and not t.host
     core = Op(
         name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=(f + layer.value_width) / 2,
         read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
-        kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal, window=window,
+        kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal and not added, window=window,
+        function=BIASED * added,
     )  # fmt: skip
     if form == "fused":
         read, written = (4 * queries + 2 * keys) * c, queries * c + made
-        to.add(core, core._replace(forward=False, read=read, written=written))
+        behind = [core._replace(forward=False, read=read, written=written)]
+        if added and block.stack.positions == "relative":  # each sample's gradients, and their sum
+            numbers = core.batch * core.m * core.n * c
+            behind.append(Op("attention.bias", "reduce", False, read=numbers, written=numbers, scratch=True))
+        to.add(core, *behind)
         # Outputs are scaled by what the kernel's sums of exponentials say; behind, their mean gradient is made.
         _sinks(to, layer, core, queries, (c, c), (2 * c + 4, 4), launches=5, cross=cross)
     elif form == "plain":

@@ -31,6 +31,10 @@ class Constants:
     128, both passes together: fitted. The shares below are for such sequences and heads too."""
     fused_backward: float = 5.0
     """How many times longer that kernel's backward pass takes than its forward pass."""
+    fp32_attention_share: float = 0.48
+    """Share of a third of the TF32 peak that the same kernel's forward pass reaches in fp32: 45 to 51 % on A100 in the
+    table of NVIDIA/cutlass#662, with heads of 64 and 256 or 4,096 tokens and heads of 128 and 8,192. Its backward pass
+    is slower by `fused_backward` here, too: 18 % in facebookresearch/xformers#467, of 197 tokens in whole tiles."""
     flash_share: float = 0.60
     """Share of the peak that `flash` reaches on an Ampere chip: 0.50 to 0.73 in the abstract of Dao 2023."""
     flash_share_hopper: float = 0.35

@@ -324,13 +324,13 @@ def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = F
     before_split(to, rows, d, hides=False)
     columns = -(-head.vocabulary // t.tp)
     if t.chunked:
-        with to.inside("loss"):
+        with to.inside("loss"), to.words(columns):
             _chunked_loss(to, head, rows, columns, d)
         return
     biased, learns = head.bias, not head.tied
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
     in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
-    with to.inside("head"):
+    with to.inside("head"), to.words(columns):
         to.gemm(
             "head", rows, columns, d, bias=biased, narrow=False, group="output",
             kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
@@ -438,25 +438,19 @@ def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
-    """Cross-entropy as `penstock.kernels.cross_entropy` makes it. What a CPU makes of the logits stays in its caches; a
-    GPU writes it, in fp32, and reads it again."""
-    size, c, host = rows * columns, to.terms.product, to.terms.host
-    piece = loss_piece(to.terms.device)
-    made, pieces = (0.0, 1) if host else (4.0 * size, math.ceil(size / piece))
-    # Half logits are also cast on a CPU.
-    alive = max(columns, min(piece, size)) * (8.0 if host and c < 4 else 4.0)
-    if host and _fuses_rows(to.terms):
-        made, pieces, alive = 0.0, 1, 0.0
-    logs = Op(
-        "loss.softmax", "softmax", read=size * c, written=made, elements=size, row=columns, launches=2 * pieces,
-    )  # fmt: skip
-    read = max(0.0, 2 * size * c + 2 * made - alive)
+    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: by one kernel for each pass, or, of half logits on a
+    CPU that no kernel takes, with casts of some rows that stay in its caches."""
+    size, c = rows * columns, to.terms.product
+    piece = max(columns, min(loss_piece(to.terms.device), size))
+    alive = 0.0 if _fuses_rows(to.terms) else piece * (8.0 if c < 4 else 4.0)
+    logs = Op("loss.softmax", "softmax", read=size * c, elements=size, row=columns, launches=2)
     to.add(
         logs,
         logs._replace(
-            name="loss.gradient", forward=False, read=read, written=alive, launches=3 * pieces, in_place=True
+            name="loss.gradient", forward=False, read=max(0.0, 2 * size * c - alive), written=alive, launches=3,
+            in_place=True,
         ),
-    )
+    )  # fmt: skip
 
 
 def _loss(to: Lister, rows: float, columns: int) -> None:

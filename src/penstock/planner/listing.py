@@ -14,6 +14,7 @@ from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.fused import FUSED_FORM
 from penstock.config.layer import NormKind
 from penstock.config.machine import ProductForm
+from penstock.kernels.choices import padded_entries
 from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part, Place
 from penstock.planner.shapes import BlockKind
 from penstock.planner.terms import OpTerms
@@ -35,6 +36,7 @@ class Lister:
     def __init__(self, terms: OpTerms) -> None:
         self.terms = terms
         self._module: Module = ""
+        self._padded = False
         self._forward: list[Op] = []
         self._gradients: list[tuple[Op, ...]] = []
 
@@ -46,6 +48,14 @@ class Lister:
         self._module = outer
 
     @contextmanager
+    def words(self, columns: int) -> Iterator[None]:
+        """Mark products that are listed inside, of a vocabulary of `columns`, as padded where Penstock pads them."""
+        t = self.terms
+        self._padded = t.software.loss == "penstock" and padded_entries(t.device, columns) != columns
+        yield
+        self._padded = False
+
+    @contextmanager
     def exact(self) -> Iterator[None]:
         """Let products that are listed inside compute in fp32 at every precision."""
         plain = self.terms._replace(product=4.0, casts=False, products="plain", exact=True)
@@ -54,7 +64,9 @@ class Lister:
         self.terms = outer
 
     def _placed(self, op: Op) -> Op:
-        return op if op.kind in COLLECTIVE or op.module else op._replace(module=self._module)
+        if op.kind in COLLECTIVE or op.module:
+            return op
+        return op._replace(module=self._module, padded=self._padded and op.kind == "gemm")
 
     def part(self, place: Place, block: BlockKind | None = None, *, entering: float = 0.0) -> Part:
         """The part that was listed, with the sums over its operators."""

@@ -23,6 +23,8 @@ Axis = Literal["", "tensor", "expert", "context"]
 Place = Literal["entrance", "block", "exit", "model"]
 """Where a part is: before the blocks, one of them, behind them, or all of a model that is not divided."""
 MATRIX = frozenset(("gemm", "conv", "bmm"))
+BIASED = "attention_biased"
+"""`Op.function` of fused attention to whose scores numbers are added, which few kernels of a GPU take."""
 COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
 
@@ -95,6 +97,8 @@ class Op(NamedTuple):
     """Whether it is of an adapter, which learns beside weights that do not."""
     fused: bool = False
     """Whether it is a kernel that `Plan.fuse` chose, which no compiler merges with its neighbours."""
+    padded: bool = False
+    """Whether a product of a vocabulary is computed with zeros behind its entries, where units for matrices begin."""
 
     @property
     def flops(self) -> float:

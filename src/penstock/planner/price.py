@@ -22,8 +22,9 @@ import math
 
 from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import ProductForm
+from penstock.kernels.choices import padded_entries
 from penstock.planner.collectives import exchange_seconds, gather_seconds, group_of, reduce_seconds
-from penstock.planner.operators import MATRIX, Op
+from penstock.planner.operators import BIASED, MATRIX, Op
 from penstock.planner.products import VECTOR, VOCABULARY, Products
 from penstock.planner.rates import Rates
 
@@ -52,7 +53,8 @@ def seconds(op: Op, rates: Rates) -> float:
             return max(op.launches * one_expert, moved) + op.launches * rates.kernel_seconds
         # Experts have different numbers of rows; those of the gradients of their weights are in the inner length.
         uneven = op.module == "experts" and op.batch > 1 and not op.over_rows
-        computed = by.seconds(op.m, op.n, op.k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
+        m, n, k = (padded_entries("cuda", round(size)) if op.padded else size for size in (op.m, op.n, op.k))
+        computed = by.seconds(m, n, k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
         if op.kind == "bmm":
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds
@@ -105,7 +107,10 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     queries = op.n if op.causal else op.m
     scores = op.batch * op.m * keys_computed(queries, op.n, causal=op.causal, window=op.window)
     flops = (4.0 if op.forward else 10.0) * scores * op.k
-    rate = rates.attention if op.forward else rates.attention_backward
+    forward, backward = rates.attention, rates.attention_backward
+    if op.function == BIASED:
+        forward, backward = rates.biased_attention
+    rate = forward if op.forward else backward
     return (
         flops / rate
         + scores / rates.exponentials

@@ -30,6 +30,11 @@ SLOWEST_CLOCK = 1.2e9
 """Below what chips for training run at, and above half of it."""
 NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
+OLD_UNITS = 0.6
+"""Share of a Hopper chip's peak that kernels written for the units of Ampere can reach."""
+PRODUCTS_IN_FP32 = 3
+"""Products in TF32 that make one of nearly fp32 on tensor cores, as torch's memory-efficient kernel multiplies it
+(aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h)."""
 CPU_HALF_FUSED_SHARE = 0.12
 """Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
 it: the kernel converts as it goes. fp32 has no such loss."""
@@ -60,6 +65,8 @@ class Rates:
     """FLOP/s of the products of fused attention's forward pass."""
     attention_backward: float
     """The same for its backward pass, which forms the scores again."""
+    biased_attention: tuple[float, float]
+    """The same of both passes where numbers are added to the scores: only the memory-efficient kernel takes them."""
     attention_share: float
     """Share of the rate of products that fused attention reaches on a CPU where its own rate was not measured."""
     exponentials: float
@@ -136,6 +143,7 @@ def _rates(
         share = NATIVE_SHARE
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
+    biased = _attention(machine, type_, "efficient", constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
     pairs = None
     if machine.pairs:
@@ -150,7 +158,7 @@ def _rates(
         else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
         exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
-        attention_share=share, exponentials=exponentials, memory=memory,
+        biased_attention=biased, attention_share=share, exponentials=exponentials, memory=memory,
         reading=next((s.per_second for s in machine.kernels if s.name == "reading"), memory),
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
         kernels=kernels, compute=BYTES[numerics.compute], link=link,
@@ -252,13 +260,18 @@ def _attention(
     """Rates of the products of fused attention, forward and backward: what kernels of each generation are known to
     reach with heads of `CITED_FEATURES`, less their exponentials.
 
-    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1).
+    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1). In fp32 torch has the
+    memory-efficient kernel alone, whatever `matmul` says.
     """
     peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops
-    if backend == "efficient" or "bf16" not in machine.peak_flops:
-        share_of_peak = peak * constants.fused_attention_share * (0.6 if hopper else 1.0)
-        ratio = constants.fused_backward
+    slower = OLD_UNITS if hopper else 1.0
+    ratio = constants.fused_backward
+    if type_ in ("fp32", "tf32") and "tf32" in machine.peak_flops:
+        forward = machine.peak_flops["tf32"] / PRODUCTS_IN_FP32 * constants.fp32_attention_share * slower
+        backward = 2.5 * forward / ratio
+    elif backend == "efficient" or "bf16" not in machine.peak_flops:
+        share_of_peak = peak * constants.fused_attention_share * slower
         forward, backward = share_of_peak * (1 + ratio) / 3.5, share_of_peak * (1 + 1 / ratio) * 2.5 / 3.5
     elif hopper:
         forward = backward = peak * (

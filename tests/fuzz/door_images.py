@@ -12,6 +12,7 @@ import shutil
 import struct
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 from hypothesis import strategies as st
@@ -25,8 +26,6 @@ from penstock.data import decode as decoding
 from penstock.data import open_source
 from penstock.data.packing import Packing, pack_source
 from penstock.errors import DataError, PenstockError
-
-_FAST = decoding.fast_path
 
 
 @functools.cache
@@ -71,14 +70,13 @@ def _seeds() -> dict[str, bytes]:
 def _enter(name: str, data: bytes) -> None:
     """By the fast decoders and without them."""
     refused = None
-    for decoder, channels in itertools.product((_FAST, lambda: None), (1, 3)):
-        decoding.fast_path = decoder  # type: ignore[assignment]
-        try:
-            decoding.decode(
-                data, np.empty((32, 32, channels), np.uint8), max_pixels=100_000_000, white=65_535
-            )
-        except Unreadable as error:
-            refused = error
+    for decoder, channels in itertools.product((decoding.fast_path, lambda: None), (1, 3)):
+        with mock.patch.object(decoding, "fast_path", decoder):
+            try:
+                out = np.empty((32, 32, channels), np.uint8)
+                decoding.decode(data, out, max_pixels=100_000_000, white=65_535)
+            except Unreadable as error:
+                refused = error
     if refused is not None:
         raise DataError(f"The image cannot be read: {refused}.") from refused
 

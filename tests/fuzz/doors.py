@@ -32,9 +32,8 @@ MODULES = {
     "files": ("files", "tar"), "images": ("images", "image_folder"), "checkpoint": ("checkpoint", "sealed"),
     "pack": ("pack", "tokens"), "model": ("tensors", "model", "text_model", "model_config"),
     "config": ("settings", "plan_line", "machine", "messages"), "options": ("options",), "text": ("text", "tokenizer"),
-    "broken": ("broken",),
 }  # fmt: skip
-DOORS = tuple(door for module, doors in MODULES.items() for door in doors if module != "broken")
+DOORS = tuple(door for doors in MODULES.values() for door in doors)
 
 
 def load(name: str) -> Door:

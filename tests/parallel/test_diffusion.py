@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from helpers.equality import Trained, alone, trained
+from helpers.equality import Close, Trained, beside_one, hold
 from helpers.families import ENROLLED, batches, loss
 from helpers.spawn import spawn
 from helpers.sweeps import sweep
@@ -47,32 +48,28 @@ def _with_weights(config: Any, step: int, samples: int) -> tuple[Any, ...]:
 
 
 def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
-    found = []
-    for name in NAMES:
+    found, known = [], dict[tuple[str, Plan], Trained]()
+    for name, line in itertools.product(NAMES, lines):
         config = ENROLLED[name].config
+        weighed = config.text is not None and "cp=" not in line  # which refuses weights of words
         options: dict[str, Any] = {
             "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "loss": loss, "double": True,
+            "batches": partial(_with_weights if weighed else batches, config),
         }  # fmt: skip
-        for line in lines:
-            weighed = config.text is not None and "cp=" not in line  # which refuses weights of words
-            options["batches"] = partial(_with_weights if weighed else batches, config)
-            plan, made = Plan.parse(line), partial(_stirred, config)
-            got = trained(made, plan, **options)
-            found.append((f"{name}: {line}", got, trained(made, alone(plan), **options)))
+        said = f"{name}{', weighed' * weighed}: {line}"
+        found.append(
+            beside_one(
+                said, lambda config=config: partial(_stirred, config), Plan.parse(line), known, **options
+            )
+        )
     return found
 
 
 @pytest.mark.parametrize("world", sweep(LAYOUTS, [2]))
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
-    found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
-    for line, got, expected in (*found[0], *found[-1]):
-        assert got.losses == pytest.approx(expected.losses, rel=1e-6), line
-        assert got.norms == pytest.approx(expected.norms, rel=1e-5), line
-        for name, value in got.weights.items():
-            close = {"rtol": 1e-5, "atol": 1e-7}
-            torch.testing.assert_close(
-                value, expected.weights[name], **close, msg=lambda t, n=name, s=line: f"{s}: {n}: {t}"
-            )
+    for said, got, expected in spawn(_ranks, world, LAYOUTS[world], timeout=280)[0]:
+        close = {"weights": Close(1e-5, 1e-7), "figures": Close(1e-6, 1e-12), "norms": Close(1e-5, 1e-12)}
+        hold(said, got, expected, **close)
 
 
 def _evaluated_apart() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from helpers.equality import TINY, Trained, alone, trained
+from helpers.equality import TINY, Close, Trained, alone, beside_one, hold
 from helpers.spawn import spawn
 from helpers.sweeps import sweep
 from penstock.build import build
@@ -19,7 +21,6 @@ from penstock.models import create
 
 STEPS = 8
 RECIPE = Recipe(lr=1e-3, clip_norm=0.5, eps=1e-6)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {
     1: ("dp=1", "dp=1 sharding=fsdp", "dp=1 sharding=hsdp"),
     2: ("dp=2", "dp=2 sharding=fsdp", "dp=2 sharding=hsdp shard=2"),
@@ -27,58 +28,43 @@ LAYOUTS = {
 }
 
 
-def _both(lines: list[str], double: bool) -> list[tuple[str, Trained, Trained]]:
+def _both(
+    lines: list[str], double: bool, steps: int = STEPS, **recipe: Any
+) -> list[tuple[str, Trained, Trained]]:
     """For each plan, what the ranks learned and what one process did; the latter on rank 0 alone."""
-    known: dict[Plan, Trained] = {}
-    found = []
-    for line in lines:
-        plan = Plan.parse(line)
-        model = create(TINY).double() if double else TINY
-        got = trained(model, plan, steps=STEPS, recipe=RECIPE, double=double)
-        if torch.distributed.get_rank() == 0:
-            single = replace(alone(plan), recompute="none", compile="none")
-            if single not in known:
-                model = create(TINY).double() if double else TINY
-                known[single] = trained(model, single, steps=STEPS, recipe=RECIPE, double=double)
-            found.append((line, got, known[single]))
-    return found
+    known: dict[tuple[str, Plan], Trained] = {}
+    options: dict[str, Any] = {"steps": steps, "recipe": replace(RECIPE, **recipe), "double": double}
+    return [
+        beside_one(f"tiny: {line}", partial(_model, double), Plan.parse(line), known, **options)
+        for line in lines
+    ]
 
 
-def _hold(line: str, got: Trained, expected: Trained, double: bool) -> None:
-    assert got.weights.keys() == expected.weights.keys()
-    plan = Plan.parse(line)
+def _model(double: bool) -> Any:
+    return create(TINY).double() if double else TINY
+
+
+def _hold(said: str, got: Trained, expected: Trained, double: bool) -> None:
+    plan = Plan.parse(said.partition(": ")[2])
     if double:
-        for name, value in expected.weights.items():
-            error = (got.weights[name] - value).norm() / value.norm()
-            assert error <= 1e-7, f"{line}: {name} differs by {error:.1e}"
-        return
-    half = None if plan.precision == "O0" else DTYPES[plan.dtype]
-    rtol = {None: 1.3e-6, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}[half]
-    for name, value in expected.weights.items():
-        if half is None:
-            torch.testing.assert_close(
-                got.weights[name], value, rtol=rtol, atol=1e-5,
-                msg=lambda text, n=name: f"{line}: {n}: {text}",
-            )  # fmt: skip
-            continue
+        hold(said, got, expected, weights=Close(1e-7, 0.0, 0.0), figures=Close(1e-5, 1e-5))
+    elif plan.precision == "O0":
+        loose = Close(1e-5, 1e-5)
+        hold(said, got, expected, weights=Close(1.3e-6, 1e-5), figures=loose, norms=Close(1e-4, 1e-5))
+    else:
         # Ranks add up half gradients in another order. Adam divides what is left of a gradient near zero by its own
-        # size, so single elements tell of rounding; of each tensor the difference is held as a whole, against its
-        # norm or, for biases that began at zero, how far Adam can have moved it.
-        scale = max(float(value.norm()), RECIPE.lr * STEPS * value.numel() ** 0.5)
-        error = float((got.weights[name] - value).norm()) / scale
-        assert error <= rtol, f"{line}: {name} differs by {error:.1e}"
-    loose = 1e-5 if half is None else rtol
-    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(expected.losses), rtol=loose, atol=1e-5)
-    torch.testing.assert_close(
-        torch.tensor(got.norms), torch.tensor(expected.norms), rtol=10 * loose, atol=1e-5
-    )
+        # size; biases began at zero.
+        rtol = {"bf16": 1.6e-2, "fp16": 1e-3}[plan.dtype]
+        loose = Close(rtol, 1e-5)
+        weights = Close(rtol, 0.0, RECIPE.lr * STEPS)
+        hold(said, got, expected, weights=weights, figures=loose, norms=Close(10 * rtol, 1e-5))
 
 
 def _check(world: int, lines: list[str], *, double: bool = False, timeout: float = 120.0) -> None:
     found = spawn(_both, world, lines, double, timeout=timeout)[0]
-    assert [line for line, _, _ in found] == lines
-    for line, got, expected in found:
-        _hold(line, got, expected, double)
+    assert len(found) == len(lines)
+    for said, got, expected in found:
+        _hold(said, got, expected, double)
 
 
 def test_two_ranks_equal_one_process() -> None:
@@ -112,27 +98,19 @@ FREEZING = (
 )
 
 
-def _frozen() -> list[tuple[str, Trained, Trained, dict[str, torch.Tensor]]]:
-    """For each plan, what the ranks learned, what one process did, and the weights that all of them began with."""
-    recipe = replace(RECIPE, freeze=FROZEN, layer_decay=0.8)
-    found = []
-    for line in FREEZING:
-        plan = Plan.parse(line)
-        got = trained(TINY, plan, steps=6, recipe=recipe)
-        if torch.distributed.get_rank() == 0:
-            single = replace(alone(plan), recompute="none")
-            expected = trained(TINY, single, steps=6, recipe=recipe)
-            found.append((line, got, expected, build(TINY, single).model.state_dict()))
-    return found
+def _frozen() -> tuple[list[tuple[str, Trained, Trained]], list[dict[str, torch.Tensor]]]:
+    """For each plan, what the ranks learned and what one process did; and the weights that all of them began with."""
+    found = _both([*FREEZING], False, steps=6, freeze=FROZEN, layer_decay=0.8)
+    return found, [build(TINY, alone(Plan.parse(line))).model.state_dict() for line in FREEZING]
 
 
 def test_what_is_frozen_stays_on_every_rank_and_the_rest_learns_as_in_one_process() -> None:
-    for line, got, expected, first in spawn(_frozen, 2, timeout=120.0)[0]:
-        _hold(line, got, expected, False)
+    for (said, got, expected), first in zip(*spawn(_frozen, 2, timeout=120.0)[0], strict=True):
+        _hold(said, got, expected, False)
         for name, value in got.weights.items():
             frozen = any(name == part or name.startswith(f"{part}.") for part in FROZEN)
             rounded = first[name].to(value.dtype)
-            assert torch.equal(value, rounded) == frozen, f"{line}: {name}"
+            assert torch.equal(value, rounded) == frozen, f"{said}: {name}"
 
 
 def _matrix(world: int) -> Iterator[str]:

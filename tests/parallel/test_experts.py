@@ -11,24 +11,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.families import ENROLLED, WITH_EXPERTS, Given, batches
+from helpers.equality import Close, Job, Trained, compare, goes_on_elsewhere, take_steps
+from helpers.families import ENROLLED, WITH_EXPERTS, Given
 from helpers.rank_pool import pool
 from helpers.sweeps import sweep
-from penstock import checkpoint
-from penstock.build import Built, build
 from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
-from penstock.models import create
 from penstock.models.experts import MixtureOfExperts
-from penstock.parallel import ALONE, ParallelDims, dims_of, whole_state
-from penstock.parallel.agree import average
+from penstock.parallel import dims_of
 from penstock.parallel.experts import split_experts
 from penstock.shards import whole_of
 
 RECIPE = Recipe(lr=1e-2, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
-STEPS = 3
 
 
 BIASED: dict[str, Any] = {"router": "sigmoid", "bias_rate": 0.01, "shared_experts": 1}
@@ -62,72 +58,20 @@ class Inside(Given):
         return total / max(1, self.targets(batch))
 
 
-def _built(
-    config: ModelConfig, plan: Plan, dims: ParallelDims, *, double: bool, loss: type[Given] = Given
-) -> Built:
-    made: Any = (lambda: create(config).double()) if double else config
-    built = build(made, plan, recipe=RECIPE, loss=loss(), dims=dims)
-    if built.scaler is not None:
-        built.scaler.scale.fill_(2.0**8)
-    return built
+def _job(name: str, line: str = "pp=", *, double: bool = True) -> Job:
+    return Job(
+        config=_config(name), recipe=RECIPE, loss=Given() if "pp=" in line else Inside(), double=double
+    )
 
 
-def _steps(built: Built, config: ModelConfig, steps: range) -> list[tuple[float, float]]:
-    """Loss and norm of the gradients of each step."""
-    plan, dims, results = built.plan, built.dims, []
-    for step in steps:
-        data = batches(config, step, plan.global_batch)
-        starts = [(i * plan.dp + dims.data_rank) * plan.micro_batch for i in range(plan.accumulate)]
-        done = built.step([tuple(value[at : at + plan.micro_batch] for value in data) for at in starts])
-        assert done.grad_norm is not None
-        results.append((float(average(done.loss.detach().double(), dims)), float(done.grad_norm)))
-    return results
+# In half precision a token may find another expert better, so visits differ, outputs too, and a tensor is held as a
+# whole: against its norm, or how far Adam can have moved it.
+HALF = {"weights": Close(0.1, 0.0, RECIPE.lr * 3), "figures": Close(3e-2, 1e-5)}
 
 
-def _trained(config: ModelConfig, line: str, double: bool, loss: type[Given]) -> dict[str, Any]:
-    """Results of a few steps, and what they left, whole, on rank 0."""
-    plan = Plan.parse(line)
-    dims = dims_of(plan, "cpu") if plan.gpus > 1 else ALONE
-    built = _built(config, plan, dims, double=double, loss=loss)
-    found: dict[str, Any] = {"steps": _steps(built, config, range(STEPS))}
-    with built.inference():
-        found["outputs"] = built.model(*batches(config, 99, 3)[:-1]).double()
-    found["weights"] = whole_state(built.model, dims)
-    assert built.ema is not None
-    with built.ema.swapped():
-        found["ema"] = whole_state(built.model, dims)
-    return found
-
-
-def _alone(line: str) -> str:
-    """The Plan of one process that takes all samples of a step at once."""
-    plan = Plan.parse(line)
-    names = "dp sharding shard tp sp pp schedule virtual cp ep recompute budget accumulate offload"
-    kept = {name: getattr(Plan(), name) for name in names.split()}
-    return replace(plan, **kept, micro_batch=plan.global_batch).line()
-
-
-def _compare(config: ModelConfig, line: str, *, double: bool = True) -> None:
-    loss = Given if "pp=" in line else Inside
-    wanted = _trained(config, _alone(line), double, loss)
-    found = pool(Plan.parse(line).gpus).run(_trained, config, line, double, loss)
-    close = {"rtol": 1e-7, "atol": 1e-9} if double else {"rtol": 3e-2, "atol": 1e-5}
-    for one in found:
-        torch.testing.assert_close(one["steps"], wanted["steps"], **close, msg=lambda t: f"{line}: {t}")
-        if double:
-            torch.testing.assert_close(one["outputs"], wanted["outputs"], **close)
-    for kind in ("weights", "ema"):
-        assert found[0][kind].keys() == wanted[kind].keys()
-        for name, value in wanted[kind].items():
-            got = found[0][kind][name]
-            if double:
-                torch.testing.assert_close(got, value, **close, msg=lambda t, n=name: f"{line}: {n}: {t}")
-            elif value.is_floating_point():
-                # In half precision a token may find another expert better, so visits differ, and a tensor is held as a
-                # whole: against its norm, or how far Adam can have moved it.
-                error = float((got.double() - value.double()).norm())
-                far = max(float(value.norm()), RECIPE.lr * STEPS * value.numel() ** 0.5)
-                assert error <= 0.1 * far, f"{line}: {name} differs by {error:.1e} of {far:.1e}"
+def _compare(name: str, line: str, *, double: bool = True) -> None:
+    job = _job(name, line, double=double)
+    compare(job, line, **{} if double else {**HALF, "outputs": False})  # type: ignore[arg-type]
 
 
 # Adam divides gradients by their own size and would hide a wrong factor; SGD shows it.
@@ -141,15 +85,12 @@ STAGES = [
 
 @pytest.mark.parametrize(("name", "line"), sweep(STAGES, STAGES[:2]))
 def test_mixtures_are_balanced_over_stages(name: str, line: str) -> None:
-    _compare(_config(name), line)
+    _compare(name, line)
 
 
 def test_a_loss_scale_is_in_the_balance_on_every_stage() -> None:
-    _compare(
-        _config("mixtral"),
-        "micro_batch=2 accumulate=2 pp=2 precision=O2 dtype=fp16 optimizer=fused",
-        double=False,
-    )
+    line = "micro_batch=2 accumulate=2 pp=2 precision=O2 dtype=fp16 optimizer=fused"
+    _compare("mixtral", line, double=False)
 
 
 SPLIT = {
@@ -202,13 +143,13 @@ SPLIT = {
 @pytest.mark.parametrize("kind", sweep(SPLIT, (), slow=["tokens, 4 ranks"]))
 def test_mixtures_learn_the_same_however_ranks_split_them(kind: str) -> None:
     for name, line in SPLIT[kind]:
-        _compare(_config(name), f"{line} algorithm=sgd")
+        _compare(name, f"{line} algorithm=sgd")
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("line", ["dp=2 tp=2 pp=2 ep=4 sharding=fsdp", "dp=2 tp=2 cp=2 ep=8 sp=true"])
 def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
-    _compare(_config("qwen moe"), f"micro_batch=1 accumulate=2 {line} algorithm=sgd")
+    _compare("qwen moe", f"micro_batch=1 accumulate=2 {line} algorithm=sgd")
 
 
 @pytest.mark.parametrize(
@@ -223,7 +164,7 @@ def test_all_that_splits_a_mixture_goes_together(line: str) -> None:
 )
 def test_every_level_trains_split_experts(line: str) -> None:
     size = "micro_batch=1 dp=2 ep=4" if "tp=2" in line else "micro_batch=2 dp=2 ep=2"
-    _compare(_config("mixtral"), f"{size} {line}", double=False)
+    _compare("mixtral", f"{size} {line}", double=False)
 
 
 SIZES = Stack(
@@ -363,11 +304,10 @@ def test_shared_experts_compute_while_tokens_travel() -> None:
 
 
 def _calls(line: str) -> tuple[int, int]:
-    config, recorded = _config("mixtral"), _Recorded()
-    plan = Plan.parse(line)
-    built = _built(config, plan, dims_of(plan, "cpu"), double=True)
+    job, recorded = _job("mixtral"), _Recorded()
+    built = job.built(line)
     with mock.patch("torch.distributed.all_to_all_single", recorded):
-        _steps(built, config, range(1))
+        take_steps(built, range(1), job.batches, Trained())
     return len(recorded.counts), len(recorded.rows)
 
 
@@ -376,28 +316,6 @@ def test_a_mixture_exchanges_four_times_and_counts_once() -> None:
     for more, each in (("ep=2", 4), ("ep=2 recompute=full", 6), ("", 0)):
         found = pool(2).run(_calls, f"micro_batch=1 accumulate={parts} dp=2 {more}")
         assert found == [(blocks * parts * bool(each), blocks * parts * each)] * 2
-
-
-def _went_on(config: ModelConfig, line: str, folder: str, save: bool) -> list[tuple[float, float]]:
-    """Two steps and a save, or a start from it; then two steps more."""
-    plan = Plan.parse(line)
-    built = _built(config, plan, dims_of(plan, "cpu") if plan.gpus > 1 else ALONE, double=True)
-    assert built.ema is not None
-    if save:
-        _steps(built, config, range(2))
-        weights = {"weights": built.model.state_dict(), "ema": built.ema.state_dict()}
-        state = {"optimizer": checkpoint.by_name(built.optimizer.state_dict())}
-        checkpoint.save(Path(folder), checkpoint.Snapshot(2, weights, state, config={}))
-    else:
-        stored = checkpoint.find(Path(folder))
-        assert stored is not None
-        parameters = dict(built.model.named_parameters(remove_duplicate=False))
-        found = stored.load(parameters, held={*parameters, *built.model.state_dict()})
-        built.model.load_state_dict(found.weights["weights"])
-        built.ema.load_state_dict(found.weights["ema"])
-        state = checkpoint.by_index(found.state["optimizer"], built.optimizer.state_dict())
-        built.optimizer.load_state_dict(state)
-    return _steps(built, config, range(2, 4))
 
 
 @pytest.mark.parametrize(
@@ -417,13 +335,4 @@ def _went_on(config: ModelConfig, line: str, folder: str, save: bool) -> list[tu
 def test_a_checkpoint_goes_on_with_experts_on_any_other_ranks(
     before: str, after: str, tmp_path: Path
 ) -> None:
-    config = _config("qwen moe biased")
-
-    def on(line: str, save: bool) -> list[tuple[float, float]]:
-        ranks, arguments = Plan.parse(line).gpus, (config, line, str(tmp_path), save)
-        return _went_on(*arguments) if ranks == 1 else pool(ranks).run(_went_on, *arguments)[0]
-
-    undisturbed, resumed = on(before, True), on(after, False)
-    if before == after:
-        assert resumed == undisturbed
-    torch.testing.assert_close(resumed, undisturbed, rtol=1e-9, atol=1e-12)
+    goes_on_elsewhere(_job("qwen moe biased"), before, after, tmp_path, Close(1e-9, 1e-12))

@@ -5,24 +5,23 @@ layout by a line below. Ranks are started once for all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from helpers.equality import Trained, alone, micro_batches, trained, whole_weights
-from helpers.layouts import LAYOUT_CASES
+from helpers.equality import Close, Job, Trained, beside_one, goes_on_elsewhere, hold, take_steps
+from helpers.layouts import LAYOUT_CASES, Case
 from helpers.rank_pool import pool
 from helpers.sweeps import sweep
-from penstock import checkpoint
-from penstock.build import Built, build
+from penstock.build import build
 from penstock.checkpoint import rewrite
-from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.rules import problems
-from penstock.config.run import Recipe, RunConfig
+from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 
@@ -32,60 +31,35 @@ TENSOR = ["tp=2", "tp=2 sp=true"]
 STEPS = 8
 
 
-class Compared(NamedTuple):
-    """One case: what ranks learned, and what one process did."""
-
-    said: str
-    got: Trained
-    expected: Trained
-
-
-def _compared(cases: list[tuple[str, str]], steps: int, double: bool) -> list[Compared]:
-    """Each case is a model's name and a plan's line. What one process learns is computed once for all alike."""
+def _compared(cases: list[tuple[str, str]], steps: int, double: bool) -> list[tuple[str, Trained, Trained]]:
+    """Each case is a model's name and a plan's line."""
     found, known = [], dict[tuple[str, Plan], Trained]()
     for name, line in cases:
-        case, plan = LAYOUT_CASES[name], Plan.parse(line)
+        case = LAYOUT_CASES[name]
         options: dict[str, Any] = {
             "steps": steps, "recipe": RECIPE, "batches": case.batches, "loss": case.loss, "double": double,
         }  # fmt: skip
-
-        def made(case: Any = case) -> Any:
-            torch.manual_seed(0)
-            return case.make().double() if double else case.make()
-
-        got = trained(made(), plan, **options)
-        if torch.distributed.get_rank() == 0:
-            single = replace(alone(plan), recompute="none", compile="none", loss="whole", fuse=())
-            if (name, single) not in known:
-                known[name, single] = trained(made(), single, **options)
-            found.append(Compared(f"{name}: {line}", got, known[name, single]))
+        made = partial(_made, case, double)
+        found.append(beside_one(f"{name}: {line}", made, Plan.parse(line), known, **options))
     return found
+
+
+def _made(case: Case, double: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return case.make().double() if double else case.make()
 
 
 def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: bool = False) -> None:
     for said, got, expected in pool(world).run(_compared, list(cases), steps, double, timeout=250)[0]:
-        assert got.weights.keys() == expected.weights.keys()
-        half = "precision=O" in said
-        for name, value in expected.weights.items():
-            error = float((got.weights[name] - value).double().norm())
-            if double:
-                assert error <= 1e-7 * float(value.double().norm() + 1e-6), (
-                    f"{said}: {name} differs by {error:.1e}"
-                )
-            elif half:
-                # Ranks add up half products in another order: of each tensor the difference is held as a whole,
-                # against its norm or how far Adam can have moved it. A bias that was 0 differed by up to 6 %, for Adam
-                # divides gradients by their own size, and with them their rounding.
-                far = max(float(value.double().norm()), RECIPE.lr * steps * value.numel() ** 0.5)
-                assert error <= 0.1 * far, f"{said}: {name} differs by {error:.1e} of {far:.1e}"
-            else:
-                torch.testing.assert_close(
-                    got.weights[name], value, rtol=1e-3, atol=2e-5,
-                    msg=lambda t, n=name, s=said: f"{s}: {n}: {t}",
-                )  # fmt: skip
-        for mine, others in ((got.losses, expected.losses), (got.norms, expected.norms)):
-            rtol = 1e-7 if double else 3e-2 if half else 1e-4
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(others), rtol=rtol, atol=1e-5)
+        if double:
+            hold(said, got, expected, weights=Close(1e-7, 1e-13, 0.0), figures=Close(1e-7, 1e-5))
+        elif "precision=O" in said:
+            # Ranks add up half products in another order. A bias that was 0 differed by up to 6 %, for Adam divides
+            # gradients by their own size, and with them their rounding.
+            weights = Close(0.1, 0.0, RECIPE.lr * steps)
+            hold(said, got, expected, weights=weights, figures=Close(3e-2, 1e-5))
+        else:
+            hold(said, got, expected, weights=Close(1e-3, 2e-5), figures=Close(1e-4, 1e-5))
 
 
 @pytest.mark.slow
@@ -169,77 +143,20 @@ MOVES = [
 ]
 
 
-def _taken(built: Built, steps: Iterable[int], batches: Any) -> Built:
-    for step in steps:
-        batch = batches(step, 4)
-        built.step(micro_batches(batch, built.plan, built.dims.data_rank))
-    return built
-
-
-def _moved(
-    name: str, folder: str, moves: list[tuple[str, str]]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Weights after four steps without a stop, and of two steps each under two plans with a checkpoint between."""
-    case = LAYOUT_CASES[name]
-    assert case.config is not None
-    found = []
-    for number, lines in enumerate(moves):
-        plans = [Plan.parse(line) for line in lines]
-        first, again, second = (
-            build(case.config, plan, recipe=RECIPE, loss=case.loss, seed=seed)
-            for plan, seed in zip((plans[0], plans[0], plans[1]), (0, 0, 7))
-        )
-        _taken(first, range(2), case.batches)
-        assert first.ema is not None
-        weights = {"weights": first.model.state_dict(), "ema": first.ema.state_dict()}
-        state = {"optimizer": checkpoint.by_name(first.optimizer.state_dict())}
-        settings = to_dict(RunConfig(model=case.config))
-        path = Path(folder) / str(number) / "checkpoints"
-        checkpoint.save(path, checkpoint.Snapshot(2, weights, state, settings))
-        stored = checkpoint.find(path)
-        assert stored is not None
-        restore(second, stored)
-        _taken(second, range(2, 4), case.batches)
-        found.append((whole_weights(_taken(again, range(4), case.batches)), whole_weights(second)))
-    return found
-
-
-def restore(built: Built, stored: checkpoint.Checkpoint) -> None:
-    """Weights, averages and the optimizer's state, as a run takes them over."""
-    loaded = stored.load(
-        dict(built.model.named_parameters(remove_duplicate=False)),
-        rank=built.dims.rank,
-        world=built.dims.size,
-    )
-    built.model.load_state_dict(loaded.weights["weights"])
-    assert built.ema is not None
-    built.ema.load_state_dict(loaded.weights["ema"])
-    built.optimizer.load_state_dict(
-        checkpoint.by_index(loaded.state["optimizer"], built.optimizer.state_dict())
-    )
-
-
 @pytest.mark.parametrize("name", ["llama", pytest.param("vit of tokens", marks=pytest.mark.sweep)])
 def test_checkpoints_go_on_under_another_layout_and_export_from_any(name: str, tmp_path: Path) -> None:
-    moved = pool(2).run(_moved, name, str(tmp_path), MOVES)[0]
-    for (first, second), (straight, stopped) in zip(MOVES, moved):
-        for key, value in straight.items():
-            if first == second:
-                assert torch.equal(stopped[key], value), key
-            else:
-                torch.testing.assert_close(stopped[key], value, rtol=1e-4, atol=1e-5)
-    config = LAYOUT_CASES[name].config
-    assert config is not None
-    for number, (line, _) in enumerate(MOVES):
+    case = LAYOUT_CASES[name]
+    assert case.config is not None
+    job = Job(config=case.config, recipe=RECIPE, loss=case.loss, double=False)
+    plain, close = job.built("micro_batch=4"), Close(1e-4, 1e-5)
+    take_steps(plain, range(2), job.batches, Trained())
+    for number, (before, after) in enumerate(MOVES):
         folder = tmp_path / str(number)
+        goes_on_elsewhere(job, before, after, folder / "checkpoints", close)
         rewrite.export_model(rewrite.open_newest(folder), folder / "export", "weights")
-        alone_built = build(config, Plan.parse("micro_batch=4"), recipe=RECIPE, loss=LAYOUT_CASES[name].loss)
-        _taken(alone_built, range(2), LAYOUT_CASES[name].batches)
         exported = from_pretrained(folder / "export").state_dict()
-        for key, value in alone_built.model.state_dict().items():
-            torch.testing.assert_close(
-                exported[key], value, rtol=1e-4, atol=1e-5, msg=lambda t, w=line: f"{w}: {t}"
-            )
+        for key, value in plain.model.state_dict().items():
+            close.hold(f"{before}: {key}", exported[key], value)
 
 
 @pytest.mark.parametrize(

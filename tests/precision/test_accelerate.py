@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from types import MethodType
@@ -373,28 +372,6 @@ def test_an_optimizer_that_was_not_accelerated_is_said() -> None:
 
 
 # -- loops of all kinds
-
-
-@pytest.mark.parametrize(
-    ("level", "dtype", "optimizer"),
-    [(*one, form) for one, form in zip(LEVELS, itertools.cycle(("fused", "contiguous", "foreach")))],
-)
-def test_micro_batches_add_up_to_the_batch(level: str, dtype: str, optimizer: str) -> None:
-    whole_model, whole = made(level, dtype, optimizer)
-    parts_model, parts = made(level, dtype, optimizer)
-    for step in range(3):
-        whole.zero_grad()
-        x, y = batch(step)
-        descend(F.cross_entropy(whole_model(x), y), whole)
-        whole.step()
-        parts.zero_grad()
-        for i in range(4):
-            loss = F.cross_entropy(parts_model(x[i::4]), y[i::4]) / 4
-            descend(loss, parts)
-        parts.step()
-    tolerance = {"O0": 1e-5, "O1": 0.02, "O2": 0.02, "O3": 0.06}[level]
-    for name, value in whole_model.state_dict().items():
-        torch.testing.assert_close(value, parts_model.state_dict()[name], rtol=0, atol=tolerance, msg=name)
 
 
 def test_two_losses_with_scales_of_their_own() -> None:

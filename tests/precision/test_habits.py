@@ -56,9 +56,10 @@ def test_methods_held_since_before_the_first_step(line: str, dtype: str, tmp_pat
 def test_an_average_of_weights_is_not_trained(line: str, level: str, tmp_path: Path) -> None:
     found, said = _run(f"ema.py {line}", level, tmp_path)
     assert found["loss"] < 1.0  # from 1.46
-    assert said.count("accelerated Net (676 weights), trained by AdamW (4 tensors): ") == 1
+    assert found["kinds"] == ["torch.float32", "torch.int64"]
+    assert said.count("accelerated Net (740 weights), trained by AdamW (6 tensors): ") == 1
     assert "ModelEma" not in said
-    assert said.count("676 weights") == 1
+    assert said.count("740 weights") == 1
 
 
 def test_a_step_in_a_hook(tmp_path: Path) -> None:

@@ -188,36 +188,6 @@ def test_accumulation_and_two_models_of_one_optimizer(capsys: pytest.CaptureFixt
     assert "left alone" not in half.told
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype", "arguments"),
-    [
-        ("O1", "bf16", ()),
-        pytest.param("O1", "fp16", ("--clip-mode", "value"), marks=pytest.mark.sweep),
-        pytest.param("O2", "fp16", ("--clip-mode", "agc"), marks=pytest.mark.sweep),
-    ],
-)
-def test_timm_style_loop(
-    capsys: pytest.CaptureFixture[str], level: str, dtype: str, arguments: tuple[str, ...]
-) -> None:
-    half = _run(capsys, "timm_style.py", *arguments, level=level, dtype=dtype)
-    assert half.code == 0
-    _mostly_half(half, dtype)
-    assert half.found == {
-        "accuracy": 1.0, "ema": 1.0, "kinds": ["torch.float32", "torch.int64"], "updates": 60,
-    }  # fmt: skip
-    assert "accelerated Mixer" in half.told
-
-
-@pytest.mark.sweep
-def test_a_script_with_its_own_mixed_precision_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = _run(capsys, "timm_style.py", "--amp")
-    half = _run(capsys, "timm_style.py", "--amp", level="O1", dtype="fp16")
-    assert half.found == plain.found
-    assert half.products == plain.products
-    why = "left alone Mixer: it runs under the script's own torch.autocast"
-    assert half.told == f"penstock: {why}\npenstock: nothing was accelerated: {why}\n"
-
-
 class Spy:
     """A compiler that notes the types of the products in its graphs, and then runs them as they are."""
 

@@ -21,7 +21,9 @@ class ModelEma(nn.Module):
             torch._foreach_lerp_(mine, theirs, weight=1.0 - self.decay)
             return
         for mine, theirs in zip(self.module.state_dict().values(), model.state_dict().values()):
-            mine.copy_(self.decay * mine + (1.0 - self.decay) * theirs)
+            mine.copy_(
+                self.decay * mine + (1.0 - self.decay) * theirs if mine.is_floating_point() else theirs
+            )
 
     def forward(self, x):
         return self.module(x)
@@ -30,7 +32,8 @@ class ModelEma(nn.Module):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.Sequential(nn.Linear(16, 32), nn.ReLU()), nn.Linear(32, 4)
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU())
+        self.head = nn.Linear(32, 4)
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -59,4 +62,5 @@ for update in range(30):
         average.update(model)
         with torch.no_grad():
             average(x)
-print(json.dumps({"loss": nn.functional.cross_entropy(average(x), y).item()}))
+kinds = sorted({str(value.dtype) for value in average.state_dict().values()})
+print(json.dumps({"loss": nn.functional.cross_entropy(average(x), y).item(), "kinds": kinds}))

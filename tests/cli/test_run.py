@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing.process
 import os
 import subprocess
 import sys
@@ -203,12 +202,3 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "PENSTOCK_PRECISION" in out
     assert app["run"].name == ("run",)
-
-
-def test_refused_settings_leave_nothing_behind(tmp_path: Path) -> None:
-    """Processes that this one starts later would begin by them."""
-    script = tmp_path / "train.py"
-    script.write_text("print(1)")
-    before = multiprocessing.process.BaseProcess.start
-    assert main(["run", "--precision", "01", str(script)]) == 2
-    assert multiprocessing.process.BaseProcess.start is before

@@ -284,14 +284,3 @@ def test_o0_is_plain_python_to_the_bit() -> None:
     run = _process("--precision", "O0", "bare.py", "--steps", "20")
     assert (run.returncode, run.stdout, run.stderr) == (plain.returncode, plain.stdout, plain.stderr)
     assert json.loads(run.stdout)["bits"]
-
-
-@pytest.mark.sweep
-def test_processes_that_the_script_starts_are_accelerated_too() -> None:
-    done = _process("--precision", "O1", "--dtype", "fp16", "spawned.py")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kinds"] == ["torch.float16"]
-    assert found["same"] is True
-    assert found["loss"] < 0.5 * found["first"]
-    assert done.stderr.count("penstock:   accelerated Sequential") == 1  # rank 0 alone

@@ -193,7 +193,7 @@ def test_nothing_to_do_is_said() -> None:
         pass
     assert told == [
         "penstock: nothing was accelerated: the script made no optimizer of torch.optim; whether it updates weights by "
-        "hand, or trains in programs that it starts, cannot be seen from outside"
+        "hand, or trains in processes that it starts, cannot be seen from outside: start ranks with torchrun"
     ]
     with _run() as told:
         optimizer = SGD(_net().parameters(), lr=0.1)

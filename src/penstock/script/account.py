@@ -198,7 +198,7 @@ class Account:
         if not trained:
             why = (
                 "the script made no optimizer of torch.optim; whether it updates weights by hand, or trains in "
-                "programs that it starts, cannot be seen from outside"
+                "processes that it starts, cannot be seen from outside: start ranks with torchrun"
             )
         elif not self._reported:
             why = "no model that an optimizer trains was called with gradients"

@@ -118,7 +118,7 @@ def test_a_way_to_recompute_keeps_the_bytes_that_the_operators_say(
         return contexts[-1]
 
     monkeypatch.setattr(recompute, "create_selective_checkpoint_contexts", seen)
-    for kind in ("none", *CHOICES):
+    for kind in ("none", *CHOICES, "operators"):
         plan = Plan(attention="plain", micro_batch=4)
         model = build(config, plan).model
         for block in anatomy_of(model).stacks[0].blocks:

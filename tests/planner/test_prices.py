@@ -269,7 +269,7 @@ def test_every_kind_of_sharding_is_searched_and_none_is_empty() -> None:
 def test_where_memory_binds_a_search_keeps_products_and_computes_the_rest_again(
     model: str, machine: str, gpus: int, line: str
 ) -> None:
-    """The layout that was the fastest without this way is at least 2.5 % slower."""
+    """The layout that was the fastest without this way is at least 1.5 % slower."""
     base, chip = base_of(line, PRESETS[model], load_machine(machine), gpus), load_machine(machine)
     others = Space(recompute=("none", "selective", "operators", "early"))
     best, before = (
@@ -278,7 +278,7 @@ def test_where_memory_binds_a_search_keeps_products_and_computes_the_rest_again(
     )
     assert best.plan.recompute == "elementwise"
     assert best.fits
-    assert before.iteration_seconds > 1.025 * best.iteration_seconds
+    assert before.iteration_seconds > 1.015 * best.iteration_seconds
 
 
 def test_the_best_of_a_search_is_predicted_as_it_is_alone() -> None:

@@ -163,7 +163,7 @@ def mosaicml(chip: str) -> Iterator[Row]:
         )
 
 
-TITAN = Software(norms_apart=True, host_waits=True, loss="torch")
+TITAN = Software(norms_apart=True, host_waits=True, layers_apart=True, loss="torch")
 """Its batches come from pageable memory (`input_ids.cuda()` in its `train.py`), and such a copy waits until the device
 has done all that was launched before (`memcpy_and_sync` in torch's `Copy.cu`). So the host cannot run ahead of a step.
 """

@@ -156,10 +156,11 @@ class Plan(Checked, where="plan"):
     Above 1 each expert is whole on its device, to which tokens are sent."""
     recompute: Recompute = field(default="none", metadata=_NOTHING)
     """Part of the forward pass that the backward pass recomputes: nothing; the attention scores (selective); norms,
-    activations and all else but attention and matrix products (elementwise), or every second of these products too
-    (operators: torch's per-operator policy); or each block from its input, either whole (full) or until everything
-    needed is available (early: torch's own checkpointing, which omits a block's last product). `budget` chooses for
-    each block what frees the most bytes for the least computation, until activations fit in `budget`."""
+    activations and all else but attention and matrix products (elementwise), or every second product with weights and
+    those of plain attention too (operators: torch's per-operator policy); or each block from its input, either whole
+    (full) or until everything needed is available (early: torch's own checkpointing, which omits a block's last
+    product). `budget` chooses for each block what frees the most bytes for the least computation, until activations
+    fit in `budget`."""
     recompute_every: Annotated[float, Range(1, 1 << 14)] = field(default=1.0, metadata=_NOTHING)
     """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
     budget: Annotated[float, Range(0, 1 << 20)] = field(default=0.0, metadata=_NOTHING)

@@ -34,9 +34,9 @@ from penstock.planner.recompute import KEPT_PRODUCTS, allowed_bytes, block_kinds
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::_grouped_mm",
-     "penstock::native_grouped"}
+    {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped"}
 )  # fmt: skip
+"""Products with weights, of which a policy counts one of so many."""
 _ATTENTION = "scaled_dot_product"
 _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 
@@ -151,13 +151,21 @@ class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().partition(".")[0]
         self.products += name in _PRODUCTS
-        keeps = (self.products - 1) % self.every == 0 if name in _PRODUCTS else _ATTENTION in name
+        keeps = _keeps(name, self.products, self.every)
         if keeps and self.again:
             return _detached(self.kept.popleft())
         out = func(*args, **(kwargs or {}))
         if keeps:
             self.kept.append(_detached(out))
         return out
+
+
+def _keeps(name: str, products: int, every: int) -> bool:
+    """Whether the output of an operator stays, which is the `products`-th of those with weights, if it is one. Nothing
+    fills memory as the scores of plain attention do, so they stay beside every product alone."""
+    if name in _PRODUCTS:
+        return (products - 1) % every == 0
+    return _ATTENTION in name or (every == 1 and "bmm" in name)
 
 
 def _detached(made: Any) -> Any:
@@ -170,11 +178,8 @@ def _contexts(every: int) -> Any:
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator.name().partition(".")[0]
-        if name in _PRODUCTS:
-            products[context.is_recompute] += 1
-            kept = (products[context.is_recompute] - 1) % every == 0
-        else:
-            kept = _ATTENTION in name
+        products[context.is_recompute] += name in _PRODUCTS
+        kept = _keeps(name, products[context.is_recompute], every)
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

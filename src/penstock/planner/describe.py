@@ -112,7 +112,7 @@ def workload_of(model: ModelConfig, terms: OpTerms) -> Workload:
         parts=tuple(parts), samples=terms.samples, tokens=counted_tokens(model), tied=tied,
         units=sum(block.count for block in blocks), vision=model.graph.vision,
         whole=None if terms == alone or terms.serving else workload_of(model, alone),
-        even_stages=terms.software.even_stages,
+        even_stages=terms.software.even_stages, layers_apart=terms.software.layers_apart,
         even=None if terms.uneven == 1.0 else workload_of(model, terms._replace(uneven=1.0)),
     )  # fmt: skip
 

@@ -97,15 +97,10 @@ class LoadRecord:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
         return {
-            "version": _VERSION,
-            "layers": list(self.layers),
-            "labels": list(self.labels),
+            "version": _VERSION, "layers": list(self.layers), "labels": list(self.labels),
             "counts": [[list(row) for row in layer] for layer in self.counts],
-            "windows": [
-                {"until": window.until, "counts": [list(row) for row in window.counts]}
-                for window in self.windows
-            ],
-        }
+            "windows": [{"until": one.until, "counts": [list(row) for row in one.counts]} for one in self.windows],
+        }  # fmt: skip
 
     def to_json(self) -> str:
         """JSON that `read_loads` reads."""

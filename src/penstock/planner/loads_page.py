@@ -19,10 +19,7 @@ def loads_table(record: LoadRecord) -> Section:
 def _table(title: str, first: str, loads_by_name: Iterable[tuple[str, Sequence[int]]]) -> Section:
     rows = []
     for name, loads in loads_by_name:
-        busiest, least = (
-            max(range(len(loads)), key=loads.__getitem__),
-            min(range(len(loads)), key=loads.__getitem__),
-        )
+        busiest, least = (best(range(len(loads)), key=loads.__getitem__) for best in (max, min))
         cells = (
             name, str(len(loads)), f"{sum(loads):,}", f"{imbalance(loads):.3f}", f"{busiest}: {loads[busiest]:,}",
             f"{least}: {loads[least]:,}", str(loads.count(0)),

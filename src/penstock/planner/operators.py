@@ -179,6 +179,8 @@ class Workload:
     """One sample of the model on one device, by whose work pipelines are cut; None is this workload itself."""
     even_stages: bool = False
     """Whether they are cut evenly, whatever entrance and exit take."""
+    layers_apart: bool = False
+    """Whether each of the `pieces` of a product is a product of its own."""
     even: Workload | None = None
     """The same with evenly visited experts, whose FLOPs are those of the mean device; None is this workload itself."""
     learned: float = 1.0

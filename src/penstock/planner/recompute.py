@@ -8,7 +8,7 @@ A block recomputes in one of these ways. Words joined by a plus are done side by
 | `attention`, `mlp` | the input of the attention, of the perceptron | until all that it needs is there |
 | `early` | the block's input | until all that is needed is there, as torch's own checkpointing |
 | `full` | the block's input | the whole block |
-| `operators` | attention and every other product | all else, as torch's per-operator policy |
+| `operators` | fused attention and every other product with weights | all else, as torch's per-operator policy |
 | `elementwise` | attention and every product | norms, activations, dropout and sums |
 """
 
@@ -45,6 +45,8 @@ class Recompute(NamedTuple):
     """Share of the blocks that recompute."""
     compiled: bool = False
     """Whether a result that no gradient needs is dropped."""
+    layers_apart: bool = False
+    """Whether `pieces` of a product count one by one."""
     chosen: tuple[tuple[Part, tuple[tuple[str, int], ...]], ...] = ()
     """Number of blocks of each kind that recompute in each way, where a budget has chosen."""
 
@@ -53,9 +55,12 @@ class Recompute(NamedTuple):
         """The recomputation of a plan; a budget chooses from the operators of `work`."""
         compiled = plan.compile != "none"
         if plan.recompute != "budget":
-            return cls(plan.recompute, 1 / plan.recompute_every, compiled)
+            return cls(
+                plan.recompute, 1 / plan.recompute_every, compiled, work is not None and work.layers_apart
+            )
         assert work is not None
-        return cls("budget", 1.0, compiled, choose(work, allowed_bytes(work, plan), compiled))
+        chosen = choose(work, allowed_bytes(work, plan), compiled)
+        return cls("budget", 1.0, compiled, chosen=chosen)
 
     def ways(self, part: Part) -> tuple[Recompute, ...]:
         """The ways in which the blocks of a part recompute; their shares add up to 1."""
@@ -260,8 +265,8 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
 
 
 def _by_policy(operators: tuple[Op, ...], how: Recompute) -> tuple[tuple[Op, ...], dict[str, float]]:
-    """Operators that run again, and bytes that are kept by kind, where attention and every product, or every other
-    one, are kept. Packed projections count as the products that they pack."""
+    """Operators that run again, and bytes that are kept by kind, where attention and every product, or a fused one and
+    every other product with weights, are kept."""
     every = KEPT_PRODUCTS[how.kind]
     again: list[Op] = []
     by_kind: dict[str, float] = {}
@@ -275,7 +280,7 @@ def _by_policy(operators: tuple[Op, ...], how: Recompute) -> tuple[tuple[Op, ...
         if op.kind not in MATRIX or (every > 1 and not op.weights):
             again.append(op)
             continue
-        pieces = op.pieces or (op.n,)
+        pieces = (how.layers_apart and op.pieces) or (op.n,)
         stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % every == 0)
         turn += len(pieces)
         if op is products[-1] and how.compiled:

@@ -50,10 +50,8 @@ def blocks_of(model: ModelConfig) -> tuple[BlockKind, ...]:
         BlockKind(
             stack=run.stack, layer=layer, count=count, tokens=graph.length(run), run=number,
             causal=all(graph.hides_later(run, source) for source in graph.inputs_through(run)),
-            samples=graph.samples(run), inputs=len(graph.inputs_through(run)),
-            modulated=run.modulated,
-            cross=sum(graph.length(graph.run(name)) for name in run.memories),
-            cross_width=graph.memory_width(run),
+            samples=graph.samples(run), inputs=len(graph.inputs_through(run)), modulated=run.modulated,
+            cross=sum(graph.length(graph.run(name)) for name in run.memories), cross_width=graph.memory_width(run),
         )
         for number, run in enumerate(graph.runs)
         for layer, count in run.stack.kinds.items()

@@ -39,23 +39,16 @@ def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vis
     columns = []
     for one, by_name in layouts.values():
         whole = {words: value for value, words in run_words(by_name)}
-        columns.append(
-            {
-                "devices": f"{one.gpus} {one.machine}",
-                "one step": duration(one.iteration_seconds, 3),
-                "samples a step": f"{one.global_batch:,}",
-                f"{unit} per second": f"{one.samples_per_second * (1 if vision else one.tokens_per_sample):,.0f}",
-                "MFU": f"{one.mfu:.1%}",
-                "HFU": f"{one.hfu:.1%}",
-                "memory of the fullest device": f"{one.memory_bytes / GIB:.1f} GiB",
-                "energy of a step, at rated power": watt_hours(by_name),
-                "time of the run": whole.get("of training", ""),
-                "device hours": whole.get("GPU hours", ""),
-                "energy of the run": whole.get("at rated power", ""),
-                "CO₂ of the run": whole.get("of CO₂", ""),
-                "cost of the run": whole.get("to pay", ""),
-            }
-        )
+        columns.append({
+            "devices": f"{one.gpus} {one.machine}", "one step": duration(one.iteration_seconds, 3),
+            "samples a step": f"{one.global_batch:,}",
+            f"{unit} per second": f"{one.samples_per_second * (1 if vision else one.tokens_per_sample):,.0f}",
+            "MFU": f"{one.mfu:.1%}", "HFU": f"{one.hfu:.1%}",
+            "memory of the fullest device": f"{one.memory_bytes / GIB:.1f} GiB",
+            "energy of a step, at rated power": watt_hours(by_name), "time of the run": whole.get("of training", ""),
+            "device hours": whole.get("GPU hours", ""), "energy of the run": whole.get("at rated power", ""),
+            "CO₂ of the run": whole.get("of CO₂", ""), "cost of the run": whole.get("to pay", ""),
+        })  # fmt: skip
     rows = [
         ("", [Cell(what, words=True), *(Cell(column[what] or "unknown") for column in columns)])
         for what in columns[0]

@@ -31,6 +31,9 @@ class Software(NamedTuple):
     Megatron's FSDP does (its README: zero copy), and not copied through flat buffers."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
+    layers_apart: bool = False
+    """Whether queries, keys and values, and both inputs of a gated perceptron, are layers of their own: products that
+    `recompute=operators` counts one by one."""
     adds_parts: bool = False
     """Whether one kernel weighs a part of context parallel attention and adds it to the others, as in Transformer
     Engine (`flash_attn_fwd_out_correction` of its `context_parallel.py`)."""

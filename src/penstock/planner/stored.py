@@ -90,17 +90,10 @@ def in_one_call(block: BlockKind) -> bool:
     masked = (
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
     )
-    more = (
-        block.modulated
-        or layer.norms_branches
-        or layer.norm.zero_centred
-        or layer.parallel
-        or layer.qk_norm
-        or layer.score_cap is not None
-        or layer.sinks
-        or layer.layer_scale is not None
-        or layer.shifted
-    )
+    more = any((
+        block.modulated, layer.norms_branches, layer.norm.zero_centred, layer.parallel, layer.qk_norm, layer.sinks,
+        layer.score_cap is not None, layer.layer_scale is not None, layer.shifted,
+    ))  # fmt: skip
     alike = (
         layer.heads == layer.kv_heads
         and layer.head_width % 16 == 0

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+import penstock.kernels.choices as choices
 from penstock.config.formats import BYTES, PRODUCTS, Dtype, Products
 from penstock.config.fused import FusedName
 from penstock.config.plan import AttentionBackend
 from penstock.config.stack import Stack
-from penstock.kernels.choices import (
-    CAUSAL_BLOCK,
-    attention_kernel,
-    cuts_causal,
-    holds_scores,
-    knows_lengths,
-    least_mean_unpadded,
-    window_blocks,
-)  # fmt: skip
 from penstock.planner.shapes import BlockKind
 from penstock.planner.software import PENSTOCK, Software
 
@@ -99,27 +91,31 @@ class OpTerms(NamedTuple):
         stack, queries = block.stack, round(rows * self.cp / (self.samples * block.share * block.samples))
         window = 0 if cross or block.layer.window >= seen else block.layer.window
         cut = (
-            window_blocks(window, seen, causal=causal) if window and self.host and not stack.biased else None
+            choices.window_blocks(window, seen, causal=causal)
+            if window and self.host and not stack.biased
+            else None
         )
-        kernel = attention_kernel(
+        kernel = choices.attention_kernel(
             self.attention, self.device, self.compute, cut[0] if cut else queries, avx512=self.avx512,
             dropout=stack.weights_dropout > 0 and not self.serving, shared=self.cp > 1,
             learned_bias=stack.positions == "relative" and not cross and not self.serving,
             capped=block.layer.score_cap is not None, sinks=block.layer.sinks and not cross,
             masked=window > 0 or block.layer.head_width % 8 > 0,
         )  # fmt: skip
-        form: Form = "fused" if not holds_scores(kernel) else "plain" if kernel == "plain" else "math"
+        form: Form = "fused" if not choices.holds_scores(kernel) else "plain" if kernel == "plain" else "math"
         if self.host and window:
             return form, sum(cut) if cut else 0
-        halved = form == "plain" and cuts_causal(self.device, seen, seen, causal=causal)
-        return form, (seen + CAUSAL_BLOCK) // 2 if halved else window
+        halved = form == "plain" and choices.cuts_causal(self.device, seen, seen, causal=causal)
+        return form, (seen + choices.CAUSAL_BLOCK) // 2 if halved else window
 
     def unpads(self, stack: Stack, tokens: int) -> bool:
         """Whether attention goes from sample to sample, and so computes no padding: see `penstock.kernels.padding`."""
         drops = stack.weights_dropout > 0
         biased = stack.biased or stack.sinks or stack.score_cap is not None
-        varlen = knows_lengths(self.attention, self.device, self.compute, dropout=drops, biased=biased)
-        least = least_mean_unpadded(self.device, self.product, varlen=varlen)
+        varlen = choices.knows_lengths(
+            self.attention, self.device, self.compute, dropout=drops, biased=biased
+        )
+        least = choices.least_mean_unpadded(self.device, self.product, varlen=varlen)
         return self.cp == 1 and self.real < 1 and tokens * self.real >= least
 
     @property

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +20,10 @@ PLANTED = [
     0.0, -0.0, 2.0**-149, -(2.0**-130), 2.0**-126, 2.0**-41, 2.0**-40, -1.5 * 2.0**-40, 2.0**-25, 2.0**-24,
     2.0**-15, 2.0**-14, 0.75, 1.0, -1.999, 2.0, 65504.0, 65536.0, 2.0**127, INF, -INF, NAN,
 ]  # fmt: skip
+
+
+def cross(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def histogram(values: Any) -> Histogram:
@@ -196,14 +198,14 @@ def test_an_accelerated_model_is_measured_in_fp32(precision: str) -> None:
     if precision != "O1":  # what O2 and O3 round the weights to, they compute with
         for parameter in model.parameters():
             parameter.data = parameter.data.half().float()
-    plain = gradient_histogram(model, [batch])
+    plain = gradient_histogram(model, [batch], cross)
     penstock.accelerate(model, torch.optim.AdamW(model.parameters()), precision=precision, dtype="fp16")
-    assert gradient_histogram(model, [batch]) == plain
+    assert gradient_histogram(model, [batch], cross) == plain
 
 
 def test_no_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one"):
-        gradient_histogram(nn.Linear(2, 2), [])
+        gradient_histogram(nn.Linear(2, 2), [], cross)
 
 
 class Planted(nn.Module):
@@ -220,7 +222,7 @@ class Planted(nn.Module):
 def test_the_recommended_scale_is_finite_in_fp16_and_four_times_it_is_not() -> None:
     model = nn.Sequential(Planted(-12), nn.GELU(), Planted(10), nn.LayerNorm(8), nn.Linear(8, 4))
     batches = [(torch.randn(16, 8), torch.randint(0, 4, (16,))) for _ in range(3)]
-    found = recommend(gradient_histogram(model, batches))
+    found = recommend(gradient_histogram(model, batches, cross))
     assert found.lost_before > found.lost
     taken: dict[float, list[bool]] = {found.scale: [], 4 * found.scale: []}
     for scale, steps in taken.items():
@@ -274,7 +276,7 @@ def test_everything_is_as_before(accelerated: str | None) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(stepped.append)
     before = state(model)
-    gradient_histogram(model, [(x, target)])
+    gradient_histogram(model, [(x, target)], cross)
     after = state(model)
     torch.testing.assert_close(before[:3], after[:3], rtol=0, atol=0)
     assert before[3:] == after[3:]
@@ -283,48 +285,21 @@ def test_everything_is_as_before(accelerated: str | None) -> None:
 
 def test_each_layer_is_counted_once_and_compiled_parts_are_looked_into() -> None:
     model, batch = Net(), (torch.randn(6, 8), torch.randint(0, 4, (6,)))
-    found = gradient_histogram(model, [batch])
+    found = gradient_histogram(model, [batch], cross)
     assert found.activations.values == 6 * (16 + 16 + 16 + 16 + 4)  # Identity gives what dropout did
     assert found.weights.values == sum(p.numel() for p in model.parameters())
     model.body.compile(backend="aot_eager")
-    compiled = gradient_histogram(torch.compile(model, backend="aot_eager"), [batch])
+    compiled = gradient_histogram(torch.compile(model, backend="aot_eager"), [batch], cross)
     assert compiled.activations.values == found.activations.values
 
 
-@dataclass
-class Batch:
-    """As a loader makes it: more than tensors, in any order."""
-
-    ids: Any
-    targets: Tensor
-    inputs: Tensor
-
-
-class WithLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        logits = self.inner(x)
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return SimpleNamespace(loss=loss, logits=logits)
-
-
-def test_losses_that_are_found_by_themselves() -> None:
+def test_a_loss_that_is_none_is_refused() -> None:
     x, target = torch.randn(6, 8), torch.randint(0, 4, (6,))
-    model = WithLoss()
-    own = gradient_histogram(model, [{"x": x, "labels": target}])
-    assert gradient_histogram(model, [(x, target)]) == own
-    assert gradient_histogram(model, [Batch(x.numpy(), target, x)]) == own
-    assert gradient_histogram(model, [x], loss=lambda m, b: m(b).logits.sum()) != own
-    for wrong in (x, (x, torch.randn(6, 4))):
-        with pytest.raises(ConfigError, match="give loss="):
-            gradient_histogram(model, [wrong])
+    model = nn.Linear(8, 4)
     with pytest.raises(ConfigError, match=r"shape \(6, 4\), but must return a scalar"):
-        gradient_histogram(model, [x], loss=lambda m, b: m(b).logits)
+        gradient_histogram(model, [x], lambda m, b: m(b))
     with pytest.raises(ConfigError, match="No gradient flows"):
-        gradient_histogram(WithLoss().requires_grad_(False), [(x, target)])
+        gradient_histogram(model.requires_grad_(False), [(x, target)], cross)
 
 
 def test_the_report_by_layers_is_refused_by_name() -> None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from penstock.config.convert import Headroom, require
-from penstock.containers import replaced, tensors
+from penstock.containers import replaced
 from penstock.errors import ConfigError, NumericError
 from penstock.precision.copies import is_half, own_buffers, plain
 from penstock.precision.forward import precision_on, unwrapped
@@ -239,18 +238,18 @@ Loss = Callable[[nn.Module, Any], Tensor]
 def gradient_histogram(
     model: nn.Module,
     batches: Iterable[Any],
+    loss: Loss,
     *,
-    loss: Loss | None = None,
     between: Callable[[Any], object] | None = None,
 ) -> GradientHistogram:
     """Measure the gradients of a model on batches, in fp32, leaving weights, gradients, buffers and generators alone.
 
-    `loss(model, batch)` returns a scalar; without it the model's own loss is taken, or the cross entropy of an (inputs,
-    targets) pair. Accelerated models are measured as if they were not. `between(batch)` is called after each batch: a
-    training step there lets the histogram cover training and not the first weights alone, as the paper's does.
+    `loss(model, batch)` returns a scalar. Accelerated models are measured as if they were not. `between(batch)` is
+    called after each batch: a training step there lets the histogram cover training and not the first weights alone, as
+    the paper's does.
 
     Raises:
-        ConfigError: there is no batch, no loss, or nothing to train.
+        ConfigError: there is no batch, no scalar loss, or nothing to train.
     """
     bare = unwrapped(model)
     device = device_of([bare])
@@ -261,7 +260,7 @@ def gradient_histogram(
         passed = _in_fp32(bare)
         with _undisturbed(passed), torch.autocast(device.type, enabled=False), torch.enable_grad():
             with _watched(passed, activations):
-                of_weights = _gradients(passed, _checked((loss or _default_loss)(passed, placed)))
+                of_weights = _gradients(passed, _checked(loss(passed, placed)))
             for gradient in of_weights:
                 if gradient is not None:
                     weights.add(gradient)
@@ -352,38 +351,3 @@ def _checked(loss: Any) -> Tensor:
         kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"loss(model, batch) returned {kind}, but must return a scalar tensor.")
     return loss
-
-
-def _default_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The model's own loss where it returns one, else mean cross entropy of (inputs, targets) with class targets.
-
-    A mapping holds the model's keyword arguments; a pair, or a dataclass with a field `targets` and another tensor, the
-    model's inputs and the targets; anything else is its one argument.
-
-    Raises:
-        ConfigError: neither is there; give `loss=`.
-    """
-    targets: Any = None
-    if is_dataclass(batch) and hasattr(batch, "targets") and len(pair := list(tensors(batch))) == 2:
-        batch = pair if pair[1] is batch.targets else pair[::-1]
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, Sequence) and len(batch) == 2:
-        inputs, targets = batch
-        output = model(inputs)
-    else:
-        output = model(batch)
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    if isinstance(output, Tensor) and output.ndim == 0:
-        return output
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    classes = isinstance(targets, Tensor) and not targets.is_floating_point()
-    if isinstance(logits, Tensor) and classes and targets.shape == logits.shape[:-1]:
-        return F.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1).long())
-    raise ConfigError(
-        f"The model returned {type(output).__name__}, from which no loss follows; give loss=, a function "
-        "loss(model, batch) that returns a scalar tensor, such as "
-        "`lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])`."
-    )

@@ -23,7 +23,6 @@ _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten c
 _REPORT = (
     "Keep OUTPUT/train.html, a page of the run that a browser reads again while it trains; none: no page."
 )
-_TRACE = "Draw what a pipeline's ranks did in one step, and the prediction, in OUTPUT/trace/pipeline.html."
 
 
 _USES: dict[str, tuple[str, ...]] = {
@@ -78,7 +77,6 @@ def train(
     resume: Annotated[bool, Parameter(help="Resume from the newest checkpoint in the output folder.")] = True,
     track: Annotated[str, Parameter(help=_TRACK)] = "",
     profile: Annotated[bool, Parameter(negative="", help=_PROFILE)] = False,
-    trace: Annotated[bool, Parameter(negative="", help=_TRACE)] = False,
     report: Annotated[Literal["page", "none"], Parameter(help=_REPORT)] = "page",
 ) -> None:
     """Train a model; resumes where it was stopped.
@@ -103,7 +101,7 @@ def train(
 
     display = display_for(sys.stdout)
     callbacks = [*trackers(track), *([RunPage()] if report == "page" else [])]
-    result = run(config, resume=resume, callbacks=callbacks, profile=profile, trace=trace, display=display)
+    result = run(config, resume=resume, callbacks=callbacks, profile=profile, display=display)
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
     evaluation = result.evaluation

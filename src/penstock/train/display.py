@@ -208,9 +208,6 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
     ),
     "summary": _summary,
     "profile": _profile,
-    "trace": lambda record: (
-        f"the pipeline's bubble is {record['bubble']:.1%}, predicted {record['predicted']:.1%}; see {record['page']}"
-    ),
 }
 
 

@@ -66,7 +66,7 @@ from penstock.train.prepare import (
     with_teachers_vocabulary,
     write_beside,
 )
-from penstock.train.profile import PipelineTrace, StepProfiler
+from penstock.train.profile import StepProfiler
 from penstock.train.resume import (
     Saves,
     export,
@@ -111,7 +111,6 @@ def train(
     resume: bool = True,
     callbacks: Sequence[Callback] = (),
     profile: bool = False,
-    trace: bool = False,
     display: Display | None = None,
 ) -> TrainResult:
     """Train by `config`, going on from the newest checkpoint in `config.output` that can be trusted.
@@ -146,7 +145,7 @@ def train(
     ):
         require_no_stop(stop, dims)
         records = Records(output, display, callbacks=callbacks, main=dims.main)
-        run = _Run(config, device, dims, records, resume=resume, profile=profile, trace=trace)
+        run = _Run(config, device, dims, records, resume=resume, profile=profile)
         try:
             require_no_stop(stop, dims)
             return run.go(lock, stop)
@@ -163,7 +162,7 @@ class _Run:
 
     def __init__(
         self, config: RunConfig, device: torch.device, dims: ParallelDims, records: Records, *, resume: bool,
-        profile: bool, trace: bool,
+        profile: bool,
     ) -> None:  # fmt: skip
         self.output = Path(config.output)
         self.again = "" if resume else " without --no-resume"
@@ -253,9 +252,6 @@ class _Run:
             ),
             wanted=profile and dims.main,
         )  # fmt: skip
-        self.trace = PipelineTrace(
-            self.output, config.model, self.machine, config.plan, dims, self._record, wanted=trace
-        )
         records.rewind(self.step if stored else -1, again=self._recorded_again())
 
     @property
@@ -300,8 +296,7 @@ class _Run:
         """One optimizer step. Nothing here waits for the device."""
         set_learning_rate(self.built.optimizer, self._rate(self.step))
         self.batches = [next(self.loader) for _ in range(self.config.plan.accumulate)]
-        last = self.step + 1 == self.calendar.total
-        result = self.trace.step(self.built.step, self.batches, self.memory.step, last=last)
+        result = self.memory.step(self.built.step, self.batches)
         self.pending.add(result.loss, result.grad_norm)
         self.heads.add(result.parts)
         self.state.step += 1

@@ -38,13 +38,13 @@ from penstock.train.run_state import RunState
 _log = logging.getLogger(__name__)
 
 _OUTPUTS = (
-    "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "trace", "experts", "export",
+    "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "experts", "export",
     "pictures", "train.html",
 )  # fmt: skip
 # A link at any of these would be noticed when it is written, which may be hours later.
 _WRITTEN = (
     *_OUTPUTS[1:], "run.toml", "taught.npz", "names", "tokenizer", "export.tmp", "experts/loads.json",
-    "experts/loads.html", "trace/pipeline.html", "trace/pipeline.json", "profile/trace.json", "profile/operators.txt",
+    "experts/loads.html", "profile/trace.json", "profile/operators.txt",
 )  # fmt: skip
 # Nothing of the run's arithmetic depends on these, so a resumed run may change them; the optimizer is `plan.algorithm`.
 _FREE = (

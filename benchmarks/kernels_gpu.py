@@ -353,9 +353,8 @@ def attentions(bench: Bench) -> Iterator[Cell]:
             kinds = dict.fromkeys(kinds, SDPBackend.MATH)
 
         def way(kind: SDPBackend, leaves: list[Tensor] = leaves) -> Run:
-            run = bench.gradients(
-                bench.compiled(F.scaled_dot_product_attention), leaves, [leaves[0].detach()]
-            )
+            # Not compiled: compiled code keeps the kernel of its first call, whichever is asked for later.
+            run = bench.gradients(F.scaled_dot_product_attention, leaves, [leaves[0].detach()])
 
             def inside() -> None:
                 with sdpa_kernel(kind):

@@ -2,11 +2,11 @@
 
     python benchmarks/multimodal_digits.py --runs runs/multimodal --seeds 2 --output multimodal_digits_cpu.json
     python benchmarks/multimodal_digits.py --runs runs/emoji --seeds 1 --output multimodal_emoji_cpu.json --set \
-        data.source=emoji:NotoColorEmoji.ttf,annotations model.image_size=32 model.patch_size=8 model.channels=3 \
+        data.source=captions:emoji model.image_size=32 model.patch_size=8 model.channels=3 \
         model.sequence=64 model.writer_sequence=72
 
-Several fonts are joined by `+`: emoji:NotoColorEmoji.ttf+NotoEmoji-Regular.ttf+Symbola.ttf,names (Debian:
-fonts-noto-color-emoji, fonts-symbola; npm: @expo-google-fonts/noto-emoji).
+`python examples/emoji_captions.py emoji NAMES FONT…` makes the folder `emoji` (Debian: fonts-noto-color-emoji,
+fonts-symbola; npm: @expo-google-fonts/noto-emoji, cldr-annotations-full).
 
 Each seed is one `penstock train multimodal-tiny`. Each is written to --output at once, and a script that was stopped
 goes on there when it is started again; a run in --runs that is complete is not made again either.
@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.data.toy.captions import open_captions, trained_pairs
+from penstock.data.captions import open_captions, trained_pairs
 from penstock.report.record import environment
 from penstock.train import train
 from penstock.train.metrics import read_metrics
@@ -53,7 +53,8 @@ def begun(output: Path, steps: int, settings: dict[str, str]) -> list[dict[str, 
 
 def gathered(runs: list[dict[str, Any]], config: RunConfig, settings: dict[str, str]) -> dict[str, Any]:
     """Scores of all runs, their means and deviations, and what the data holds."""
-    source = open_captions(config.data, "val", channels=config.model.channels)  # type: ignore[union-attr]
+    model: Any = config.model
+    source = open_captions(config.data, "val", channels=model.channels, image_size=model.image_size)
     languages, pictures = source.words.languages, source.pictures
     names = [name for name in SCORES if name != "unseen_words" or source.words.held.any()]
     scores = {name: [run[name] for run in runs] for name in names}

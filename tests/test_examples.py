@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import ImageFont
 
 from helpers import forked
 from helpers.images import write_folder
 from helpers.small_folders import folder
 from helpers.sweeps import sweep
 from penstock import Plan
+from penstock.config.run import DataConfig
+from penstock.data.captions import open_captions
 from penstock.ladder.factory import padding_of
 from penstock.models.anatomy import set_switches
 
@@ -40,6 +43,30 @@ def test_every_example_is_listed_and_parses() -> None:
         assert path.name == "README.md" or f"]({path.name}" in listed, path
     for path in EXAMPLES.rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), path
+
+
+def test_emoji_become_images_with_captions(tmp_path: Path) -> None:
+    """Letters stand for emoji, and Pillow's own font for one of emoji."""
+    loaded: Any = ImageFont.load_default(10)
+    for font in ("first.ttf", "second.ttf"):
+        (tmp_path / font).write_bytes(loaded.path.getvalue())
+    for language, word, letters in (
+        ("en", "letter", "abcdefghijklmnopqrstuvwxyz中"),
+        ("de", "Buchstabe", "abcdefgh"),
+    ):
+        (tmp_path / "names" / language).mkdir(parents=True)
+        names = {letter: {"tts": [f"{word} {letter}"]} for letter in letters}  # the font lacks the last
+        tree = {"annotations": {"identity": {}, "annotations": names}}
+        (tmp_path / "names" / language / "annotations.json").write_text(json.dumps(tree))
+    for fonts in (["first.ttf"], ["first.ttf", "second.ttf"]):
+        out = _run([str(EXAMPLES / "emoji_captions.py"), "made", "names", *fonts], tmp_path)
+        assert f"{26 * len(fonts)} images of 26 emoji, with names in 2 languages" in out
+        source = open_captions(
+            DataConfig(source=f"captions:{tmp_path}/made"), "train", channels=3, image_size=32
+        )
+        assert source.pictures.images.shape[0] == 26 * len(fonts)
+        assert (len(set(source.pictures.concepts)), len(source.words.texts)) == (26, 26 + 8)
+        assert len({image.tobytes() for image in source.pictures.images}) == 26
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "slurm").glob("*.s*")), ids=lambda path: path.name)

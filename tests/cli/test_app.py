@@ -302,7 +302,7 @@ def test_a_chosen_policy_is_not_contradicted(monkeypatch: pytest.MonkeyPatch) ->
         (["train", "--output", ""], "output is '', but must not be empty"),
         (
             ["train", "--data", ""],
-            "data.source is '', but must be auto, digits, captions, stdlib, numbers, names, emoji:FONT,NAMES, ",
+            "data.source is '', but must be auto, digits, captions, stdlib, numbers, names, captions:PATH, ",
         ),
         (["train", "--seed", "-1"], "seed is -1, but must be at least 0."),
         (["train", "--seed", str(2**64)], "but must have at most 64 bits."),

@@ -1,21 +1,17 @@
-"""Images with names in many languages: what is held out of training, and emoji drawn by a font."""
+"""Images with names in many languages: what is held out of training, and folders of one's own."""
 
 from __future__ import annotations
 
-import io
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import ImageFont
+from PIL import Image
 
-from helpers.real_data import EMOJI, colour_fonts, needs_emoji
 from penstock.config.run import DataConfig
-from penstock.data.toy.captions import (
-    EMOJI_SIZE,
+from penstock.data.captions import (
     IMAGE,
     LANGUAGES,
     TEXT,
@@ -31,7 +27,7 @@ pytest.importorskip("num2words")
 
 @pytest.fixture(scope="module")
 def splits() -> dict[str, Any]:
-    return {split: open_captions(DataConfig(), split, channels=1) for split in ("train", "val")}  # type: ignore[arg-type]
+    return {split: open_captions(DataConfig(), split, channels=1, image_size=8) for split in ("train", "val")}
 
 
 def test_names_are_in_many_languages_and_belong_to_their_images(splits: dict[str, Any]) -> None:
@@ -85,13 +81,11 @@ def test_pairs_are_held_out_both_ways_and_some_languages_as_a_whole() -> None:
         ("captions:en", "needs two languages, such as captions:en,de"),
         ("captions:en,xx", "num2words does not speak 'xx'; data.source=captions:"),
         ("digits", "this task takes images with captions"),
-        ("emoji:font.ttf,names", "there is no font font.ttf. Install a colour font"),
-        ("emoji:font.ttf", "this task takes images with captions"),
     ],
 )
 def test_what_cannot_be_opened_is_refused(source: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_captions(DataConfig(source=source), "train", channels=1)
+        open_captions(DataConfig(source=source), "train", channels=1, image_size=8)
     assert said in str(caught.value)
 
 
@@ -107,110 +101,62 @@ def test_all_languages_are_asked_for_where_each_concept_has_one_image() -> None:
         assert counts.min() >= counts.max() - 2 > 0, counts
 
 
-def _annotations(folder: Path, language: str, names: dict[str, Any]) -> None:
-    (folder / language).mkdir(parents=True)
-    tree = {
-        "annotations": {
-            "identity": {},
-            "annotations": {code: {"tts": [name]} for code, name in names.items()},
-        }
-    }
-    (folder / language / "annotations.json").write_text(json.dumps(tree), encoding="utf-8")
+LINES: list[dict[str, Any]] = [
+    {"file_name": f"{n // 10}/{n}.png", "en": f"shade {n % 10}", "de": "" if n == 3 else f"Ton {n % 10}"}
+    for n in range(60)
+]
 
 
-def _coloured(font: bytes, red: int, green: int, blue: int) -> bytes:
-    """A font all of whose glyphs have one layer in a colour: with OpenType's tables COLR and CPAL, version 0."""
-    kind, count = struct.unpack(">IH", font[:6])
-    tables = {}
-    for at in range(12, 12 + 16 * count, 16):
-        tag, _, begin, length = struct.unpack(">4sIII", font[at : at + 16])
-        tables[tag] = font[begin : begin + length]
-    glyphs = range(struct.unpack(">H", tables[b"maxp"][4:6])[0])
-    base = b"".join(struct.pack(">HHH", glyph, glyph, 1) for glyph in glyphs)
-    layers = b"".join(struct.pack(">HH", glyph, 0) for glyph in glyphs)
-    tables[b"COLR"] = struct.pack(">HHIIH", 0, len(glyphs), 14, 14 + len(base), len(glyphs)) + base + layers
-    tables[b"CPAL"] = struct.pack(">4HIH4B", 0, 1, 1, 1, 14, 0, blue, green, red, 255)
-    head, body = struct.pack(">IHHHH", kind, len(tables), 0, 0, 0), b""
-    for tag, table in sorted(tables.items()):
-        head += struct.pack(">4sIII", tag, 0, 12 + 16 * len(tables) + len(body), len(table))
-        body += table + bytes(-len(table) % 4)
-    return head + body
+def _write_folder(folder: Path, lines: list[Any]) -> DataConfig:
+    for n in range(60):
+        (folder / str(n // 10)).mkdir(exist_ok=True)
+        Image.new("RGB", (12, 9), (4 * n, 0, 255)).save(folder / f"{n // 10}/{n}.png")
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "metadata.jsonl").write_text(text, encoding="utf-8")
+    return DataConfig(source=f"captions:{folder}")
 
 
-def test_emoji_are_drawn_and_held_out_as_a_whole(tmp_path: Path) -> None:
-    """Letters stand for emoji, and Pillow's own font, in orange, for one of emoji."""
-    loaded: Any = ImageFont.load_default(10)
-    assert isinstance(loaded.path, io.BytesIO)
-    font, folder = tmp_path / "font.ttf", tmp_path / "names"
-    font.write_bytes(_coloured(loaded.path.getvalue(), 255, 128, 0))
-    letters = [chr(n) for n in (*range(48, 58), *range(65, 91), *range(97, 123))]
-    _annotations(folder, "en", {code: f"letter {code}" for code in [*letters, "中"]})  # which the font lacks
-    _annotations(folder, "de", {code: f"Buchstabe {code}" for code in letters[:-1]})
-    opened = {
-        split: open_captions(DataConfig(source=f"emoji:{font},{folder}"), split, channels=3)  # type: ignore[arg-type]
-        for split in ("train", "val")
-    }
-    train, val = opened["train"], opened["val"]
-    assert train.pictures.images.shape == (62, EMOJI_SIZE, EMOJI_SIZE, 3)
-    assert (train.pictures.images[..., 0] >= 254).all()
-    assert (train.pictures.images.min((0, 1, 2)) <= [255, 140, 20]).all()
-    assert len({image.tobytes() for image in train.pictures.images}) > 55
+@pytest.mark.parametrize(("shared", "concepts", "names"), [(False, 60, 119), (True, 10, 20)])
+def test_a_folder_of_images_with_captions(shared: bool, concepts: int, names: int, tmp_path: Path) -> None:
+    lines = [{**line, "concept": line["en"]} if shared else line for line in LINES]
+    data = _write_folder(tmp_path, [*lines, ""])
+    train = open_captions(data, "train", channels=3, image_size=6)
+    val = open_captions(data, "val", channels=3, image_size=6)
+    pictures = train.pictures
+    assert pictures.images.shape == (60, 6, 6, 3)
+    assert pictures.images[5, 0, 0].tolist() == [20, 0, 255]
+    assert train.words.languages == ("de", "en")
+    assert (len(set(pictures.concepts)), len(train.words.texts)) == (concepts, names)
     assert not train.words.held.any()
-    seen, unseen = (set(one.pictures.concepts[one.rows["image"]]) for one in (train, val))
+    seen, unseen = set(train.rows["image"]), set(val.rows["image"])
     assert not seen & unseen
     assert len(unseen) >= 2
-    assert len(train.words.texts) == 62 + 61
-    blue = tmp_path / "blue.ttf"
-    blue.write_bytes(_coloured(loaded.path.getvalue(), 0, 0, 255))
-    both = DataConfig(source=f"emoji:{font}+{blue},{folder}")
-    train, val = (open_captions(both, split, channels=3) for split in ("train", "val"))  # type: ignore[arg-type]
-    assert train.pictures.images.shape[0] == 2 * 62
-    assert (train.pictures.images[62:, ..., 2] >= 254).all(), "those of the second font are blue"
-    seen, unseen = (set(one.rows["image"]) for one in (train, val))
-    assert not seen & unseen
-    assert len(unseen) >= 4
-    known = set(train.pictures.concepts[train.rows["image"]])
-    assert sum(concept in known for concept in val.pictures.concepts[val.rows["image"]]) > 0.8 * len(val.rows)
-    broken = tmp_path / "broken.ttf"
-    broken.write_bytes(b"no font")
-    with pytest.raises(DataError, match="cannot be read"):
-        open_captions(DataConfig(source=f"emoji:{broken},{folder}"), "train", channels=3)
-    (folder / "de" / "annotations.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds no annotations\.annotations"):
-        open_captions(DataConfig(source=f"emoji:{font},{folder}"), "train", channels=3)
 
 
-@pytest.mark.skipif(not colour_fonts(), reason="no colour font is installed (fonts-noto-color-emoji)")
-def test_emoji_of_an_installed_font_have_their_colours(tmp_path: Path) -> None:
-    codes = "🍎🍏🍋🍇🍉🍊🍓🥑🥕🌽🌶🥦"
-    for language, names in (("en", "red green yellow"), ("de", "rot grün gelb")):
-        _annotations(tmp_path, language, dict.fromkeys(codes, names) | dict(zip(codes, names.split())))
-    source = DataConfig(source=f"emoji:{colour_fonts()[0]},{tmp_path}")
-    pictures = open_captions(source, "train", channels=3).pictures
-    at = {names: number for number, names in enumerate(pictures.names["en"])}
-    apples = [pictures.images[at[name]].reshape(-1, 3).mean(0) for name in ("red", "green")]
-    assert apples[0][0] > apples[0][1]
-    assert apples[1][1] > apples[1][0]
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            {"file_name": "0/0.png", "en": "a"},
+            "has captions in en, and needs two: a column for each language",
+        ),
+        ({"en": "a", "de": "b"}, "file_name is missing"),
+        ({"file_name": "0/0.png", "en": 3}, "'en' is no text"),
+        ({"file_name": "no.png", "en": "a"}, "the image 'no.png' cannot be read"),
+        ({"file_name": "../x.png", "en": "a"}, "cannot be read: it is not in the folder"),
+        ("[1]", "metadata.jsonl"),
+    ],
+)
+def test_a_table_of_captions_that_is_wrong_is_refused(line: Any, said: str, tmp_path: Path) -> None:
+    data = _write_folder(tmp_path, [line])
+    with pytest.raises(DataError) as caught:
+        open_captions(data, "train", channels=3, image_size=6)
+    assert said in str(caught.value)
+    assert "metadata.jsonl" in str(caught.value)
 
 
-@needs_emoji
-def test_emoji_have_the_names_of_cldr_in_all_its_languages() -> None:
-    train, val = (
-        open_captions(DataConfig(source=f"emoji:{EMOJI}"), split, channels=3)  # type: ignore[arg-type]
-        for split in ("train", "val")
-    )
-    pictures, words = train.pictures, train.words
-    assert pictures.images.shape[0] > 1000
-    assert len(words.languages) > 100
-    (apple,) = (number for number, name in enumerate(pictures.names["en"]) if name == "red apple")
-    apples = {language: pictures.names[language][apple] for language in ("de", "ja", "sw")}
-    assert apples == {"de": "roter Apfel", "ja": "赤リンゴ", "sw": "tufaha jekundu"}
-    red, green, blue = pictures.images[apple].reshape(-1, 3).mean(0)
-    assert red > max(green, blue) + 20
-    drawn = {image.tobytes() for image in pictures.images}
-    assert len(drawn) > 0.99 * len(pictures.images)
-    seen, unseen = (set(one.pictures.concepts[one.rows["image"]]) for one in (train, val))
-    assert not seen & unseen
-    assert 0.07 < len(unseen) / len(seen | unseen) < 0.13
-    named = [len(set(words.language[source.rows["read"]])) for source in (train, val)]
-    assert min(named) > 0.7 * len(words.languages), named  # of some regions there are a handful of names
+def test_a_folder_without_a_table_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no metadata\.jsonl, whose lines name images"):
+        open_captions(DataConfig(source=f"captions:{tmp_path}"), "train", channels=3, image_size=6)
+    with pytest.raises(ConfigError, match=r"emoji: was removed; draw them with examples/emoji_captions\.py"):
+        DataConfig(source="emoji:font.ttf,names")

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.config.model import MultimodalConfig
 from penstock.config.run import DataConfig
 from penstock.config.stack import Stack
-from penstock.data.toy.captions import Captions, Pictures
+from penstock.data.captions import Captions, Pictures
 from penstock.tasks import Captioning
 from penstock.tasks.captions import _recalls
 from penstock.tasks.text import first_samples

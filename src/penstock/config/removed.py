@@ -73,6 +73,12 @@ OPTIONS = {
 }
 """Options of commands that are gone, and what to do without them."""
 
+GONE_SOURCES = {
+    "emoji": " emoji: was removed; draw them with examples/emoji_captions.py, in a clone of the repository, and use "
+    "captions:FOLDER."
+}
+"""Kinds of data.source that are gone, and what to do without them."""
+
 
 def removed_option(command: str, word: str) -> str | None:
     """The problem of a command's option, without its dashes, that is gone or whose setting is; None for others."""

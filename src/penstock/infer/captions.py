@@ -100,7 +100,7 @@ class Captioner:
         decoding: Decoding,
     ) -> list[str]:
         """Texts that are written of the inputs, of which `read` makes the model's arguments, a batch at a time."""
-        from penstock.data.toy.captions import beginning
+        from penstock.data.captions import beginning
 
         if others := [name for name in _OTHER_WAYS if getattr(decoding, name) != getattr(Decoding(), name)]:
             raise ConfigError(

@@ -19,11 +19,11 @@ from penstock.config.decoding import Decoding
 from penstock.config.graph import TokenInput, VectorHead
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
+from penstock.data.captions import IMAGE, Captions, beginning, open_captions
 from penstock.data.images import PrepareImages
 from penstock.data.loader import HostBatch
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
-from penstock.data.toy.captions import IMAGE, Captions, beginning, open_captions
 from penstock.data.transform import load_function
 from penstock.decode.beam import search
 from penstock.decode.texts import Prompts, eagerly, sharded
@@ -55,7 +55,7 @@ class CaptionBatch(TextBatch):
     concepts: Tensor
     """(B,) what each sample shows."""
     rows: NDArray[Any]
-    """(B,) records of `penstock.data.toy.captions.Captions.rows`, on the host."""
+    """(B,) records of `penstock.data.captions.Captions.rows`, on the host."""
     weights: tuple[ContrastForm, float, float]
     """Form of the contrast, and the factors of the contrast and of the loss of words."""
 
@@ -93,7 +93,8 @@ class Captioning(TextTask):
     # -- data
 
     def open(self, data: DataConfig, model: ModelConfig, split: Split) -> Source:
-        source = open_captions(data, split, channels=model.graph.images.channels)
+        images = model.graph.images
+        source = open_captions(data, split, channels=images.channels, image_size=images.image_size)
         source.tokenizer = self.tokenizer(data)
         if data.transform is not None:
             source.transform = load_function(data.transform, "data.transform")

@@ -1,4 +1,4 @@
-"""Images with names in many languages: digits with their names, and emoji with those of Unicode.
+"""Images with names in many languages: digits with theirs, and a folder of images with a table of captions.
 
 A sample is an image, a name of what it shows, another name of it that is to be written, and whether the writer sees the
 image or the first name. Training never sees some of the images, some of the names, and translations between some pairs
@@ -16,11 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.boundary.files import quoted, read_bytes, shown
+from penstock.boundary.files import Unreadable, content, quoted, shown
+from penstock.boundary.images import MAX_BYTES
+from penstock.boundary.text import read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
+from penstock.data.decode import decode
 from penstock.data.source import ImageSource, Pixels, Split
-from penstock.data.toy.words import LONGEST, is_held_out, speaker
+from penstock.data.toy.words import is_held_out, speaker
 from penstock.errors import ConfigError, DataError
 
 LANGUAGES = (
@@ -30,15 +33,13 @@ LANGUAGES = (
 """Languages of `captions` by default."""
 IMAGE, TEXT = 0, 1
 """Whether a writer sees the image or a name, as numbers."""
-EMOJI_SIZE = 32
-_DRAWN = 109
-"""Pixels at which a font of bitmaps, such as Noto's, draws."""
-_WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _CODES_EVERY = 20, 5, 3, 10
-_UNASSIGNED = "\U0010ffff"
+TABLE, FILE, CONCEPT = "metadata.jsonl", "file_name", "concept"
+"""A folder's table of captions, as Hugging Face's image folders have it, and its columns that are no language."""
+_WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _IMAGES_EVERY = 20, 5, 3, 10
 _LOOKS = 4
 """Samples of each image for validation."""
-_MOST_FONT = 64 << 20
-_NAMES = Bounds(bytes=1 << 24, values=1 << 20)
+_MOST_IN_MEMORY = 8 << 30
+_LINE = Bounds(bytes=1 << 20, values=10_000)
 
 
 class Pictures(NamedTuple):
@@ -92,25 +93,83 @@ class Captions(ImageSource):
         out[...] = self.pictures.images[self.rows["image"][index]]
 
 
-def open_captions(data: DataConfig, split: Split, *, channels: int) -> Captions:
-    """Open `captions`, `captions:LANGUAGES` (digits and their names) or `emoji:FONT,NAMES`: a font or several joined by
-    `+`, and a folder with `LANGUAGE/annotations.json` of Unicode CLDR.
+def open_captions(data: DataConfig, split: Split, *, channels: int, image_size: int) -> Captions:
+    """Open `captions`, `captions:LANGUAGES` (digits and their names), or `captions:FOLDER` (see `captioned`), whose
+    images are made as large as `image_size`.
 
     Raises ConfigError, DataError, and EnvironmentProblem without num2words.
     """
     data = data.filled("captions")
     kind, _, rest = data.source.partition(":")
-    if kind == "captions":
-        return Captions(data.source, digits(tuple(rest.split(",")) if rest else LANGUAGES, channels), split)
-    font, comma, names = rest.rpartition(",")
-    if kind != "emoji" or not comma:
+    if kind != "captions":
         raise ConfigError(
             f"data.source is {quoted(data.source)}, but this task takes images with captions: captions, "
-            "captions:LANGUAGES or emoji:FONT,NAMES."
+            "captions:LANGUAGES or captions:FOLDER."
         )
-    return Captions(
-        data.source, emoji([Path(each) for each in font.split("+")], Path(names), channels), split
-    )
+    if (folder := Path(rest)).is_dir() and rest:
+        return Captions(data.source, captioned(folder, data, channels, image_size), split)
+    return Captions(data.source, digits(tuple(rest.split(",")) if rest else LANGUAGES, channels), split)
+
+
+def captioned(folder: Path, data: DataConfig, channels: int, size: int) -> Pictures:
+    """The images that a folder's `metadata.jsonl` lists, kept in memory: each line has a `file_name`, and texts by
+    language. Images with one `concept` share their captions. A tenth of the images is held out.
+    """
+    captions: dict[str, dict[str, str]] = {}
+    concepts: list[str] = []
+    rows = list(_table_rows(folder))
+    if len(rows) * size * size * channels > _MOST_IN_MEMORY:
+        raise DataError(
+            f"The {len(rows):,} images of {shown(folder)} are kept in memory, and take more than "
+            f"{_MOST_IN_MEMORY >> 30} GiB at {size} × {size} pixels; list fewer, or set a smaller model.image_size."
+        )
+    images = np.empty((len(rows), size, size, channels), np.uint8)
+    for (where, row), out in zip(rows, images, strict=True):
+        file = Path(folder, row[FILE])
+        try:
+            if not file.resolve().is_relative_to(folder.resolve()):
+                raise Unreadable("it is not in the folder")
+            decode(content(file, limit=MAX_BYTES), out, max_pixels=data.max_pixels, white=data.range)
+        except Unreadable as error:
+            raise DataError(f"{where}: the image {quoted(row[FILE])} cannot be read: {error}.") from error
+        concepts.append(row.get(CONCEPT, row[FILE]))
+        texts = captions.setdefault(concepts[-1], {})
+        texts |= {language: text for language, text in row.items() if language not in (FILE, CONCEPT)}
+    languages = sorted({language for texts in captions.values() for language in texts})
+    if len(languages) < 2:
+        raise DataError(
+            f"{shown(folder / TABLE)} has captions in {' and '.join(languages) or 'no language'}, and needs two: a "
+            "column for each language, such as en and de, beside file_name."
+        )
+    number = {concept: place for place, concept in enumerate(captions)}
+    return Pictures(
+        images=images, concepts=np.array([number[concept] for concept in concepts]),
+        names={one: [texts.get(one, "") for texts in captions.values()] for one in languages},
+        held=np.array([is_held_out(str(Path(row[FILE]).with_suffix("")), _IMAGES_EVERY) for _, row in rows]),
+        words=False,
+    )  # fmt: skip
+
+
+def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Where each line of a folder's table is, in words, and its columns without empty ones."""
+    table = folder / TABLE
+    if not table.is_file():
+        raise DataError(
+            f"The folder {shown(folder)} has no {TABLE}, whose lines name images and their captions, such as "
+            '{"file_name": "a.jpg", "en": "a red apple", "de": "ein roter Apfel"}.'
+        )
+    for line in read_lines(table, "The table of captions", longest=_LINE.bytes):
+        where = f"Line {line.number:,} of {shown(table)}"
+        if line.problem:
+            raise DataError(f"{where} cannot be read: {line.problem}.")
+        if not line.text.strip():
+            continue
+        row = parse_json(line.text, where, error=DataError, bounds=_LINE)
+        wrong = next((name for name, value in row.items() if not isinstance(value, str)), None)
+        if wrong is not None or not row.get(FILE):
+            problem = f"{quoted(wrong)} is no text" if wrong is not None else f"{FILE} is missing"
+            raise DataError(f"{where} cannot be used: {problem}.")
+        yield where, {name: value for name, value in row.items() if value.strip()}
 
 
 def digits(languages: Sequence[str], channels: int) -> Pictures:
@@ -131,76 +190,6 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
         names={one: [say(number, one, "cardinal") for number in range(10)] for one in languages},
         held=np.repeat([False, True], [len(one) for one in splits]),
     )
-
-
-def emoji(fonts: Sequence[Path], folder: Path, channels: int) -> Pictures:
-    """Emoji that all fonts draw, and their short names in the languages of a folder of CLDR's annotations. A tenth is
-    held out: of one font, emoji with their names; of several, drawings, whose emoji another font may show in training.
-    """
-    files = {file.parent.name: file for file in sorted(folder.glob("*/annotations.json"))}
-    absent = [font for font in fonts if not font.is_file()]
-    if absent or len(files) < 2:
-        problem = f"there is no font {shown(absent[0])}" if absent else (
-            f"the folder {shown(folder)} has no two languages with an annotations.json"
-        )  # fmt: skip
-        raise ConfigError(
-            f"data.source=emoji:FONT,NAMES: {problem}. Install a colour font (Debian: fonts-noto-color-emoji) and the "
-            "annotations of Unicode CLDR (npm: cldr-annotations-full), and name both."
-        )
-    texts = {language: names for language, file in files.items() if (names := _annotations(file))}
-    codes = sorted({code for names in texts.values() for code in names if len(code) == 1})
-    drawn = {font: _drawn(font, codes, channels) for font in fonts}
-    common = [code for code in codes if all(code in images for images in drawn.values())]
-    keys = [code if len(fonts) == 1 else f"{font.name}:{code}" for font in fonts for code in common]
-    return Pictures(
-        images=np.stack([images[code] for images in drawn.values() for code in common]),
-        concepts=np.tile(np.arange(len(common)), len(fonts)),
-        names={language: [names.get(code, "") for code in common] for language, names in texts.items()},
-        held=np.array([is_held_out(key, _CODES_EVERY) for key in keys]),
-        words=False,
-    )
-
-
-def _drawn(font: Path, codes: Sequence[str], channels: int) -> dict[str, Pixels]:
-    """The characters that a font draws, other than as blanks or as it draws those that it lacks."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    read_bytes(font, "The font", limit=_MOST_FONT)
-    try:
-        typeface = ImageFont.truetype(str(font), _DRAWN)
-    except OSError as error:
-        raise DataError(f"The font {shown(font)} cannot be read: {error}") from error
-    drawn = dict[str, Pixels]()
-    for code in (_UNASSIGNED, *codes):
-        left, top, right, bottom = typeface.getbbox(code)
-        side = max(1, round(right - left), round(bottom - top))
-        canvas = Image.new("RGB", (side, side), "white")
-        corner = ((side - right - left) / 2, (side - bottom - top) / 2)
-        ImageDraw.Draw(canvas).text(corner, code, font=typeface, fill="black", embedded_color=True)
-        small = canvas.resize((EMOJI_SIZE,) * 2).convert("L" if channels == 1 else "RGB")
-        image = np.asarray(small, np.uint8).reshape(EMOJI_SIZE, EMOJI_SIZE, channels)
-        blank = canvas.getextrema() == ((255, 255),) * 3
-        if code == _UNASSIGNED or not (blank or (image == drawn[_UNASSIGNED]).all()):
-            drawn[code] = image
-    del drawn[_UNASSIGNED]
-    if len(drawn) < _CODES_EVERY:
-        raise DataError(
-            f"The font {shown(font)} draws {len(drawn)} of the named emoji; name a font of emoji."
-        )
-    return drawn
-
-
-def _annotations(file: Path) -> dict[str, str]:
-    """The short name of each character in a file of CLDR's annotations, but for long ones."""
-    raw = read_bytes(file, "The annotations", limit=_NAMES.bytes).decode("utf-8", "replace")
-    tree = parse_json(raw, f"The file {shown(file)}", error=DataError, bounds=_NAMES)
-    root = tree.get("annotations")
-    by_code = root.get("annotations", {}) if isinstance(root, dict) else None  # some languages have none yet
-    if not isinstance(by_code, dict):
-        raise DataError(f"The file {shown(file)} holds no annotations.annotations, as CLDR's JSON has them.")
-    names = {code: one.get("tts") for code, one in by_code.items() if isinstance(one, dict)}
-    joined = {code: " ".join(map(str, name)) for code, name in names.items() if isinstance(name, list)}
-    return {code: name for code, name in joined.items() if len(name.encode()) <= LONGEST}
 
 
 def beginning(language: str) -> str:

@@ -1,4 +1,4 @@
-"""Results of a climb, forecast and measured: every figure of a report is made here, from the one joint estimate."""
+"""The figures of a report: forecasts and measurements of every setting of a climb, all from the one joint estimate."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ class Account:
         return self.arena.baseline
 
     def weigh(self, setting: Setting) -> None:
-        """Measure the memory of a setting, if that was not done."""
+        """Measure the memory of a setting, unless it has been measured."""
         if setting not in self._memory:
             self._memory[setting] = self.arena.memory(setting)
 
     def ratio(self, setting: Setting, over: Setting, by: str = "samples") -> Estimate | None:
-        """Speed of a setting over another's, in samples or in model FLOPs per second."""
+        """Speed of a setting relative to `over`, in samples or in model FLOPs per second."""
         speed = self.arena.ratio(setting, over)
         return speed and speed.times(self._work(setting, over, by))
 
     def _work(self, setting: Setting, over: Setting, by: str) -> float:
-        """Work of a sample of one setting, in samples of another."""
+        """Work per sample of a setting relative to `over`: 1 by samples, else the ratio of the model's FLOPs."""
         if by == "samples":
             return 1.0
-        each, other = self._flops(setting), self._flops(over)
-        assert each is not None
-        assert other is not None
-        return each / other
+        flops, base_flops = self._flops(setting), self._flops(over)
+        assert flops is not None
+        assert base_flops is not None
+        return flops / base_flops
 
     def _flops(self, setting: Setting) -> float | None:
-        """The model's FLOPs of a sample, where they are known."""
+        """Model FLOPs per sample; None if they are not known."""
         flops = self.contenders.model_flops(setting)
         return None if flops is None else flops / self.contenders.samples(setting)
 
     def processor_ratio(self, setting: Setting, over: Setting) -> Estimate | None:
-        """`ratio` in processor time; on a CPU only."""
+        """`ratio` measured in processor time; None for contenders on a GPU."""
         if self.contenders.shares_gpu:
             return None
         step_speed = self.arena.processor.joint().ratio(setting, over, self.arena.floor)
         return step_speed and step_speed.times(self.arena.work(setting, over))
 
     def rate(self, setting: Setting) -> Estimate | None:
-        """Samples per second: the baseline's at the machine's usual pace, times the ratio to it."""
+        """Samples per second: the baseline's rate at the machine's usual pace, times the ratio to it."""
         speed = self.ratio(setting, self.first)
         step = self.arena.wall.joint().seconds(self.first)
-        if math.isnan(step):  # no round fitted into the time: the step that warmed it up
+        if math.isnan(step):  # no round fitted into the time: use the warm-up step
             step = self.arena.step_seconds.get(self.first, math.nan)
         if speed is None or math.isnan(step):
             return None
         return speed.times(self.contenders.samples(self.first) / step)
 
     def with_figures(self, result: RungResult, setting: Setting, before: Setting) -> RungResult:
-        """A result with all that was measured of a setting."""
+        """`result` completed with every measurement of a setting, compared with `before`."""
         by, rate = result.compared_by, self.rate(setting)
         flops = self._flops(setting)
         memory = self._memory.get(setting, [])
@@ -91,14 +91,14 @@ class Account:
         )  # fmt: skip
 
     def result(self, rung: Rung, setting: Setting | None = None) -> RungResult:
-        """A rung without figures, under a setting if there is one."""
+        """A rung's result without figures yet; `setting` is the one it was applied in, if any."""
         return RungResult(
             name=rung.name, title=rung.title, why=rung.why, status="unsupported", plan=setting.words if setting else "",
             model=changes(self.first, setting) if setting else {}, results=rung.results, compared_by=rung.compared_by,
         )  # fmt: skip
 
     def chosen(self, setting: Setting, rungs: Sequence[str]) -> Chosen:
-        """A Plan that the ladder ends with."""
+        """A Plan that the ladder recommends at its end."""
         speedup, rate = self.ratio(setting, self.first), self.rate(setting)
         assert speedup is not None
         memory, forecast = self._memory.get(setting), self.forecast(setting, self.first)
@@ -118,7 +118,7 @@ class Account:
             if ratio is None:
                 continue
             forecast = self.forecast(setting, self.first)
-            assert forecast is not None  # the search goes by it
+            assert forecast is not None  # the search cannot run without forecasts
             predicted = forecast.to_baseline
             row = Tried(
                 plan=setting.words, model=changes(self.first, setting), predicted=predicted,
@@ -131,9 +131,9 @@ class Account:
 
 
 def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a model, those of its stacks by names with dots."""
-    for one in fields(config):
-        name, value = prefix + one.name, getattr(config, one.name)
+    """Names and values of a model's fields; fields of its stacks get names with dots."""
+    for field in fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
         if isinstance(value, Stack):
             yield from _values(value, f"{name}.")
         else:
@@ -141,7 +141,7 @@ def _values(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def changes(first: Setting, setting: Setting) -> dict[str, Any]:
-    """Changes of a setting besides the Plan: fields of the model, and of the data."""
+    """Fields of the model and of the data in which a setting differs from the first one."""
     changed: dict[str, Any] = {}
     if first.model is not None and setting.model is not None:
         before = dict(_values(first.model))

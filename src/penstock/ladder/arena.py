@@ -1,4 +1,4 @@
-"""Builds contenders, keeps those that are needed, lets them take turns, and writes down what each round took."""
+"""Builds contenders, keeps those still needed, times them in turns, and records the timings of each round."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from penstock.ladder.statistics import Journal, Verdict, verdict
 
 _SIGNAL = signal.SIGUSR2
 _AGAIN = 1.0
-"""Seconds between two attempts to stop: code that swallows every exception is asked again."""
+"""Seconds between two attempts to stop the block: the first may be swallowed by code that catches every exception."""
 
 
 class OutOfTime(PenstockError):
-    """The block was stopped because its time was over."""
+    """The block was stopped because it ran out of time."""
 
 
 class _Stop(BaseException):
-    """Raised in the block; no `except Exception` inside it takes it for a failure of its own."""
+    """Raised inside the block; no `except Exception` there catches it."""
 
 
 @contextmanager
 def stopped_at(end: float, what: str) -> Iterator[None]:
-    """Raise OutOfTime with `what` as its message from the block if it still runs at `end` (`time.perf_counter()`).
+    """Raise OutOfTime with the message `what` from the block if it still runs at `end` (`time.perf_counter()`).
 
-    Python runs signal handlers in the main thread only, so that a block in another thread is not stopped.
+    Python runs signal handlers in the main thread only, so a block in another thread is not stopped.
     """
     if math.isinf(end) or threading.current_thread() is not threading.main_thread():
         yield
@@ -71,28 +71,28 @@ def stopped_at(end: float, what: str) -> Iterator[None]:
 T = TypeVar("T")
 
 COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
-"""Seconds of compiling before any was measured: those of ViT-Ti/16 on one core. What is compiled first corrects it."""
+"""Expected seconds of compiling, from ViT-Ti/16 on one core; measured ones replace it."""
 AGAIN = 0.3
-"""Compile time of a form that was compiled before, as a share of the first time: torch's cache has its kernels."""
+"""Time to compile a form again, as a share of the first time: torch's cache already holds its kernels."""
 
 Tell = Callable[[str, str, Sequence[Setting], float], None]
-"""Called before anything that takes long with the activity, its subject in words, the settings and the seconds."""
+"""Called before each long activity, with its name, its subject in words, the settings and the expected seconds."""
 
 
 class Arena:
-    """The contenders that are built, and the journals of all rounds."""
+    """The contenders that are built, and the timings of all rounds."""
 
     def __init__(self, contenders: Contenders, rounds: int, round_seconds: float, tell: Tell) -> None:
-        """`rounds` are the least before a small difference is believed."""
+        """`rounds` is the least number of rounds after which a small difference is believed."""
         self.contenders = contenders
         self.rounds, self.round_seconds = rounds, round_seconds
         self.baseline = contenders.first
         self.keep: set[Setting] = {contenders.first}
-        """Settings that stay built while there is memory: they race again and again."""
+        """Settings that stay built as long as memory allows, because they race again and again."""
         self.wall: Journal[Setting] = Journal()
         self.processor: Journal[Setting] = Journal()
         self.timed_alone: set[Setting] = set()
-        """Settings that memory did not hold beside the others, so that they were timed by themselves."""
+        """Settings that were timed by themselves, because memory could not hold them beside the others."""
         self.floor = 0.0
         self.compile_until: Callable[[], float] = lambda: math.inf
         """Time, by `time.perf_counter()`, at which a compilation is stopped."""
@@ -107,7 +107,7 @@ class Arena:
     # Building
 
     def build(self, setting: Setting) -> Contender:
-        """The contender of a setting; built now if it is not there. Raises whatever building raises."""
+        """The contender of a setting, built now unless it exists. Raises whatever building raises."""
         contender = self._built.pop(setting, None)
         if contender is None or not contender.alive:
             compiles = setting.plan.compile != "none"
@@ -115,18 +115,18 @@ class Arena:
             words = "compiling" if compiles else "building"
             self._tell(words, setting.words, (setting,), self.building(setting))
             start, end = time.perf_counter(), math.inf
-            if compiles and setting not in self.build_seconds:  # again, its kernels come from torch's cache
+            if compiles and setting not in self.build_seconds:  # else its kernels come from torch's cache
                 end = self.compile_until()
             with stopped_at(end, f"compiling was stopped after {end - start:.0f} s, when its time was over"):
                 contender = self.contenders.contend(setting)
             self.build_seconds[setting] = time.perf_counter() - start
             self.compile_seconds[setting] = contender.compile_seconds
             self.step_seconds[setting] = contender.step_seconds
-        self._built[setting] = contender  # the last in the queue for being let go
+        self._built[setting] = contender  # moves to the end of the queue of contenders to drop
         return contender
 
     def building(self, setting: Setting) -> float:
-        """Seconds that building a setting should take; 0 where it is built."""
+        """Expected seconds to build a setting; 0 if it is built already."""
         if setting in self._built:
             return 0.0
         eager = [s for at, s in self.build_seconds.items() if at.plan.compile == "none"]
@@ -139,7 +139,7 @@ class Arena:
         return least + compiling * (AGAIN if compiled_before else 1.0)
 
     def _make_room(self, setting: Setting) -> None:
-        """Let go of those that waited longest, so that those who wait fit into memory beside this one."""
+        """Drop the contenders that have been idle longest, until the rest fit into memory beside `setting`."""
         room = self.contenders.room(setting)
         while len(self._built) + 1 > room:
             waiting = [setting_built for setting_built in self._built if setting_built not in self._playing]
@@ -149,7 +149,7 @@ class Arena:
             self.retire(free[0], force=True)
 
     def retire(self, setting: Setting, *, force: bool = False) -> None:
-        """Let go of a setting, unless it is to stay, and give its memory back."""
+        """Drop a setting and free its memory, unless it is in `keep`; `force` drops it even then."""
         if setting in self.keep and not force:
             return
         contender = self._built.pop(setting, None)
@@ -157,27 +157,27 @@ class Arena:
             contender.close()
 
     def clear(self) -> None:
-        """Let go of all that need not stay."""
+        """Drop all settings that are not in `keep`."""
         for setting in list(self._built):
             self.retire(setting)
 
     def close(self) -> None:
-        """End the processes, if there are any."""
+        """End the contenders' processes, if there are any."""
         self.contenders.end()
 
     # Measuring
 
     def play(self, settings: Sequence[Setting], rounds: int) -> None:
-        """Play rounds in which all settings take turns; each begins with another. Those of one form of host memory
-        follow each other, because each change of it costs a step.
+        """Play rounds in which all settings take turns, starting with a different one each time. Settings with the same
+        form of host memory follow each other, because each change of the form costs a step.
 
-        Where memory does not hold all of them, the last is timed by itself, and compared with what the others took
-        last. Raises whatever building one of them raises.
+        If memory cannot hold all of them, the last is timed by itself and compared with the latest timings of the
+        others. Raises whatever building one of them raises.
         """
         settings = list(dict.fromkeys(settings))
         room = self.contenders.room(settings[0])
         if len(settings) > room:
-            # Groups that share a setting: through it each can be compared with all.
+            # Play groups that share one setting, through which all settings can be compared.
             for at in range(0, len(settings) - 1, room - 1):
                 self.play(settings[at : at + room], rounds)
             return
@@ -205,14 +205,14 @@ class Arena:
             self.wall.add(walls)
 
     def turn_seconds(self, setting: Setting) -> float:
-        """Seconds of one turn of a setting."""
+        """Expected seconds of a setting's turn in one round."""
         return max(self._step(setting), self.round_seconds)
 
     def round_of(self, settings: Sequence[Setting]) -> float:
-        """Seconds of one round in which settings that are built take turns."""
+        """Expected seconds of one round in which these settings, already built, take turns."""
         seconds = sum(map(self.turn_seconds, settings))
         forms = {self.contenders.form(setting): setting for setting in settings}
-        if len(forms) > 1:  # whoever follows one of the other form takes a step that is not timed
+        if len(forms) > 1:  # the first turn after a change of form begins with a step that is not timed
             seconds += sum(map(self._step, forms.values()))
         return seconds
 
@@ -220,32 +220,32 @@ class Arena:
         return self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
 
     def ratio(self, setting: Setting, over: Setting) -> Estimate | None:
-        """Speed of a setting over another's in samples per second, from all rounds of the run."""
+        """Speed of a setting relative to `over`, in samples per second, from all rounds of the run."""
         step_speed = self.wall.joint().ratio(setting, over, self.floor)
         return step_speed and step_speed.times(self.work(setting, over))
 
     def speed(self, setting: Setting) -> float | None:
-        """A setting's speed over the baseline's by all rounds, without an interval."""
+        """Speed of a setting relative to the baseline, from all rounds, without an interval."""
         if setting == self.baseline:
             return 1.0
         step_speed = self.wall.joint().speed(setting, self.baseline)
         return step_speed and step_speed * self.work(setting, self.baseline)
 
     def work(self, setting: Setting, over: Setting) -> float:
-        """Samples of a step of one setting, over those of another."""
+        """Samples per step of a setting, divided by those of `over`."""
         return self.contenders.samples(setting) / self.contenders.samples(over)
 
     def verdict_of(self, setting: Setting, over: Setting) -> Verdict:
-        """The verdict of all rounds so far on the two."""
+        """The verdict on two settings after all rounds so far."""
         ratio = self.ratio(setting, over)
         return "open" if ratio is None else verdict(ratio, ratio.rounds, self.rounds)
 
     def faster(self, setting: Setting, over: Setting) -> bool:
-        """Whether all rounds so far say that one setting is faster than another, beyond the noise."""
+        """Whether all rounds so far show that a setting is faster than `over`, beyond the noise."""
         return self.verdict_of(setting, over) == "faster"
 
     def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
-        """Let settings take turns until each pair is decided, or the time is up. Those that are decided step out."""
+        """Let settings take turns until all pairs are decided or the time is up; decided ones drop out."""
         for _ in range(self.contenders.most_rounds):
             undecided = [pair for pair in pairs if self.verdict_of(*pair) == "open"]
             running = [s for s in settings if any(s in pair for pair in undecided)]
@@ -255,12 +255,12 @@ class Arena:
             self.play(running, 1)
 
     def memory(self, setting: Setting) -> list[int]:
-        """Peak bytes of one step of a setting that is built, by rank."""
+        """Peak bytes of one step of a setting, by rank; builds it if necessary."""
         self._tell("weighing", setting.words, (setting,), 2 * self.turn_seconds(setting))
         return self.build(setting).memory()
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """The loss run of a setting, beside the built contenders if memory allows."""
+        """The loss run of a setting; the built contenders stay if memory allows."""
         step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
         if self.contenders.loss_runs:
             self._tell("training", setting.words, (setting,), steps * step)
@@ -271,13 +271,13 @@ class Arena:
         return self._with_room(run) or run()
 
     def _with_room(self, work: Callable[[], T], alone: Setting | None = None) -> T | None:
-        """Result of `work`; None where a GPU's memory runs out: then all others are let go, and `alone` is built."""
+        """Result of `work`. If a GPU's memory runs out, drop all contenders, build `alone` and return None."""
         try:
             return work()
         except Exception as error:
             if not self.contenders.shares_gpu or failure(error)[0] != "out of memory":
                 raise
-        # Only here, where the exception and the frames it held are gone, is its memory free.
+        # Only outside `except` is the memory free that the exception and its frames held.
         for contender in self._built.values():
             contender.close()
         self._built.clear()
@@ -287,7 +287,7 @@ class Arena:
 
 
 def _form(setting: Setting) -> tuple[object, ...]:
-    """Everything that decides the code that is compiled: two settings of one form share it."""
+    """Everything that determines the compiled code: two settings with the same form share it."""
     p = setting.plan
     return (
         setting.model, p.compile, p.precision, p.dtype, p.matmul, p.attention, p.token_order, p.micro_batch, p.products,
@@ -296,7 +296,7 @@ def _form(setting: Setting) -> tuple[object, ...]:
 
 
 def busy_seconds() -> float | None:
-    """Processor time that all programs together took so far on the cores that this one may use; None if unknown."""
+    """Processor time of all programs so far on the cores that this process may use; None if unknown."""
     try:
         lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
         own_cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}

@@ -1,7 +1,7 @@
 """The ladder: finds the fastest Plan with the same results, and says what each optimisation on the way to it gains.
 
-Search, then climb: `search` finds the setting and its path, this file reads from top to bottom as what happens, and
-makes the report. A setting that cannot be built, runs out of memory or fails is reported, and the climb goes on.
+`search` finds the best setting and the path to it. This file runs the phases, in the order in which it reads, and makes
+the report. A setting that cannot be built, runs out of memory or fails is reported, and the climb goes on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from penstock.probe import machine_for, resolve_device
 UNTIL: dict[Phase, float] = {"search": 0.55, "top": 0.75, "path": 0.85, "apart": 0.96, "race": 1.0}
 """Share of the budget after which a phase begins nothing new; the next phase gets the rest."""
 SCOUT_UNTIL = 0.42
-"""Share of the budget after which the search looks at no new setting, and races the best of those it saw."""
+"""Share of the budget after which the search tries no new setting and races the best of those it has measured."""
 BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own attention: the plain loop."
 
 
@@ -55,12 +55,12 @@ def ladder(
     """Find the fastest Plan with the same results on this machine, and what each optimisation gains on the way to it.
 
     `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
-    `package.module:name`, that returns (model, batch, loss) with `loss(model, batch)` a scalar tensor. `settings` are
-    fields of `LadderConfig`, over `config`. `on_progress` is called with what comes next. Nothing is written; see
-    `LadderReport` and `penstock.ladder.write`.
+    `package.module:name`, that returns (model, batch, loss), where `loss(model, batch)` is a scalar tensor. `settings`
+    are fields of `LadderConfig` and override `config`. `on_progress` is called before each activity. No file is
+    written; see `LadderReport` and `penstock.ladder.write`.
 
-    Raises ConfigError for settings, models and factories that cannot be, EnvironmentProblem for a missing device, and
-    what the baseline itself raises: without it there is nothing to compare with.
+    Raises ConfigError for impossible settings, models and factories, EnvironmentProblem for a missing device, and
+    whatever the baseline itself raises: without it there is nothing to compare with.
     """
     overrides = dict(settings)
     if model is not None:
@@ -92,22 +92,24 @@ def _require_devices(procs: int, device: torch.device) -> None:
 
 
 def _notes(subject: Subject) -> list[str]:
-    """Notes for a reader on the subject's samples, and on several processes."""
+    """Notes for the reader on packed samples and on several processes."""
     notes = []
     if (share := subject.unpacked_padding) is not None:
-        notes.append(f"Documents are packed into samples: one document in each would be {share:.0%} padding.")
+        notes.append(
+            f"Documents are packed into samples: with one document per sample {share:.0%} would be padding."
+        )
     if subject.procs == 1 or subject.device.type != "cpu":
         return notes
-    alone, each = torch.get_num_threads(), threads_of(subject.procs)
+    alone_threads, rank_threads = torch.get_num_threads(), threads_of(subject.procs)
     return [
         *notes,
-        f"On this CPU one process computes with {alone} thread{'s' if alone > 1 else ''}, and each of "
-        f"{subject.procs} with {each}.",
+        f"On this CPU one process computes with {alone_threads} thread{'s' if alone_threads > 1 else ''}, and each of "
+        f"{subject.procs} with {rank_threads}.",
     ]
 
 
 class _Climb(Course):
-    """One climb of a model. `run` and `_climbed` are its phases from top to bottom."""
+    """One climb of a model. `_climbed` runs its phases from top to bottom."""
 
     def __init__(
         self, subject: Subject, machine: Machine, config: LadderConfig, on_progress: OnProgress
@@ -122,7 +124,7 @@ class _Climb(Course):
         self.notes += _notes(subject)
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
-        """The report of all rungs."""
+        """Climb, and report on all rungs."""
         return self.watched(lambda: self._climbed(rungs))
 
     def _climbed(self, rungs: Sequence[Rung]) -> LadderReport:
@@ -140,7 +142,7 @@ class _Climb(Course):
         self.phase = "top"
         best = self._same_results(search, search.top(best, self._until("top")))
         self.phase = "path"
-        # Rungs that change results may have been left out; then their time is the path's.
+        # If no rung changes results, the path may use their time too.
         others = [rung for rung in rungs if not rung.searched]
         best, path = search.path(best, self._until("apart" if not others else "path", weighing=True))
         if search.space.computes_otherwise(best):
@@ -155,7 +157,7 @@ class _Climb(Course):
         self.phase = "race"
         steps = [step.setting for _, step in path]
         self.last_race([first, best.setting, offer.best], steps, self._until("race"))
-        # A Plan that all rounds together do not call faster is not recommended; a part of it may be.
+        # Never recommend a Plan that all rounds together do not show to be faster; a shorter path may be.
         while path and not arena.faster(best.setting, first):
             path = path[:-1]
             best = path[-1][1] if path else space.first
@@ -164,7 +166,7 @@ class _Climb(Course):
         return self._report(rungs, control, best, path, offer, offered_on)
 
     def _same_results(self, search: Search, best: Candidate) -> Candidate:
-        """The best whose loss is within the noise of seeds, where it computes in other types than the baseline."""
+        """The best candidate; in other types than the baseline's only if its loss is within the noise of seeds."""
         while rounding := search.space.computes_otherwise(best):
             phase, self.phase = self.phase, "losses"
             self.losses.curve(best.setting)
@@ -174,17 +176,14 @@ class _Climb(Course):
             search.refused.append(rounding)
             titles = " and ".join(search.space.rungs[name].title for name in sorted(rounding))
             self.notes.append(
-                f"With {titles} the loss differs by more than seeds explain, so no Plan has it."
+                f"With {titles} the loss differs by more than seeds explain, so no Plan includes it."
             )
             best = search.best
         return best
 
     def _until(self, phase: Phase, *, weighing: bool = False) -> float:
-        """Time after which a phase begins nothing new: at its share of the budget, or earlier, so that what must come
-        can come.
-
-        That is the path until it was climbed, `weighing` its steps, and the last race.
-        """
+        """Time after which a phase begins nothing new: at its share of the budget, or earlier, because the path (unless
+        climbed), with `weighing` the memory measurements of its steps, and the last race must still follow."""
         needed = 0.0
         if phase != "race" and self.search is not None:
             needed = FEWEST * self.arena.round_of([self.first, self.search.best.setting])
@@ -199,7 +198,7 @@ class _Climb(Course):
     def _kept(
         self, search: Search, best: Candidate, path: Sequence[tuple[str, Candidate]]
     ) -> list[RungResult]:
-        """Rungs of the best Plan in the order of the path, and those that have no step of their own on it."""
+        """Results of the best Plan's rungs in the order of the path, first those without a step of their own on it."""
         results, before = [], search.space.first
         for name, step in path:
             result = self.account.result(search.space.rungs[name], step.setting)
@@ -216,19 +215,19 @@ class _Climb(Course):
             results.append(replace(result, worth=worth))
             before = step
         for name in sorted(best.rungs - {name for name, _ in path}):
-            reason = "it could not be built without what comes after it"
+            reason = "it could not be built without a rung that comes after it"
             result = self.account.result(search.space.rungs[name], best.setting)
             results.insert(0, replace(result, status="unproven", reason=reason))
         return results
 
     def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
-        """A rung that keeps results and is not in the best Plan: what it does there, or in the fastest that has it."""
-        beside = search.space.with_one(best, rung.name)
+        """Result of a rung that keeps results but is not in the best Plan: on that Plan, or in the fastest with it."""
+        on_best = search.space.with_one(best, rung.name)
         least = search.space.least.get(rung.name)
         if least is None:
             refusal = rung.refusal(self.first, self.situation) or rung.refusal(best.setting, self.situation)
-            return replace(self.account.result(rung), reason=refusal or "it is the baseline's already")
-        candidate = beside
+            return replace(self.account.result(rung), reason=refusal or "the baseline already has it")
+        candidate = on_best
         if candidate is None or candidate.key not in search.measured:
             measured = [c for c in search.measured.values() if rung.name in c.rungs]
             failed = [c for c in search.failures if rung.name in c.rungs]
@@ -236,7 +235,7 @@ class _Climb(Course):
                 status, reason = search.failures[failed[0]]
                 result = self.account.result(rung, failed[0].setting)
                 return replace(result, status=status, reason=reason)
-            candidate = max(measured, key=search.speed, default=beside or least)
+            candidate = max(measured, key=search.speed, default=on_best or least)
         search.forecast(candidate)
         result = self.account.result(rung, candidate.setting)
         corrected = search.before.get(candidate.setting, search.speed(candidate))
@@ -244,7 +243,7 @@ class _Climb(Course):
         result = replace(result, forecast=forecast)
         if candidate.key not in search.measured:
             ahead = search.speed(candidate) / search.speed(best)
-            reason = f"forecast at {ahead:.2f}× the best Plan by what was measured of others"
+            reason = f"forecast at {ahead:.2f}× the best Plan, from measurements of other settings"
             return replace(result, status="not run", reason=reason)
         result = self.account.with_figures(result, candidate.setting, best.setting)
         if not search.allowed(candidate):
@@ -252,7 +251,7 @@ class _Climb(Course):
         else:
             reason = NO_GAIN[self.arena.verdict_of(candidate.setting, best.setting)]
         reason = reason or "too little of the budget was left to move to it"
-        if candidate is not beside:
+        if candidate is not on_best:
             reason += " (with it, the fastest setting measured)"
         return replace(result, status="not kept", reason=reason)
 

@@ -1,7 +1,7 @@
-"""Contenders of a climb, each built under one setting, and whoever builds them. Free of torch.
+"""Contenders of a climb, each built under one setting, and the object that builds them. Free of torch.
 
-A climb is over a model, in this process or on ranks that it starts (`models`), or over a script, in processes of its
-own (`penstock.tune.script`). All else is the same: rounds, noise, verdicts, losses, the last race and the report.
+A climb compares settings of a model, in this process or on ranks that it starts (`models`), or of a script, in
+processes of its own (`penstock.tune.script`). Rounds, noise, verdicts, losses, last race and report are the same.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class Timing:
 
     wall: float
     processor: float | None
-    """Processor time of all threads of all its processes; None where nobody knows."""
+    """Processor time of all threads of all its processes; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRun:
-    """Result of some steps of training: losses over all ranks, and gradient norms where they were taken."""
+    """Result of a few training steps: losses over all ranks, and gradient norms if they were recorded."""
 
     losses: list[float]
     norms: list[float]
 
 
 class ContenderEnded(PenstockError):
-    """A contender is over, though more steps were asked for."""
+    """A contender has ended, and cannot take the steps that were requested."""
 
     def __init__(self, status: str, why: str) -> None:
-        """`status` is that of the report, or why it ended early, which counts as a failure."""
+        """`status` is one that a report knows; any other counts as a failure. `why` is the reason."""
         super().__init__(why)
         self.status, self.why = status, why
 
@@ -47,26 +47,26 @@ class Contender(Protocol):
     """One setting, built and warm."""
 
     step_seconds: float
-    """As last measured, of the slowest process."""
+    """Seconds of a step of the slowest process, as last measured."""
     compile_seconds: float | None
-    """Seconds that the first steps took longer than later ones, where anything was compiled."""
+    """Extra seconds of the first steps over later ones; None if nothing was compiled."""
 
     @property
     def alive(self) -> bool:
-        """Whether the processes that hold it are still there."""
+        """Whether the processes that hold it still run."""
 
     def timed(self, least_seconds: float) -> Timing:
         """One timing of at least `least_seconds`."""
 
     def memory(self) -> list[int]:
-        """Peak bytes of one step, by rank; none where they are not known."""
+        """Peak bytes of one step, by rank; an empty list if unknown."""
 
     def close(self) -> None:
-        """Let go of all that it holds."""
+        """Release everything that it holds."""
 
 
 class Contenders(ABC):
-    """Whoever builds the contenders of a climb, and knows what a step of each is worth."""
+    """Builds the contenders of a climb, and knows how many samples a step of each is worth."""
 
     title: str
     unit: str
@@ -74,16 +74,16 @@ class Contenders(ABC):
     first: Setting
     """The baseline."""
     shares_gpu = False
-    """Whether all contenders have the memory of one GPU."""
+    """Whether all contenders share the memory of one GPU."""
     control_rounds: int
     control_share: float
     """Rounds of the baseline against itself, and the share of the budget that they may take."""
     most_rounds: int
     """Rounds after which a race ends, decided or not."""
     loss_runs: bool
-    """Whether losses are those of runs for them alone; else of the steps that were timed."""
+    """Whether losses come from separate loss runs; otherwise from the steps that were timed."""
     shorter: str
-    """How steps become shorter, in words, where too few fit into the budget."""
+    """Advice in words on how to make steps shorter, for when too few fit into the budget."""
 
     @abstractmethod
     def contend(self, setting: Setting) -> Contender:
@@ -97,33 +97,33 @@ class Contenders(ABC):
     def forecast(
         self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
     ) -> Forecast | None:
-        """The planner's forecast for a setting against the one before it and the baseline, if it has one; `corrected`
-        is the better ratio to the baseline."""
+        """The planner's forecast for a setting, relative to `before` and to the baseline; None without a planner.
+        `corrected` is a better estimate of the speed relative to the baseline."""
 
     @abstractmethod
     def train_command(self, setting: Setting) -> str:
-        """How to train with a setting."""
+        """The command, or the Python call, that trains with a setting."""
 
     @abstractmethod
     def end(self) -> None:
         """End all processes."""
 
     def room(self, setting: Setting) -> int:
-        """How many contenders like this one fit into memory, at least two."""
+        """Number of contenders like this one that fit into memory, at least two."""
         return sys.maxsize
 
     def form(self, setting: Setting) -> Hashable:
-        """The form of host memory of the process that holds it, if several share one: a change of it costs a step."""
+        """Form of the host memory of its process, if several settings share the process; changing it costs a step."""
         return None
 
     def slower(self, setting: Setting, before: Setting) -> float:
-        """How many times as long a step of a setting is expected to take."""
+        """Expected time of a step of a setting, as a multiple of a step of `before`."""
         return 1.0
 
     def samples(self, setting: Setting) -> float:
-        """Samples of one optimizer step, over all processes, in samples of the baseline."""
+        """Samples of one optimizer step over all processes, counted in samples of the baseline."""
         return 1.0
 
     def model_flops(self, setting: Setting) -> int | None:
-        """FLOPs of one optimizer step over all processes, where they are known."""
+        """FLOPs of one optimizer step over all processes; None if unknown."""
         return None

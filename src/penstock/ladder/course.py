@@ -1,4 +1,4 @@
-"""The course of a climb: its time, the noise, the last race, and the advice on the budget. Free of torch."""
+"""The part common to all climbs: time, noise, the last race, and advice on the budget. Free of torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from penstock.report import record
 log = logging.getLogger(__name__)
 
 STANDINGS = 5
-"""Settings whose speeds are reported while the climb goes on."""
+"""Number of fastest settings that are shown while the climb goes on."""
 BUSY = 0.1
-"""Share of the cores that others may keep busy before that is reported."""
+"""Share of the cores that other programs may keep busy before the report mentions it."""
 MOST_LONGER = 50.0
-"""Times the budget beyond which a longer climb is no advice."""
+"""A longer climb is not advised if it would need more than this many times the budget."""
 
 OnProgress = Callable[[Progress], None]
 """Called before anything that takes time."""
 
 
 class Course:
-    """The course of one climb."""
+    """Everything that climbs of models and of scripts have in common."""
 
     account: Account
 
@@ -61,8 +61,8 @@ class Course:
         return self.arena.baseline
 
     def watched(self, climb: Callable[[], LadderReport]) -> LadderReport:
-        """The report of `climb`, with a note where others used the machine meanwhile, if it was alone in this process.
-        Whatever happens, all processes end."""
+        """The report of `climb`, with a note if other programs used the machine meanwhile and this process was alone in
+        it. All processes are ended in any case."""
         busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
         try:
             report = climb()
@@ -74,12 +74,12 @@ class Course:
         others = max(0.0, (after - busy - own) / max(time.perf_counter() - began, 1e-9))
         if others > BUSY * (os.cpu_count() or 1):
             note = f"Other programs kept {others:.1f} of {os.cpu_count()} cores busy while this measured: "
-            note += "settings took turns, so ratios stand, but a quiet machine tells small gains better."
+            note += "settings took turns, so ratios are valid, but a quiet machine detects smaller gains."
             report = replace(report, notes=(*report.notes, note))
         return replace(report, others_busy=others)
 
     def control(self, twin: Setting) -> Control | None:
-        """Race the baseline against itself, and see by how much the two differ; None where not even two rounds fit."""
+        """Race the baseline against itself and measure how much the two differ; None if not even two rounds fit."""
         arena, first, most = self.arena, self.first, self.contenders.control_rounds
         turn = arena.turn_seconds(first)
         affordable = int(self.contenders.control_share * self.budget / (2 * turn))
@@ -87,7 +87,7 @@ class Course:
             arena.floor = FLOOR
             self.notes.append(
                 f"A step of the baseline takes {turn:.1f} s. Too few fit into the time to compare the baseline with "
-                f"itself, so the noise floor is taken to be {FLOOR:.1%}. A larger --budget tells more, "
+                f"itself, so the noise floor is taken to be {FLOOR:.1%}. A larger --budget detects more, "
                 f"{self.contenders.shorter}."
             )
             return None
@@ -98,8 +98,8 @@ class Course:
         return Control(ratio=ratio, processor_ratio=processor, floor=arena.floor)
 
     def last_race(self, ends: Sequence[Setting], between: Sequence[Setting], end: float) -> None:
-        """Race first and last once more, and what is still built of the path between them: the joint estimate holds the
-        whole ladder by both ends. It goes on until the intervals are narrow, or the time is up."""
+        """Race the first and the last setting once more, with the settings between them that are still built: both ends
+        fix the whole ladder in the joint estimate. It ends when the intervals are narrow, or the time is up."""
         arena = self.arena
         racing = list(dict.fromkeys([*ends, *(s for s in between if not arena.building(s))]))
         if len(racing) == 1:
@@ -115,7 +115,7 @@ class Course:
                 return
             try:
                 arena.play(racing, 1)
-            except Exception as error:  # what was measured before stands
+            except Exception as error:  # earlier measurements stay valid
                 log.info("the last race", exc_info=error)
                 self.notes.append(f"The last race ended early: {failure(error)[1]}.")
                 return
@@ -126,7 +126,7 @@ class Course:
         return ratio is not None and ratio.high <= (1 + SMALL) * ratio.value
 
     def nearest(self, settings: Iterable[Setting]) -> Nearest | None:
-        """The most promising of the settings that are not faster beyond the noise, and what would decide it."""
+        """The most promising setting that is not faster beyond the noise, and the budget that would decide it."""
         ratios = {setting: self.account.ratio(setting, self.first) for setting in settings}
         known = {s: ratio for s, ratio in ratios.items() if ratio is not None and s != self.first}
         if not known:
@@ -135,11 +135,11 @@ class Course:
         return Nearest(plan=best.words, ratio=known[best], budget=self._deciding_budget(known[best]))
 
     def _deciding_budget(self, ratio: Estimate) -> float | None:
-        """Seconds after which a climb should tell this gain from none; None where no reasonable time does."""
+        """Seconds after which a climb should distinguish this gain from none; None if unreasonably long."""
         limit = math.log1p(self.arena.floor)
         gain, width = math.log(ratio.value), math.log(ratio.high / ratio.value)
         longer = (width**2 - limit**2) / (gain**2 - limit**2) if gain > limit else math.inf
-        # Half as much again: the gain itself is known no better than this.
+        # Half as long again, because the gain itself is only known this well.
         return 1.5 * longer * self.budget if longer < MOST_LONGER else None
 
     def baseline(self, title: str, why: str) -> RungResult:
@@ -151,7 +151,7 @@ class Course:
         return self.account.with_figures(result, self.first, self.first)
 
     def report(self, **own: Any) -> LadderReport:
-        """The report: what every climb has, and what is `own`."""
+        """The report: the fields that every climb has, and its `own`."""
         losses = self.account.losses
         return LadderReport(
             title=self.contenders.title, unit=self.contenders.unit, noise=losses.noise_if_run, rounds=self.arena.rounds,
@@ -160,7 +160,7 @@ class Course:
         )  # fmt: skip
 
     def _tell(self, doing: Any, words: str, settings: Sequence[Setting], expected: float) -> None:
-        """Say what comes next, and how the race stands."""
+        """Report the next activity and the current standings."""
         ranked = [*self.ranked()][:STANDINGS]
         standings = [(setting.words, self.account.ratio(setting, self.first)) for setting in ranked]
         progress = Progress(

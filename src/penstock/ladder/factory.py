@@ -1,4 +1,4 @@
-"""A user's own model: finds the function that makes it by its path, calls it, and shares out its batch."""
+"""A user's own model: finds the function that makes it by its path, calls it, and resizes its batch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Factory = Callable[[], tuple[nn.Module, Any, Loss]]
 
 
 def load_factory(path: str) -> Factory:
-    """The function at `package.module:name`, looked for in the working directory too. Raises ConfigError."""
+    """Import the function at `package.module:name`; the working directory is searched too. Raises ConfigError."""
     return load_function(path, "factory")
 
 
 def path_of(factory: Factory) -> str | None:
-    """`package.module:name` of a function that another process finds there; None for one that it would not."""
+    """`package.module:name` of a function that another process can import; None if it cannot."""
     module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", "")
     if module in (None, "__main__") or getattr(sys.modules.get(str(module)), name, None) is not factory:
         return None
@@ -40,10 +40,10 @@ def path_of(factory: Factory) -> str | None:
 
 
 def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Loss]:
-    """The model, batch and loss that a factory returns; the model is copied, for a factory may return the same one
-    again.
+    """The model, batch and loss that a factory returns. The model is copied, because a factory may return the same one
+    twice.
 
-    Raises ConfigError where it does not return a model, a batch and a loss.
+    Raises ConfigError if it does not return a model, a batch and a loss.
     """
     with seeded(seed):
         parts = factory()
@@ -63,7 +63,7 @@ def made_by(factory: Factory, name: str, seed: int) -> tuple[nn.Module, Any, Los
 
 
 def drawn_anew(batch: Any, size: int, place: int) -> Any:
-    """The batch for micro-batch `place` of a step: itself first, then as many of its samples with replacement."""
+    """The batch for micro-batch `place` of a step: the first is the batch itself, later ones redraw its samples."""
     if place == 0:
         return batch
     chosen = torch.randint(size, (size,), generator=torch.Generator().manual_seed(place))
@@ -75,7 +75,7 @@ def drawn_anew(batch: Any, size: int, place: int) -> Any:
 
 
 def padding_of(batch: Any) -> float:
-    """The share of tokens that are padding, by the `attention_mask` of a batch of transformers' models; 0 without."""
+    """Share of padding among the tokens, from the `attention_mask` of a transformers batch; 0 without a mask."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor) or mask.ndim != 2 or not mask.numel():
         return 0.0
@@ -83,13 +83,13 @@ def padding_of(batch: Any) -> float:
 
 
 def samples_of(batch: Any) -> int | None:
-    """The size of the first dimension, where all tensors of a batch agree on it."""
+    """Number of samples: the size of the first dimension, if all tensors of the batch have the same; else None."""
     sizes = {leaf.shape[0] for leaf in tensors(batch) if leaf.ndim > 0}
     return int(sizes.pop()) if len(sizes) == 1 else None
 
 
 def can_switch(model: nn.Module, name: str, value: Any) -> bool:
-    """Whether a model can compute by a value of one of `SWITCHES`; it is left as it is by default."""
+    """Whether a model supports a value of one of the Plan's `SWITCHES`; afterwards it has the default again."""
     try:
         set_switch(model, name, value)
         set_switch(model, name, getattr(Plan(), name))

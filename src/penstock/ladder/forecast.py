@@ -1,7 +1,7 @@
-"""Forecasts beyond the planner: the share that each of several processes has of one machine, and corrections by
-measurements. Free of torch.
+"""Forecasts beyond the planner: one machine divided among several processes, and corrections from measurements. Free of
+torch.
 
-Ranks on one CPU share it: each has its part of every rate. What their collectives take was measured between them.
+Ranks on one CPU share it: each gets its part of every rate. The cost of their collectives is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.ladder.statistics import inverse
 
 
 def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
-    """The share of this one machine that each of `ranks` processes has."""
+    """The part of this machine that each of `ranks` processes has, as a Machine."""
     linked = replace(machine.linked(link, ranks), devices_per_node=max(ranks, machine.devices_per_node))
     if machine.device != "cpu":
         return linked
@@ -32,17 +32,17 @@ def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
 
 
 class Corrected:
-    """Forecasts of the speed of settings, corrected by what was measured of others.
+    """Forecasts of settings' speeds, corrected by the measurements of other settings.
 
-    What measuring adds to a forecast is, in logarithms, a sum over the answers to all choices (a rung or none) and over
-    all pairs of answers, each of an unknown size around zero: ridge regression on what was measured. It is solved in
-    its kernel form, in which two settings that agree in m answers share m single terms and m (m - 1) / 2 pairs.
+    The logarithm of the correction is a sum of terms, one for the answer to each choice (a rung or none) and one for
+    each pair of answers, each of an unknown size around zero: ridge regression on the measurements. It is solved in its
+    kernel form, in which two settings that agree in m answers share m single terms and m (m - 1) / 2 pairs.
     """
 
     SINGLE, PAIR = 0.15, 0.08
-    """Standard deviations of the terms: the planner's own errors from one setting to another."""
+    """Standard deviations of a single term and of a pair's: the planner's own errors between settings."""
     LEAST = 1e-5
-    """The least variance of what is measured: of two builds of one setting."""
+    """Least variance of a measurement: the variance between two builds of one setting."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[str, ...]] = []
@@ -51,8 +51,8 @@ class Corrected:
         self._means: dict[tuple[str, ...], float] = {}
 
     def learn(self, errors: Mapping[tuple[str, ...], tuple[float, float]]) -> None:
-        """Take the logarithms of measured over predicted speed, both against the baseline's, of all that was measured
-        so far, each with its variance."""
+        """Fit to all measurements so far: for each key, the logarithm of measured over predicted speed (both relative
+        to the baseline) and its variance."""
         self._keys, values = list(errors), [error for error, _ in errors.values()]
         matrix = [
             [
@@ -66,14 +66,14 @@ class Corrected:
         self._means.clear()
 
     def mean(self, key: tuple[str, ...]) -> float:
-        """The term to add to the logarithm of a setting's predicted speed."""
+        """The correction to add to the logarithm of a setting's predicted speed."""
         if key not in self._means:
             shared = (self._shared(key, k) * e for k, e in zip(self._keys, self._errors, strict=True))
             self._means[key] = float(sum(shared))
         return self._means[key]
 
     def deviation(self, key: tuple[str, ...]) -> float:
-        """Standard deviation of its error."""
+        """Standard deviation of the corrected forecast's error, in the logarithm of the speed."""
         shared = [self._shared(key, k) for k in self._keys]
         explained = sum(
             a * sum(b * c for b, c in zip(row, shared, strict=True))
@@ -88,7 +88,7 @@ class Corrected:
 
 
 def expected_gain(mean: float, deviation: float) -> float:
-    """Average excess over zero of a normal value with this mean and deviation (0 where it is below)."""
+    """Expected value of max(0, x) for a normal x with this mean and deviation."""
     if deviation <= 0:
         return max(0.0, mean)
     z = mean / deviation

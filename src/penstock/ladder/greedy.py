@@ -1,6 +1,6 @@
-"""The greedy climb: one rung after the other is put on top of the best so far, and stays where it pays.
+"""The greedy climb: each rung in turn is added to the best setting so far, and stays if it pays.
 
-So a script is tuned, and so are those rungs of a model that change results. Free of torch.
+Scripts are tuned so, and so are the rungs of a model that change results. Free of torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.ladder.statistics import Verdict, verdict
 log = logging.getLogger(__name__)
 
 EQUAL_STEPS = 6
-"""Steps after which the losses of several processes are compared with one process's."""
+"""Number of steps after which the losses of several processes are compared with those of one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Attempt:
 
     @property
     def paid(self) -> bool:
-        """Whether the climb went on from it."""
+        """Whether the climb continued from its setting."""
         return self.result.status in ("kept", "offered")
 
 
@@ -49,20 +49,20 @@ class Greedy:
         refusal: Callable[[Rung, Setting], str | None],
         seed: int = 0,
     ) -> None:
-        """`refusal` says why a rung cannot be put on a setting, if it cannot."""
+        """`refusal` returns why a rung cannot be added to a setting, or None."""
         self.account, self.arena, self.situation = account, account.arena, situation
         self.best, self._refusal, self._seed = best, refusal, seed
         self.attempts: dict[str, Attempt] = {}
-        """The last attempt with each rung, those that paid in the order in which they were taken."""
+        """The last attempt with each rung; those that paid are in the order in which they were added."""
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """Names of the rungs that pay, without those that a later one of the same choice replaced."""
+        """Names of the rungs that pay, except those replaced by a later rung of the same choice."""
         paid = {a.rung.alternatives: a.rung.name for a in self.attempts.values() if a.paid}
         return tuple(paid.values())
 
     def climb(self, rungs: Iterable[Rung], end: float, *, share: bool = True) -> None:
-        """Try each until `end`, with `share` for a fair part of the time that is left."""
+        """Try each rung until `end`; with `share` each gets an equal part of the remaining time."""
         rungs = [*rungs]
         for index, rung in enumerate(rungs):
             seconds = (end - time.perf_counter()) / (len(rungs) - index if share else 1)
@@ -77,8 +77,8 @@ class Greedy:
             self.arena.clear()
 
     def results(self, names: Iterable[str], *, carried: Sequence[str]) -> list[RungResult]:
-        """The results of some attempts, with figures of all rounds that were measured by now. What paid is part of a
-        setting only if it is `carried`."""
+        """Results of these attempts, with figures from all rounds so far. A rung that paid counts as not kept unless it
+        is `carried`, that is, part of a setting that is reported."""
         results = []
         for attempt in (self.attempts[name] for name in names):
             result = attempt.result
@@ -94,7 +94,7 @@ class Greedy:
         return results
 
     def _attempt(self, rung: Rung, seconds: float, end: float) -> Attempt:
-        """The result of one rung, also where it cannot be applied or fails."""
+        """Result of one rung, even if it cannot be applied or fails."""
         before = self.best
         refusal = self._refusal(rung, before)
         if refusal is not None:
@@ -107,14 +107,14 @@ class Greedy:
                 result = replace(result, status="not run", reason="too little of the budget was left")
             else:
                 result = self._measured(rung, result, setting, time.perf_counter() + seconds)
-        except Exception as error:  # a rung is an experiment: any way of failing is its result
+        except Exception as error:  # a rung is an experiment: every kind of failure is its result
             status, reason = failure(error)
             log.info("%s: %s: %s", rung.name, status, reason, exc_info=error if status == "failed" else None)
             result = replace(result, status=status, reason=reason)
         return Attempt(rung, result, setting, before)
 
     def _least_seconds(self, rung: Rung, setting: Setting) -> float:
-        """Seconds that measuring a setting takes at least if its speed is as predicted; notes its predicted step."""
+        """Least seconds to measure a setting if its speed is as predicted; stores its predicted step time."""
         arena, losses = self.arena, self.account.losses
         slower = self.account.contenders.slower(setting, self.best)
         step = arena.step_seconds.setdefault(setting, arena.step_seconds[self.best] * slower)
@@ -123,7 +123,7 @@ class Greedy:
         return arena.building(setting) + arena.building(self.best) + 3 * turns + trained
 
     def _measured(self, rung: Rung, result: RungResult, setting: Setting, end: float) -> RungResult:
-        """Measure, train and judge a rung. Raises whatever the rung raises."""
+        """Time a rung, train with it and judge it. Raises whatever the rung raises."""
         arena, account = self.arena, self.account
         arena.keep = {arena.baseline, self.best}
         arena.play([self.best, setting], 1)
@@ -137,9 +137,9 @@ class Greedy:
                 shard=1, offload="none", accumulate=plan.accumulate * plan.dp,
             )  # fmt: skip
             ranks = arena.trained(setting, self._seed, EQUAL_STEPS)
-            alone = arena.trained(replace(setting, plan=single), self._seed, EQUAL_STEPS)
-            equal = equality(plan, ranks, alone)
-            change = ranks.losses[-1] - alone.losses[-1]
+            on_one = arena.trained(replace(setting, plan=single), self._seed, EQUAL_STEPS)
+            equal = equality(plan, ranks, on_one)
+            change = ranks.losses[-1] - on_one.losses[-1]
         else:
             account.losses.curve(setting)
         result = account.with_figures(result, setting, self.best)

@@ -1,4 +1,4 @@
-"""Losses: how much chance alone changes them, and whether a setting stays within that. Free of torch."""
+"""Losses: how much chance alone changes them, and whether a setting's loss stays within that. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from penstock.ladder.rung import Rung, Setting
 from penstock.ladder.statistics import Verdict
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1.6e-2, "fp16": 1e-3}
-"""Relative difference allowed of the losses of several processes and one, by the type they compute in: ranks add
-gradients up in another order. Those of half types are torch's own for numbers of that type; fp32's is that of losses
-after some steps, of which 3e-7 was measured."""
+"""Allowed relative difference between the losses of several processes and of one, by computing type: ranks add up
+gradients in another order. For half types it is torch's own tolerance; for fp32 it allows for losses after some steps,
+where 3e-7 was measured."""
 DEVIATIONS = 2.0
-"""Standard deviations of the loss over seeds within which a setting counts as giving the same results."""
+"""A setting counts as giving the same results if its loss is within this many standard deviations over seeds."""
 NO_GAIN: dict[Verdict, str] = {
     "slower": "slower", "same": "no difference", "open": "no clear gain", "faster": "",
 }  # fmt: skip
-"""Why a rung of this verdict is not kept."""
+"""Reason why a rung with this verdict is not kept."""
 UNPROVEN = "part of the Plan, though its own gain is within the noise"
 WORTH = "its step is within the noise, but the Plan is surely slower without it"
 
 
 def judged(result: RungResult, rung: Rung, verdict: Verdict) -> tuple[Status, str]:
-    """The status of a rung that was measured on top of the best, and the reason."""
+    """The status, and its reason, of a rung that was measured on top of the best setting."""
     if not rung.carried:
         return "reported", "measured for comparison, not built upon"
     if any(not math.isfinite(loss) for loss in result.losses):
@@ -45,13 +45,13 @@ def judged(result: RungResult, rung: Rung, verdict: Verdict) -> tuple[Status, st
 
 
 def tail_mean(curve: Sequence[float]) -> float:
-    """Mean over the last quarter: one step's loss is mostly that of its samples."""
+    """Mean over the last quarter: the loss of a single step mostly depends on its samples."""
     tail = curve[-max(1, len(curve) // 4) :]
     return sum(tail) / len(tail)
 
 
 def equality(plan: Plan, ranks: LossRun, alone: LossRun) -> Equality:
-    """Losses and gradient norms of several processes under `plan` against those of one."""
+    """Losses and gradient norms of several processes under `plan`, compared with those of one process."""
     return Equality(
         steps=len(ranks.losses), loss=_largest_difference(ranks.losses, alone.losses),
         norm=_largest_difference(ranks.norms, alone.norms) if ranks.norms and alone.norms else None,
@@ -60,7 +60,7 @@ def equality(plan: Plan, ranks: LossRun, alone: LossRun) -> Equality:
 
 
 def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference, infinite where only one is finite; a loss scale may skip a step for both."""
+    """Largest relative difference; infinite where only one value is finite (a loss scale may skip a step in both)."""
     worst = 0.0
     for a, b in zip(losses, expected, strict=True):
         if math.isfinite(a) != math.isfinite(b):
@@ -71,13 +71,13 @@ def _largest_difference(losses: Sequence[float], expected: Sequence[float]) -> f
 
 
 SHARE = 0.15
-"""Share of a budget that loss runs may take before any rung that changes results is tried."""
+"""Share of the budget that loss runs may take before rungs that change results are tried."""
 LEAST_STEPS = 8
-"""Shorter loss runs say nothing, and are left out."""
+"""Loss runs of fewer steps say nothing and are left out."""
 
 
 class Losses:
-    """The losses of one climb: of runs that are made when they are first asked for, or of the steps that were timed."""
+    """The losses of one climb: from loss runs made when first needed, or from the steps that were timed."""
 
     def __init__(self, arena: Arena, steps: int, seed: int, seeds: int, budget: float) -> None:
         self.arena, self.seed = arena, seed
@@ -86,12 +86,12 @@ class Losses:
         self._seeds, self._budget = seeds, budget
         self._noise: Noise | None = None
         self._grow = not arena.contenders.loss_runs
-        """Whether curves grow with every turn."""
+        """Whether losses come from timed steps, so that curves grow with every turn."""
         self._curves: dict[Setting, tuple[float, ...]] = {}
 
     @property
     def noise(self) -> Noise | None:
-        """The baseline's loss under several seeds; none where no losses are compared."""
+        """The baseline's loss under several seeds; None if no losses are compared."""
         if self.steps and (self._noise is None or self._grow):
             self._fit()
         if self.steps and (self._noise is None or self._grow):
@@ -106,11 +106,11 @@ class Losses:
 
     @property
     def noise_if_run(self) -> Noise | None:
-        """`noise`, if something has asked for it; it is not measured now."""
+        """`noise` if it has been measured; measures nothing."""
         return self._noise
 
     def curve(self, setting: Setting) -> tuple[float, ...]:
-        """Losses of a setting, step by step; none where no losses are compared, or the baseline's are no numbers."""
+        """Losses of a setting, step by step; empty if no losses are compared, or if the baseline's are not finite."""
         if self.noise is None or not all(map(math.isfinite, self.noise.curves[0])):
             return ()
         if setting not in self._curves or self._grow:
@@ -118,19 +118,19 @@ class Losses:
         return self._curves[setting]
 
     def known(self, setting: Setting) -> tuple[float, ...]:
-        """Losses of a setting that were measured already; empty if none were."""
+        """Losses of a setting that are already measured; empty if none are."""
         return self._curves.get(setting, ())
 
     def difference(self, setting: Setting) -> float | None:
-        """Loss less the baseline's, from the same weights and samples; none where it was not run."""
-        noise = self._beside(setting)
+        """Loss minus the baseline's, from the same weights and samples; None if it was not run."""
+        noise = self._noise_beside(setting)
         if noise is None:
             return None
         return tail_mean(self.known(setting)[: len(noise.curves[0])]) - noise.losses[0]
 
     def steps_to_loss(self, setting: Setting) -> int | None:
-        """Steps until the loss, as a mean over a quarter of the run, is down to the baseline's at its end; None where
-        it was not run or stays above."""
+        """Steps until the loss, as a mean over a quarter of the run, falls to the baseline's final loss; None if it was
+        not run or stays above."""
         curve, width = self.known(setting), max(1, self.steps // 4)
         if self._noise is None or self._grow:
             return None
@@ -140,35 +140,35 @@ class Losses:
         )
 
     def allowed(self, setting: Setting) -> float | None:
-        """Largest loss difference that chance explains; of steps that were timed, also the rounding of the type."""
-        noise = self._beside(setting)
+        """Largest loss difference that chance explains; for timed steps also the rounding of the type."""
+        noise = self._noise_beside(setting)
         if noise is None:
             return None
         rounding = TOLERANCES[numerics_of(setting.plan).compute] if self._grow else 0.0
         return max(DEVIATIONS * noise.deviation, rounding * abs(noise.losses[0]))
 
-    def _beside(self, setting: Setting) -> Noise | None:
-        """The baseline's losses over as many steps as the setting's, if it has enough."""
+    def _noise_beside(self, setting: Setting) -> Noise | None:
+        """The baseline's losses over as many steps as the setting has, if the baseline has enough."""
         curve, noise = self.known(setting), self._noise
         if noise is None or len(curve) >= len(noise.curves[0]):
             return noise if curve else None
         if len(curve) < LEAST_STEPS:
             return None
-        return noise_of(noise.seeds, [other[: len(curve)] for other in noise.curves])
+        return noise_of(noise.seeds, [seed_curve[: len(curve)] for seed_curve in noise.curves])
 
     def within_noise(self, setting: Setting) -> bool | None:
-        """Whether chance explains the difference; none where it was not run."""
+        """Whether chance explains the loss difference; None if it was not run."""
         change, allowed = self.difference(setting), self.allowed(setting)
-        return None if change is None or allowed is None else abs(change) <= allowed  # never for NaN
+        return None if change is None or allowed is None else abs(change) <= allowed  # False for NaN
 
     def seconds(self, setting: Setting) -> float:
-        """Seconds that the loss run of a setting takes; 0 where it was run."""
+        """Seconds that the loss run of a setting takes; 0 if it was already run."""
         if setting in self._curves or self._grow:
             return 0.0
         return self.steps * self.arena.step_seconds.get(setting, 0.0)
 
     def _fit(self) -> None:
-        """Shorten all runs alike, so that they take no more than their share."""
+        """Shorten all loss runs equally, so that they fit into their share of the budget."""
         if self._grow:
             return
         step = self.arena.step_seconds[self.arena.baseline]
@@ -180,7 +180,7 @@ class Losses:
 
 
 def noise_of(seeds: Sequence[int], curves: Sequence[Sequence[float]]) -> Noise:
-    """How much the last losses of these curves of the baseline differ."""
+    """Mean final losses of these curves of the baseline, and how much they differ between seeds."""
     last = tuple(tail_mean(curve) for curve in curves)
     return Noise(
         seeds=tuple(seeds), losses=last, curves=tuple(map(tuple, curves)), deviation=statistics.stdev(last)

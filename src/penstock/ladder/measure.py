@@ -1,7 +1,7 @@
 """Timing, memory and losses of contenders that live side by side in one process.
 
-A contender is a model built under one Setting with batches to step on. Each process has a `Bench` that holds its
-models. A contender of several processes is one on the bench of each: see `team`.
+A contender is a model built under one Setting, with its batches. Each process has a `Bench` that holds its models. A
+contender of several processes has a model on the bench of each: see `team`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from penstock.step.memory import step_with_memory
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
-"""Seconds after which two steps of warm-up are enough, where nothing was compiled."""
+"""After this many seconds two warm-up steps are enough, if nothing was compiled."""
 RECOMPILE_LIMIT = 256
-"""Contenders share the code of their blocks, so each adds its own compiled form to it."""
+"""Contenders share the code of their blocks, and each adds its own compiled form to that code's cache."""
 
 
 @dataclass(slots=True)
@@ -42,22 +42,22 @@ class Warm:
     micro_batches: list[Any]
 
     def step(self) -> None:
-        """One optimizer step; on a GPU it may still be running when this returns."""
+        """Run one optimizer step; on a GPU it may still be running when this returns."""
         self.built.step(self.micro_batches)
 
 
 class Crew(Protocol):
-    """One process that measures, or several."""
+    """The process or processes that measure."""
 
     life: int
-    """Changes when the processes end, and all that they held with them."""
+    """Changes when the processes end, and with them everything that they held."""
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
-        """Call a method of each process's `Bench`; return the answers by rank."""
+        """Call the method `do` of each process's `Bench`; return the answers by rank."""
 
 
 class Bench:
-    """One process's work for the ladder: it builds settings, keeps them, and measures them."""
+    """The ladder's work in one process: builds settings, keeps them, and measures them."""
 
     life = 0
 
@@ -66,18 +66,18 @@ class Bench:
         self._warm: dict[Setting, Warm] = {}
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
-        """Answer as a `Crew` does, for this process alone."""
+        """Answer as a `Crew` of this process alone."""
         return [getattr(self, do)(*arguments)]
 
     def contend(self, setting: Setting, seed: int) -> tuple[float, float | None]:
-        """Build, warm up and keep a setting. Seconds of a step, as a first estimate, and of compiling if anything was:
-        what the first steps take longer than later ones.
+        """Build, warm up and keep a setting. Returns the seconds of a step, as a first estimate, and of compiling, or
+        None: the extra time of the first steps over later ones.
         """
         built = self.subject.build(setting, seed)
         micro_batches = self.subject.typical(setting, seed)
         contender = Warm(setting, self.subject.device, built, micro_batches)
         compiled = setting.plan.compile != "none"
-        # Now, and not with a step that is not timed, which would be the one that compiles.
+        # Before the warm-up, or its first step, which is not timed, would compile.
         set_host_memory(keep=setting.plan.host_memory == "keep")
         times: list[float] = []
         while len(times) < 2 or (len(times) < WARM_UP_STEPS and (compiled or sum(times) < LONG_WARM_UP)):
@@ -87,16 +87,16 @@ class Bench:
         return last, max(0.0, sum(first) - len(first) * last) if compiled else None
 
     def timed(self, setting: Setting, steps: int) -> Timing:
-        """One timing, over `steps` steps."""
+        """Time `steps` steps."""
         return _timed(self._warm[setting], steps)
 
     def memory(self, setting: Setting) -> int:
-        """Bytes of tensors at the worst moment of one step, with weights and optimizer state."""
+        """Peak bytes of tensors during one step, with weights and optimizer state."""
         warm = self._warm[setting]
         return step_with_memory(warm.built.step, warm.micro_batches)[1]
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """`steps` optimizer steps of a model of its own, from the seed's weights and in its order of samples."""
+        """Train a separate model for `steps` optimizer steps, with the weights and the sample order of the seed."""
         run = self._loss_run(setting, seed, steps)
         release(self.subject.device, compiled=False)
         return run
@@ -105,7 +105,7 @@ class Bench:
         built = self.subject.build(setting, seed)
         batches = self.subject.batches(setting, seed)
         try:
-            torch.manual_seed(seed)  # dropout, where there is any
+            torch.manual_seed(seed)  # for dropout, if there is any
             micro_batches = range(setting.plan.accumulate)
             results = [built.step([next(batches) for _ in micro_batches]) for _ in range(steps)]
             losses = average(torch.stack([result.loss for result in results]).float().cpu(), built.dims)
@@ -115,10 +115,10 @@ class Bench:
             close(batches)
 
     def drop(self, setting: Setting) -> None:
-        """Let a setting go; its compiled code too, unless what stays would have to be compiled again."""
+        """Drop a setting, and its compiled code too unless the remaining ones would then have to compile again."""
         self._warm.pop(setting, None)
-        stays = any(other.plan.compile != "none" for other in self._warm)
-        release(self.subject.device, compiled=setting.plan.compile != "none" and not stays)
+        compiled_stay = any(setting.plan.compile != "none" for setting in self._warm)
+        release(self.subject.device, compiled=setting.plan.compile != "none" and not compiled_stay)
 
 
 class ModelContender:
@@ -129,12 +129,12 @@ class ModelContender:
         answers = crew.ask("contend", setting, seed)
         self._life = crew.life
         self.step_seconds: float = max(step for step, _ in answers)
-        """As last measured, of the slowest process."""
+        """Seconds of a step of the slowest process, as last measured."""
         self.compile_seconds = max((spent for _, spent in answers if spent is not None), default=None)
 
     @property
     def alive(self) -> bool:
-        """Whether the processes that hold it are still there."""
+        """Whether the processes that hold it still run."""
         return self._crew.life == self._life
 
     def timed(self, least_seconds: float) -> Timing:
@@ -149,18 +149,18 @@ class ModelContender:
         return self._crew.ask("memory", self.setting)
 
     def close(self) -> None:
-        """Have all let go of it."""
+        """Drop it in all processes."""
         if self.alive:
             self._crew.ask("drop", self.setting)
 
 
 def _timed(contender: Warm, steps: int) -> Timing:
-    """A timing over `steps` steps; of several ranks wall time is that of the slowest, on all of them."""
+    """Time `steps` steps; with several ranks every rank returns the wall time of the slowest."""
     device, dims = contender.device, contender.built.dims
     if set_host_memory(keep=contender.setting.plan.host_memory == "keep"):
-        contender.step()  # the switch has emptied the allocator, or left it unfilled
+        contender.step()  # this untimed step refills the allocator, or empties it, after a change of the memory's form
     wait(device)
-    slowest(0.0, dims)  # all begin together
+    slowest(0.0, dims)  # a barrier: all ranks begin together
     busy, start = time.process_time(), time.perf_counter()
     for _ in range(steps):
         contender.step()
@@ -170,7 +170,7 @@ def _timed(contender: Warm, steps: int) -> Timing:
 
 
 def release(device: torch.device, *, compiled: bool) -> None:
-    """Free the memory of dropped contenders; with `compiled` all compiled code too."""
+    """Free the memory of dropped contenders, and with `compiled` all compiled code."""
     if compiled:
         torch.compiler.reset()
     gc.collect()
@@ -180,7 +180,7 @@ def release(device: torch.device, *, compiled: bool) -> None:
 
 @contextmanager
 def side_by_side() -> Iterator[None]:
-    """Let many compiled contenders live at once, each for its own shapes rather than for dynamic ones."""
+    """Let many compiled contenders live at once, each compiled for its own shapes instead of for dynamic ones."""
     from torch.compiler import config
 
     with config.patch(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A model as contenders: each setting of it is built in this process, or on the ranks that rungs of several need."""
+"""A model as contenders: each setting is built in this process, or on several ranks for the rungs that need them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.ladder.team import Team
 from penstock.planner.prediction import Prediction, predict_workload
 
 MEMORY_SHARE = 0.5
-"""Share of a CPU's memory that waiting contenders may fill."""
+"""Share of a CPU's memory that idle contenders may fill."""
 
 
 class Models(Contenders):
-    """`Contenders` of a subject."""
+    """`Contenders` for settings of a subject's model."""
 
     control_rounds, control_share = 10, 0.06
     most_rounds = 30
@@ -39,7 +39,7 @@ class Models(Contenders):
         return ModelContender(self._crew(setting), setting, self.seed)
 
     def room(self, setting: Setting) -> int:
-        """At least two on a CPU, and any number on a GPU, which says so itself when it is full."""
+        """Number of contenders that fit, at least two on a CPU; unlimited on a GPU, which raises when it is full."""
         if self.subject.device.type != "cpu":
             return sys.maxsize
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

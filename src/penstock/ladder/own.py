@@ -1,4 +1,4 @@
-"""A model of the user's on the ladder: what a factory returns."""
+"""A user's own model on the ladder, as returned by a factory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ from penstock.tasks import Loss, mean_loss
 
 
 class Own(Subject):
-    """A user's own model as subject: its one batch is fed at every step. Further micro-batches, and other ranks, get
-    its samples drawn again."""
+    """A user's own model, with the same batch at every step. Other micro-batches and ranks redraw its samples."""
 
     unit, data = "samples", "the factory's batch"
 
@@ -72,7 +71,7 @@ class Own(Subject):
         return itertools.cycle([drawn_anew(batch, plan.micro_batch, place) for place in places])
 
     def workload(self, setting: Setting) -> Workload:
-        """Traced once, in fp32, per batch size and what else changes its operators."""
+        """The work of the model, traced in fp32 once per batch size and per setting that changes its operators."""
         plan = setting.plan
         auto = (plan.precision, plan.dtype, plan.compile) if "auto" in plan.fuse else ()
         key = plan.micro_batch, plan.loss, plan.padding, plan.fuse, auto
@@ -90,7 +89,7 @@ class Own(Subject):
         return self._traces[key]
 
     def model_flops(self, setting: Setting) -> int:
-        """FLOPs for tokens that are not padding, whatever is computed, as far as the model can leave padding out."""
+        """FLOPs for tokens that are not padding, even if padding is computed, as far as the model can skip it."""
         padding: Padding = "remove" if self.padding_share else "keep"
         plain = replace(setting.plan, loss="whole", padding=padding, fuse=())
         return super().model_flops(replace(setting, plan=plain))
@@ -107,7 +106,7 @@ class Own(Subject):
         return made_by(self._factory, self.title, seed)
 
     def _switches_of(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """The values that the model can be switched to: none of attention where it never calls torch's."""
+        """The values that each switch of the model supports; none for attention if the model never calls torch's."""
         switch = Switch("sdpa")
         with torch.no_grad(), torch.random.fork_rng(devices=[]), Watch(switch):
             self._loss(model.to(self.device), self._enlarged(self.first.plan.micro_batch))
@@ -140,8 +139,8 @@ def subject_of(config: LadderConfig, factory: str | Factory | None, device: torc
 
 
 def _let_compute(model: nn.Module, plan: Plan, device: torch.device) -> None:
-    """Apply what changes the operators of a Plan. Of fused ones those that fit: a Plan that names others is refused
-    when it is built."""
+    """Apply the Plan's settings that change operators. Fused operators are applied only if they fit; a Plan that names
+    others is refused when it is built."""
     fits = places_for(model, device.type)
     names = tuple(name for name in plan.fuse if (any(fits.values()) if name == "auto" else fits[name]))
     changes = Plan(loss=plan.loss, padding=plan.padding, fuse=names, compile=plan.compile)
@@ -150,7 +149,7 @@ def _let_compute(model: nn.Module, plan: Plan, device: torch.device) -> None:
 
 
 def _blocks_in(model: nn.Module) -> int:
-    """Repeated blocks, which are gathered one by one where weights are sharded; 1 where none are found."""
+    """Number of repeated blocks, which are gathered separately when weights are sharded; 1 if none are found."""
     try:
         return len(anatomy_of(model).blocks)
     except ConfigError:

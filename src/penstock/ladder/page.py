@@ -32,19 +32,19 @@ from penstock.report.figures import Bar, Line, State, difference_bars, lines, me
 from penstock.report.page import Cell, Section, Tile, cell, origin, page
 
 SAME_LOSS = 1e-3
-"""Curves that are nowhere further apart than this are drawn as one."""
+"""Curves that differ nowhere by more than this are drawn as one."""
 
 _STATES: Mapping[str, State] = {
     "baseline": "baseline", "kept": "kept", "unproven": "unproven", "not kept": "not kept", "reported": "not kept",
     "offered": "offered",
 }  # fmt: skip
 TRIED = 24
-"""Settings of the search that the page lists, the fastest; ladder.json has all."""
+"""Number of fastest settings of the search that the page lists; ladder.json has all."""
 _SPEED = "speed relative to the baseline"
 
 
 def to_html(report: LadderReport) -> str:
-    """The whole report as one page, without any outside request."""
+    """The whole report as one page that loads nothing from outside."""
     sections = [
         *_plans(report),
         Section(
@@ -68,14 +68,14 @@ def to_html(report: LadderReport) -> str:
 
 @cell.register
 def notebook(report: LadderReport) -> str:
-    """The Plans, the figure and the table, for a cell of a notebook."""
+    """The Plans, the figure and the table, as HTML for a notebook's cell."""
     drawn = Section(title="What each optimisation gains", figures=[partial(speeds, report)])
     table = figures(report, [rung for rung in report.rungs if rung.measured])
     return page(heading(report), _lead(report), _tiles(report), [*_plans(report), drawn, table], whole=False)
 
 
 def picture(report: LadderReport) -> str:
-    """The rungs that pay, as an SVG file of its own, for a README or a slide."""
+    """The rungs that pay, as a standalone SVG file for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
     if report.nearest is not None or not report.same.rungs:
         text = f"{report.title}: {beyond_words(report.nearest)} on this machine"
@@ -117,7 +117,7 @@ def _lead(report: LadderReport) -> str:
 
 
 def _tiles(report: LadderReport) -> list[Tile]:
-    """The numbers worth reading first, all of the same estimate."""
+    """The most important numbers, all from the same estimate."""
     best, first, same = report.best, report.baseline, report.same
     tiles = [
         Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
@@ -145,7 +145,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
 
 
 def _plans(report: LadderReport) -> list[Section]:
-    """The Plan with the same results, and the fastest of all where that is another."""
+    """The Plan with the same results, and the fastest of all if it is another."""
     title = "The fastest Plan with the same results"
     sections = [
         Section(
@@ -176,8 +176,8 @@ def _gain_words(report: LadderReport) -> str:
 def speeds(
     report: LadderReport, *, rungs: Sequence[RungResult] | None = None, x_label: str = _SPEED, **look: Any
 ) -> str:  # fmt: skip
-    """The path as a waterfall, and below it the speed of what is not on it. Rungs whose samples themselves are larger
-    have no place on an axis of speeds."""
+    """The path as a waterfall, and below it the speeds of rungs that are not on it. Rungs that enlarge the samples
+    themselves are left out, because their speeds are not comparable."""
     bars, level = [], 1.0
     for rung in rungs or _speedy(report):
         ratio, forecast = rung.to_baseline, rung.forecast
@@ -199,14 +199,14 @@ def speeds(
 
 
 def _speedy(report: LadderReport) -> list[RungResult]:
-    """Measured rungs that are compared by speed: what is offered comes behind what is kept, then the others."""
+    """Measured rungs that are compared by speed: kept ones first, then offered ones, then the rest."""
     measured = [rung for rung in report.rungs if rung.measured and rung.compared_by == "samples"]
     path = ("baseline", *report.same.rungs)
     return sorted(measured, key=lambda rung: 0 if rung.name in path else 1 if in_plans(rung) else 2)
 
 
 def _search(report: LadderReport) -> list[Section]:
-    """Whole settings that the search measured."""
+    """The section on the whole settings that the search measured."""
     if not report.tried:
         return []
     columns = [
@@ -291,13 +291,13 @@ def _difference(label: str, change: float, noise: float) -> Bar:
 
 
 def _curves(report: LadderReport) -> list[Line]:
-    """A curve for each rung. Those that are nearly the same share a line and its label."""
+    """A loss curve for each rung; nearly equal curves share a line and its label."""
     groups: list[list[RungResult]] = []
     for rung in report.rungs:
         if not rung.losses:
             continue
         for group in groups:
-            # A script's settings are timed for unlike numbers of steps.
+            # The settings of a script are timed for different numbers of steps.
             differences = (abs(a - b) for a, b in zip(group[0].losses, rung.losses, strict=False))
             if all(difference <= SAME_LOSS for difference in differences):
                 group.append(rung)
@@ -311,7 +311,7 @@ def _curves(report: LadderReport) -> list[Line]:
 
 
 def _several(report: LadderReport) -> list[Section]:
-    """The section on rungs of several processes."""
+    """The section on rungs with several processes."""
     rungs = [rung for rung in report.rungs if rung.memory_by_rank]
     if not rungs:
         return []
@@ -337,7 +337,7 @@ def _several(report: LadderReport) -> list[Section]:
 
 
 def _absent(report: LadderReport) -> list[Section]:
-    """Rungs without a measurement, and why."""
+    """The section on rungs without a measurement, with the reasons."""
     reasons = {rung.title: f"{rung.status}: {rung.reason}" for rung in report.rungs if not rung.measured}
     return [Section(title="What was not measured", facts=reasons, folded=True)] if reasons else []
 

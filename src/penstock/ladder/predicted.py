@@ -1,5 +1,4 @@
-"""The climb of `penstock ladder` as the planner predicts it for any machine: nothing is built or measured. Free of
-torch."""
+"""`penstock ladder`'s climb as the planner predicts it for any machine; nothing is built or measured. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from penstock.ladder.rungs import all_rungs
 from penstock.planner.prediction import Prediction, predict
 
 LEAST_GAIN = 1.005
-"""Times as fast from which a rung is kept."""
+"""Least speedup for which a rung is kept."""
 LARGEST_BATCH = 256
-"""Samples of a device that the baseline has at most, where nobody says."""
+"""Largest default batch of the baseline, in samples per device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,25 +29,25 @@ class PredictedRung:
     name: str
     title: str
     change: str
-    """Changes that the rung makes, as words of a Plan or a model."""
+    """Changes that the rung makes, in words of a Plan or a model."""
     prediction: Prediction
     to_previous: float
-    """Times as fast as what it was applied to: in samples per second, or in FLOP/s where a sample itself changes."""
+    """Speedup over the setting before: in samples per second, or in FLOP/s if the rung changes the sample itself."""
     to_baseline: float
     kept: bool
-    """Whether later rungs build on it. Rungs that change results are tried alone on top of the best, and not kept."""
+    """Whether later rungs build on it. Rungs that change results are each tried on top of the best, and not kept."""
     share: float = 0.0
-    """Part of the logarithm of the whole gain; 0 for what is not kept."""
+    """Share of the total gain, in logarithms; 0 for a rung that is not kept."""
 
 
 def predicted_climb(
     model: ModelConfig, machine: Machine, *, gpus: int = 1, global_batch: int | None = None
 ) -> list[PredictedRung]:
     """The baseline, the rungs that keep results and pay, in the order of climbing, and what each rung that changes
-    results would add to all of them. Of rungs that exclude each other the fastest is taken.
+    results would add to all of them. Of rungs that exclude each other the fastest is kept.
 
-    `global_batch` is the baseline's; by default the largest power of two that fits, up to `LARGEST_BATCH` a device.
-    Raises ConfigError for a batch that `gpus` devices cannot share, and OutOfMemory where the baseline does not fit.
+    `global_batch` is the baseline's; by default the largest power of two that fits, up to `LARGEST_BATCH` per device.
+    Raises ConfigError for a batch that `gpus` devices cannot divide, and OutOfMemory if the baseline does not fit.
     """
     climb = _PredictedClimb(model, machine, gpus, global_batch)
     choices: dict[str, list[Rung]] = {}
@@ -58,26 +57,25 @@ def predicted_climb(
     for rungs in choices.values():
         climb.choose(rungs)
     climb.rungs += [
-        one
+        predicted
         for rung in all_rungs()
         if not (rung.searched or rung.twin)
-        for one in climb.tried(rung, kept=False)
+        for predicted in climb.tried(rung, kept=False)
     ]
     whole = math.log(climb.prediction.samples_per_second / climb.rungs[0].prediction.samples_per_second)
     return [
-        replace(one, share=math.log(one.to_previous) / whole if whole and one.kept else 0.0)
-        for one in climb.rungs
+        replace(r, share=math.log(r.to_previous) / whole if whole and r.kept else 0.0) for r in climb.rungs
     ]
 
 
 class _PredictedClimb:
-    """The setting that was reached, and the rungs on the way to it."""
+    """The setting reached so far, and how rungs are applied to it."""
 
     def __init__(self, model: ModelConfig, machine: Machine, gpus: int, global_batch: int | None) -> None:
         self.machine = machine
         self.setting = Setting(model=model, plan=_baseline(model, machine, gpus, global_batch))
         self.prediction = predict(model, machine, self.setting.plan)
-        # What no machine of ours computes is planned by the rules of GPUs.
+        # A machine that Penstock cannot run on is planned by the rules of GPUs.
         ruled_by = machine if machine.device != "other" else replace(machine, device="cuda")
         self.situation = Situation(
             machine=ruled_by, micro_batch=self.setting.plan.micro_batch, procs=gpus,
@@ -92,9 +90,9 @@ class _PredictedClimb:
 
     def choose(self, rungs: list[Rung]) -> None:
         """Keep the fastest of rungs that exclude each other, if it pays."""
-        tried = [(one, rung) for rung in rungs for one in self.tried(rung, kept=True)]
+        tried = [(step, rung) for rung in rungs for step in self.tried(rung, kept=True)]
         fitting = [
-            (one, rung) for one, rung in tried if one.prediction.fits and one.to_previous >= LEAST_GAIN
+            (step, rung) for step, rung in tried if step.prediction.fits and step.to_previous >= LEAST_GAIN
         ]
         if fitting:
             best, rung = max(fitting, key=lambda pair: pair[0].to_previous)
@@ -102,7 +100,7 @@ class _PredictedClimb:
             self.rungs.append(best)
 
     def tried(self, rung: Rung, *, kept: bool) -> Iterator[PredictedRung]:
-        """A rung on top of what was reached; nothing where it cannot be applied or changes nothing."""
+        """Predict a rung on top of the setting reached; yields nothing if it cannot be applied or changes nothing."""
         if rung.refusal(self.setting, self.situation) is not None:
             return
         setting = rung.apply(self.setting, self.situation)
@@ -128,7 +126,7 @@ def _speed(rung: Rung, one: Prediction) -> float:
 
 
 def _baseline(model: ModelConfig, machine: Machine, gpus: int, global_batch: int | None) -> Plan:
-    """The plain loop in fp32, or by autocast where a machine has no fp32, with a replica on each device."""
+    """The plain loop with a replica on each device, in fp32, or in autocast if the machine has no fp32."""
     if global_batch is not None and global_batch % gpus:
         raise ConfigError(
             f"{global_batch} samples a step cannot be shared evenly by {gpus} replicas; change one."
@@ -145,7 +143,7 @@ def _baseline(model: ModelConfig, machine: Machine, gpus: int, global_batch: int
 
 
 def _change(before: Setting, after: Setting) -> str:
-    """The differences of two settings, in words of a Plan, or of a model where that differs."""
+    """The differences between two settings, in words of a Plan, or of a model if that differs."""
     words = set(before.plan.line().split())
     changed = [word for word in after.plan.line().split() if word not in words]
     if after.model != before.model and after.model is not None:

@@ -1,7 +1,7 @@
-"""`python -m penstock.ladder.rank FD`: one of the processes that a rung of several is measured in.
+"""`python -m penstock.ladder.rank FD`: one of the processes in which a rung with several processes is measured.
 
-The climb that started it sends the same tasks to all ranks, and gets an answer to each from every rank. A rank ends
-when the climb does, whatever it is doing, because that closes the connection.
+The climb that started them sends every rank the same tasks and gets an answer from each. When the climb ends, the
+connection closes, and the rank ends at once, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.probe.rates import measure_link
 
 
 def main() -> None:
-    """Serve until the connection closes. Leaves by `_exit`: gloo's threads may abort in an orderly one."""
+    """Serve until the connection closes. Exits by `_exit`, because gloo's threads may abort in an orderly exit."""
     connection: Connection[Answer, Any] = Connection(int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)  # or the climb could not tell that this rank has ended
+    os.set_inheritable(connection.fileno(), False)  # else the climb could not notice that this rank has ended
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
     try:
@@ -48,7 +48,7 @@ def _read(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) ->
 
 
 def _serve(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -> None:
-    """Join the others and answer requests. Anything that fails ends this rank, for others wait for it."""
+    """Join the other ranks and answer requests. Any failure ends this rank, because the others wait for it."""
     hello = tasks.get()
     assert isinstance(hello, Hello)
     sys.path[:] = [*hello.path, *(entry for entry in sys.path if entry not in hello.path)]

@@ -1,6 +1,6 @@
 """The results of a climb as plain data: free of torch, and ready for JSON.
 
-Every speed and ratio is of one joint estimate over all rounds of the run (`ladder.statistics`), so that the steps of
+Every speed and ratio comes from one joint estimate over all rounds of the run (`ladder.statistics`). So the steps of
 the path multiply to the total, and a figure is the same wherever it is shown.
 """
 
@@ -17,30 +17,30 @@ Status = Literal[
     "not run",
 ]  # fmt: skip
 """`kept`: part of the Plan with the same results, and faster beyond the noise. `unproven`: part of a Plan that is
-faster as a whole, while the interval of its own gain holds 1. `not kept`: measured, and it does not pay. `offered`: it
-changes results and pays, and is part of the fastest Plan only. `reported`: measured, and no Plan takes it by its
-nature. The others have no measurement, and a reason."""
+faster as a whole, but the interval of its own gain includes 1. `not kept`: measured, and it does not pay. `offered`:
+changes results and pays, and is part of the fastest Plan only. `reported`: measured, and by its nature never part of a
+Plan. The others have no measurement, but a reason."""
 
 MEASURED: tuple[Status, ...] = ("baseline", "kept", "unproven", "not kept", "offered", "reported")
 
 Results = Literal["same", "rounding", "other"]
-"""Effect on results: `same` but for the order of sums; the same within the noise of seeds, as with mixed precision and
-fp32 masters (`rounding`), which is measured; or `other` (a larger batch, no masters)."""
+"""Effect on results: `same` except for the order of sums; `rounding`, the same within the noise of seeds, as with mixed
+precision and fp32 masters, which is measured; or `other` (a larger batch, no masters)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A ratio or a speed, with an interval that holds at whatever round the measuring stopped."""
+    """A ratio or a speed, with an interval that is valid whenever the measuring stops."""
 
     value: float
     low: float
     high: float
     rounds: int = 1
-    """Rounds that were measured of it; of a ratio, those in which both took turns or were tied by others."""
+    """Rounds that measured it; for a ratio, rounds with both settings or linked to both through others."""
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
-        """An estimate that needs no measuring, as the ratio of a setting to itself."""
+        """An estimate that needs no measurement, such as the ratio of a setting to itself."""
         return cls(value=value, low=value, high=value)
 
     def times(self, factor: float) -> Estimate:
@@ -56,31 +56,31 @@ class Forecast:
 
     samples_per_second: float | None = None
     to_previous: float
-    """Predicted gain over the setting that the rung builds on, in what the rung is compared by."""
+    """Predicted gain over the setting that the rung builds on, in the unit of `Rung.compared_by`."""
     to_baseline: float
     corrected: float
-    """`to_baseline`, corrected by what had been measured of other settings before."""
+    """`to_baseline`, corrected by earlier measurements of other settings."""
     memory_bytes: int | None = None
     mfu: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of one step, by part; this and the others are known of a model only."""
+    """Seconds of one step, by part; this field and those below are known for a model only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equality:
-    """Several processes against one that takes the same samples in the same order, from the same weights."""
+    """Several processes compared with one that takes the same samples in the same order, from the same weights."""
 
     steps: int
     loss: float
-    """Largest relative difference of the losses; infinite where one of the two is no finite number."""
+    """Largest relative difference between the losses; infinite where exactly one of the two is not finite."""
     norm: float | None
-    """Largest relative difference of the gradients' norms, where these were taken."""
+    """Largest relative difference between the gradient norms, if these were recorded."""
     tolerance: float
-    """Largest difference allowed for losses, for the type that the plan computes in; for norms ten times that."""
+    """Largest allowed difference between losses, for the Plan's computing type; ten times that for norms."""
 
     @property
     def holds(self) -> bool:
-        """Whether both are within what is allowed."""
+        """Whether both differences are allowed."""
         return self.loss <= self.tolerance and (self.norm is None or self.norm <= 10 * self.tolerance)
 
 
@@ -93,9 +93,9 @@ class RungResult:
     why: str
     status: Status
     reason: str = ""
-    """Why there is no measurement, or why it was not kept."""
+    """Reason why there is no measurement, or why it was not kept."""
     plan: str = ""
-    """The Plan it was measured under, as a line: up to here on the path, or the best Plan with this rung added."""
+    """The Plan it was measured under, as a line: the path up to this rung, or the best Plan with this rung added."""
     model: dict[str, Any] = field(default_factory=dict)
     """Fields of the model and the data that differ from the baseline's."""
     results: Results = "same"
@@ -104,37 +104,37 @@ class RungResult:
     samples_per_second: Estimate | None = None
     model_flops_per_second: Estimate | None = None
     to_previous: Estimate | None = None
-    """Speed against the setting before: the rung below on the path, or the Plan that this rung was put on top of. The
+    """Speed relative to the setting before: the rung below on the path, or the Plan that this rung was added to. The
     steps of the path multiply to the last one's `to_baseline`."""
     to_baseline: Estimate | None = None
     worth: Estimate | None = None
-    """Speed of the best Plan against the same without this rung: what it is worth in the end. Of kept rungs."""
+    """Speed of the best Plan relative to the same Plan without this rung; for kept rungs only."""
     processor_to_baseline: Estimate | None = None
-    """`to_baseline` in processor time, which others on the machine change less; on a CPU only."""
+    """`to_baseline` in processor time, which other programs on the machine disturb less; on a CPU only."""
     interleaved: bool = True
-    """False where memory did not hold both contenders at once, so that they were timed one after the other."""
+    """False if memory could not hold both contenders at once, so that they were timed one after the other."""
     memory_bytes: int | None = None
-    """Peak bytes of the fullest process."""
+    """Peak bytes of the process with the highest peak."""
     memory_by_rank: tuple[int, ...] = ()
-    """Peak bytes of each process, where there are several."""
+    """Peak bytes of each process, if there are several."""
     equality: Equality | None = None
-    """Whether a rung's several processes compute what one does."""
+    """Whether the rung's several processes compute the same as one process."""
     compile_seconds: float | None = None
     losses: tuple[float, ...] = ()
     loss: float | None = None
-    """Mean over the last quarter of the loss run; loss runs are made where results may change."""
+    """Mean over the last quarter of the loss run; loss runs are made if results may change."""
     loss_difference: float | None = None
-    """`loss` less the baseline's, from the same weights and the same order of samples."""
+    """`loss` minus the baseline's, from the same weights and the same order of samples."""
     allowed_difference: float | None = None
-    """Largest loss difference that chance and, of a script, the rounding of its type explain."""
+    """Largest loss difference that is explained by chance and, for a script, by the rounding of its type."""
     steps_to_loss: int | None = None
-    """Steps of the loss run until its loss is down to the baseline's at the end; None where it stays above."""
+    """Steps of the loss run until its loss falls to the baseline's final loss; None if it stays above."""
     seconds_to_loss: float | None = None
     """The time that these steps take."""
 
     @property
     def measured(self) -> bool:
-        """Whether there are figures."""
+        """Whether it was measured."""
         return self.status in MEASURED
 
 
@@ -145,13 +145,13 @@ class Tried:
     plan: str
     model: dict[str, Any]
     predicted: float
-    """Speed to the baseline's by the planner alone."""
+    """Speed relative to the baseline, predicted by the planner alone."""
     corrected: float
-    """`predicted`, corrected by what had been measured before the setting was built."""
+    """`predicted`, corrected by the measurements made before the setting was built."""
     to_baseline: Estimate
     compile_seconds: float | None
     build_seconds: float
-    """Seconds from the start of building to the end of warming up, compiling included."""
+    """Seconds from the start of building to the end of warming up, including compiling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,24 +162,24 @@ class Control:
     processor_ratio: Estimate | None
     """Ratio in processor time; on a CPU only."""
     floor: float
-    """The noise floor: two settings are called different only if the interval of their ratio leaves 1 ± this."""
+    """The noise floor: two settings are called different only if the interval of their ratio is outside 1 ± this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """How much the baseline's loss changes from seed to seed: weights and order of samples both drawn again."""
+    """How much the baseline's loss changes from seed to seed; each seed draws new weights and a new sample order."""
 
     seeds: tuple[int, ...]
     losses: tuple[float, ...]
     """Mean over the last quarter of each seed's loss run."""
     curves: tuple[tuple[float, ...], ...]
     deviation: float
-    """Standard deviation of `losses`, of a sample (n - 1)."""
+    """Standard deviation of `losses`, as of a sample (n - 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A Plan that the ladder ends with."""
+    """A Plan that the ladder recommends at its end."""
 
     plan: str
     """The Plan as a line."""
@@ -188,33 +188,33 @@ class Chosen:
     rungs: tuple[str, ...]
     """Names of the rungs that it consists of, in the order of the path."""
     train_command: str
-    """The command that trains with it, or the Python call for a model of one's own."""
+    """The command that trains with it, or the Python call for a user's own model."""
     speedup: Estimate
-    """Speed over the baseline's."""
+    """Speed relative to the baseline."""
     samples_per_second: Estimate | None
-    """None where not even the baseline took a step."""
+    """None if not even the baseline took a step."""
     predicted: float | None
-    """`speedup` as the planner alone predicts it; None of a script with operators that it does not know."""
+    """`speedup` as the planner alone predicts it; None for a script with operators that the planner does not know."""
     memory_bytes: int | None
     loss_difference: float | None
-    """The loss less the baseline's; none where no losses were run."""
+    """The loss minus the baseline's; None if no losses were run."""
     within_noise: bool | None
-    """Whether that is at most two standard deviations over seeds."""
+    """Whether `loss_difference` is at most two standard deviations over seeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearest:
-    """The most promising Plan of a climb that found none to be faster than the baseline beyond the noise."""
+    """The most promising Plan of a climb that found none faster than the baseline beyond the noise."""
 
     plan: str
     ratio: Estimate
-    """Speed over the baseline's; its interval holds 1, or lies below."""
+    """Speed relative to the baseline; its interval includes 1, or is below it."""
     budget: float | None
-    """Seconds after which a climb should tell this gain from none; None where no reasonable time does."""
+    """Seconds after which a climb should distinguish this gain from none; None if that would take unreasonably long."""
 
     @property
     def width(self) -> float:
-        """Gain that a Plan must have had to be told from the baseline, as a ratio less one."""
+        """Least gain, as a ratio minus one, with which a Plan would have been found faster than the baseline."""
         return self.ratio.high / self.ratio.value - 1.0
 
 
@@ -223,42 +223,42 @@ class LadderReport:
     """A whole climb."""
 
     title: str
-    """The model that was climbed with."""
+    """Name of the model that was climbed with."""
     unit: str
     """Name of samples: images, or samples."""
     rungs: tuple[RungResult, ...]
-    """The baseline first, then what is kept, in the order of the path, then the others in the order of the ladder."""
+    """The baseline first, then the kept rungs in the order of the path, then the others in the order of the ladder."""
     same: Chosen
     """The fastest Plan with the same results."""
     fastest: Chosen | None
-    """The fastest Plan of all, where one that changes results is faster."""
+    """The fastest Plan of all, if one that changes results is faster than `same`."""
     control: Control | None
-    """The baseline against itself; None where only it was measured, or where steps are too long for this."""
+    """The baseline against itself; None if only the baseline was measured, or if steps are too long for this."""
     tried: tuple[Tried, ...]
     """Every setting that was measured with one process, the fastest first."""
     candidates: int
-    """Combinations of rungs that keep results, those that are not legal among them."""
+    """Number of combinations of rungs that keep results, illegal ones included."""
     noise: Noise | None
     batch: int | None
-    """Samples of a micro-batch of the baseline; None of a script, which has its own."""
+    """Samples in a micro-batch of the baseline; None for a script, which has its own."""
     rounds: int
-    """The least rounds before a difference under 5 % is believed."""
+    """Least number of rounds before a difference under 5 % is believed."""
     loss_steps: int
     machine: dict[str, Any]
     """The Machine that predictions were made with."""
     environment: dict[str, Any]
     """Machine and software of the measurement; see `penstock.report.record`."""
     command: str
-    """The command that makes this report again."""
+    """The command that repeats this climb."""
     wall_seconds: float
     others_busy: float | None = None
-    """Cores that other processes kept busy on average while this measured; none where it cannot be known."""
+    """Cores that other processes kept busy on average during the climb; None if unknown."""
     procs: int = 1
-    """Processes that rungs of several had, or ranks of a script."""
+    """Number of processes for the rungs with several, or of a script's ranks."""
     script: dict[str, Any] | None = None
-    """Facts about the script that was tuned; None of a model."""
+    """Facts about the script that was tuned; None for a model."""
     nearest: Nearest | None = None
-    """The Plan that came closest, where none is faster than the baseline beyond the noise."""
+    """The Plan that came closest, if none is faster than the baseline beyond the noise."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -273,7 +273,7 @@ class LadderReport:
 
     @property
     def speedup(self) -> float:
-        """Speed of the best Plan with the same results over the baseline's."""
+        """Speed of the best Plan with the same results, relative to the baseline."""
         return self.same.speedup.value
 
     @property
@@ -297,9 +297,9 @@ class LadderReport:
 
 
 Phase = Literal["baseline", "search", "losses", "top", "path", "apart", "race"]
-"""`search`: settings are built and the slow ones dropped. `top`: each optimisation is taken away from the best Plan,
-and each that it lacks is put on. `path`: the rungs from the baseline to it. `apart`: what changes results. `race`:
-first and last once more."""
+"""`search`: settings are built and the slow ones dropped. `top`: each optimisation is removed from the best Plan, and
+each that it lacks is added. `path`: the rungs from the baseline to it. `apart`: rungs that change results. `race`: the
+first and the last setting once more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,10 +313,10 @@ class Progress:
     plans: tuple[str, ...]
     """Lines of the Plans that take part."""
     expected_seconds: float
-    """How long this one thing should take; 0 where nobody knows."""
+    """Expected seconds of this one activity; 0 if unknown."""
     spent: float
-    """Seconds since the start."""
+    """Seconds since the climb's start."""
     budget: float
-    """Seconds that the whole may take."""
+    """Seconds that the whole climb may take."""
     standings: tuple[tuple[str, Estimate], ...]
-    """Plans measured so far with their speed to the baseline's, the fastest first."""
+    """Plans measured so far with their speed relative to the baseline, the fastest first."""

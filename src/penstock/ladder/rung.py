@@ -1,7 +1,7 @@
 """Rungs: each one optimisation, as a change of model configuration and Plan, and how to register one.
 
-Penstock's own rungs are in `rungs.py`; `register(Rung(…))` adds another. Either enrols it in the ladder, in `--rungs`
-and `--skip`, and in the tests that every rung must pass. Free of torch.
+Penstock's own rungs are in `rungs.py`; `register(Rung(…))` adds another. Either way it becomes part of the ladder, of
+`--rungs` and `--skip`, and of the tests that every rung must pass. Free of torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from penstock.ladder.result import Results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model and Plan to build and measure. `model` is None where the user brought a model of their own."""
+    """A model and Plan to build and measure. `model` is None if the user brought their own."""
 
     model: ModelConfig | None
     plan: Plan
     by_length: bool = False
-    """Whether batches hold samples of similar length."""
+    """Whether a batch is made of samples of similar length."""
     packed: bool = False
-    """Whether documents fill samples behind each other, where the baseline has one in each."""
+    """Whether several documents are packed into each sample; the baseline has one document per sample."""
     copy: int = 0
-    """Tells two builds of one setting apart: what differs between their speeds is noise. Added to a script's seeds."""
+    """Distinguishes two builds of one setting, whose difference in speed is noise. Added to a script's seeds."""
     line: str | None = None
-    """The settings that a script is run under, which leave all that they do not name to it; None of a model."""
+    """The settings that a script is run under, as a line; others are the script's own. None for a model."""
 
     @property
     def words(self) -> str:
@@ -42,69 +42,69 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """Facts about its surroundings that a rung may ask for."""
+    """Facts about the model, data and machine that a rung may depend on."""
 
     machine: Machine
     micro_batch: int
-    """The baseline's."""
+    """Samples in a micro-batch of the baseline."""
     splittable: bool = True
-    """Whether the batch can be made larger: always for our own data, and for a user's where samples are found."""
+    """Whether the batch can be enlarged: always with our data, with a user's batch if its samples are known."""
     switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Values of the Plan's `SWITCHES` that the model can take."""
+    """Values of the Plan's `SWITCHES` that the model supports."""
     padding_share: float = 0.0
-    """How much of a batch's tokens is padding."""
+    """Share of padding among a batch's tokens."""
     groupable: bool = False
-    """Whether its samples differ in length and are taken in an order of chance."""
+    """Whether samples differ in length and come in random order."""
     packable: bool = False
-    """Whether each of its samples is one document, or a piece of one, and padded."""
+    """Whether each sample is one document, or a piece of one, and is padded."""
     unpacked_padding: float | None = None
-    """How much of the samples would be padding so, where documents are packed."""
+    """Share of padding that the samples would have if each held one document, for packed documents."""
     procs: int = 1
-    """Processes that rungs of several may start."""
+    """Number of processes that rungs with several may start."""
     holds: Callable[[Setting], bool] = lambda setting: False
-    """Whether the planner knows the work of a setting and expects memory to hold it."""
+    """Whether the planner knows the work of a setting and expects it to fit into memory."""
 
     @property
     def half(self) -> HalfDtype:
-        """The half type that its machine multiplies in: bf16, which needs no loss scale, where it can."""
+        """The machine's half type for matrix products: bf16, which needs no loss scale, if it supports that."""
         return "bf16" if "bf16" in self.machine.peak_flops else "fp16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One optimisation. `apply` says what changes, `refusal` why that cannot be done here, if it cannot."""
+    """One optimisation. `apply` makes the change; `refusal` says why it is impossible for a setting, or None."""
 
     name: str
     """Name in `--rungs` and `--skip`; the part before the first dash is its group."""
     place: int
-    """Place on the ladder: of rungs that gain, the path climbs the lowest first."""
+    """Position on the ladder: among rungs that gain, the path climbs the lowest first."""
     title: str
     """A few words, for tables and figures."""
     why: str
-    """Effect of the rung and why it should pay: one or two sentences for the reader of the page."""
+    """Effect of the rung and why it should pay: one or two sentences for readers of the page."""
     apply: Callable[[Setting, Situation], Setting]
     obstacle: Callable[[Setting, Situation], str | None] = lambda setting, situation: None
-    """Given the setting it would be applied to: a sentence why it cannot or need not be, or None. What the rules of
-    Plans and the model's switches say is not repeated here."""
+    """Given the setting to change: a sentence why the rung cannot or need not be applied, or None. Rules of Plans and
+    the model's switches need not be repeated here."""
     choice: str = ""
-    """Rungs of one choice exclude each other; by default those of a group do."""
+    """Rungs of one choice exclude each other; by default the rungs of a group do."""
     compared_by: Literal["samples", "flops"] = "samples"
-    """Unit of the comparison, per second: samples, or the model's FLOPs where a sample itself grows."""
+    """Unit of the comparison, per second: samples, or the model's FLOPs if the rung enlarges the sample itself."""
     carried: bool = True
-    """Whether later rungs build on it where it pays; if not, it is only reported."""
+    """Whether later rungs build on it if it pays; if not, it is only reported."""
     twin: bool = False
-    """Whether its results must equal those of one process that takes the same samples in the same order. That is then
-    checked, in place of comparing its loss with the baseline's."""
+    """Whether its results must equal those of one process that takes the same samples in the same order. This is then
+    checked, instead of comparing its loss with the baseline's."""
 
     @property
     def alternatives(self) -> str:
-        """The name of the choice that it is an answer to."""
+        """Name of the choice that this rung is one answer to."""
         return self.choice or group_of(self)
 
     @property
     def results(self) -> Results:
-        """Effect on results. The search takes rungs that keep them, and measures whether `rounding` does; rungs that
-        change them (`other`) are tried apart, on top of the best. A rung that changes more than the Plan is `other`."""
+        """Effect on results. The search uses rungs that keep them, and measures whether `rounding` does; rungs that
+        change them (`other`, as all that change more than the Plan) are tried separately, on top of the best."""
         return self.apply.results if isinstance(self.apply, PlanChange) else "other"
 
     @property
@@ -113,7 +113,7 @@ class Rung:
         return self.results != "other" and self.carried and not self.twin
 
     def hindrance(self, setting: Setting, situation: Situation) -> str | None:
-        """Why the model or the situation does not allow the rung, or None; `refusal` also asks the rules of Plans."""
+        """Why the model or the situation rules out the rung, or None; `refusal` also checks the rules of Plans."""
         changes = self.apply.values(situation) if isinstance(self.apply, PlanChange) else {}
         for name, why in SWITCHES.items():
             if name in changes and changes[name] not in situation.switches.get(name, ()):
@@ -121,7 +121,7 @@ class Rung:
         return self.obstacle(setting, situation)
 
     def refusal(self, setting: Setting, situation: Situation) -> str | None:
-        """Why the rung cannot be applied to a setting, by itself or by the rules of Plans, or None."""
+        """Why the rung cannot be applied to a setting, be it by its own rule or by the rules of Plans; or None."""
         own = self.hindrance(setting, situation)
         if own is not None:
             return own
@@ -131,7 +131,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class PlanChange:
-    """A rung's `apply` that sets fields of the Plan: see `plan`."""
+    """The `apply` of a rung that sets fields of the Plan: see `plan`."""
 
     fields: dict[str, Any]
 
@@ -143,12 +143,12 @@ class PlanChange:
         return replace(setting, plan=Plan.parse(line), line=line)
 
     def values(self, situation: Situation) -> dict[str, Any]:
-        """The values of its fields in a situation."""
+        """The values that its fields get in a situation."""
         return {name: value(situation) if callable(value) else value for name, value in self.fields.items()}
 
     @property
     def results(self) -> Results:
-        """The most that one of its fields does to results; a rung that splits the batch changes it."""
+        """The strongest effect that any of its fields has on results; a rung that splits the batch changes it."""
         effects = {effect_of(name, value) for name, value in self.fields.items()}
         if effects <= {"nothing", "rounding"}:
             return "same"
@@ -156,9 +156,9 @@ class PlanChange:
 
 
 def with_values(line: str, values: Mapping[str, Any]) -> str:
-    """The settings of a script with these values, which come last where they are new."""
+    """A script's settings, as a line, with these values; new ones are appended."""
     named = {word.partition("=")[0]: word for word in line.split()}
-    if "compile" in values and "offload" in named:  # which only eager blocks do
+    if "compile" in values and "offload" in named:  # offload needs eager blocks
         del named["offload"]
         named["recompute"] = "recompute=early"
     words = {n: f"{n}={','.join(v) if isinstance(v, tuple) else v}" for n, v in values.items()}
@@ -168,12 +168,12 @@ def with_values(line: str, values: Mapping[str, Any]) -> str:
 
 
 def plan(**fields: Any) -> PlanChange:
-    """A rung's `apply` that sets fields of the Plan. A function among the values is called with the situation."""
+    """Make the `apply` of a rung that sets fields of the Plan. A function as value is called with the situation."""
     return PlanChange(fields)
 
 
 def joined(first: Rung, second: Rung) -> Rung:
-    """Two rungs that set fields of the Plan, as one."""
+    """One rung that sets the Plan's fields of both."""
     assert isinstance(first.apply, PlanChange)
     assert isinstance(second.apply, PlanChange)
     return replace(
@@ -186,7 +186,7 @@ def joined(first: Rung, second: Rung) -> Rung:
 
 
 def vision_only(setting: Setting) -> str | None:
-    """The obstacle of a rung that rebuilds our Vision Transformer, or None."""
+    """Why a rung that rebuilds our Vision Transformer does not apply, or None."""
     graph = None if setting.model is None else setting.model.graph
     if graph is not None and graph.vision and graph.classes is not None:
         return None
@@ -195,7 +195,7 @@ def vision_only(setting: Setting) -> str | None:
 
 
 def group_of(rung: Rung) -> str:
-    """The word that names a rung and its like: `optimizer` of `optimizer-fused`."""
+    """Name of a rung's group: `optimizer` for `optimizer-fused`."""
     return rung.name.split("-", 1)[0]
 
 
@@ -204,7 +204,7 @@ REGISTERED: dict[str, Rung] = {}
 
 
 def register(rung: Rung) -> Rung:
-    """Put a rung on the ladder. Raises ConfigError where its name is taken."""
+    """Add a rung to the ladder. Raises ConfigError if its name is taken."""
     if REGISTERED.setdefault(rung.name, rung) != rung:
         raise ConfigError(f"There already is a rung named {rung.name!r}; give the new one another name.")
     return rung

@@ -24,7 +24,7 @@ from penstock.config.tasks import TaskName
 
 QUICK_LOSS_STEPS = 8
 BUDGET, QUICK_BUDGET = 360.0, 150.0
-"""Seconds of a climb by default."""
+"""Default seconds of a climb, and of a quick one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,44 +32,44 @@ class LadderConfig(Checked):
     """One search and climb of the ladder."""
 
     model: ModelConfig = PRESETS["vit-s16"]
-    """Name of a preset (`vit-s16`), `hf:FOLDER`, `timm:NAME`, or `package.module:factory`: a function that returns
-    (model, batch, loss)."""
+    """A preset (`vit-s16`), `hf:FOLDER`, `timm:NAME`, or `package.module:factory` that returns (model, batch, loss)."""
     factory: FunctionPath | None = None
     """`package.module:function` that returns a model, an example batch, and loss(model, batch); replaces `model`."""
     batch: Count | None = None
-    """Samples per step of the baseline; none is 8 images on a CPU and 64 on a GPU, or 1,024 and 32,768 tokens of text.
-    A factory's batch is taken as it is."""
+    """Samples per step of the baseline; none means 8 images on a CPU and 64 on a GPU, or 1,024 and 32,768 tokens of
+    text. A factory's batch is used as it is."""
     task: TaskName = "auto"
     """Task that the model is trained for; `auto` is the task of the preset's job, or of the model's family."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Data that batches are made of, as in `penstock train`; `auto` is the embedded data for the model's task."""
+    """Data for the batches, as in `penstock train`; `auto` is the embedded data for the model's task."""
     rungs: tuple[str, ...] = ()
     """Rungs or groups of rungs to climb, by name; all by default."""
     skip: tuple[str, ...] = ()
     """Rungs or groups of rungs to leave out, such as `compile`."""
     procs: Ranks = 1
-    """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or shares of this CPU; 1 leaves these rungs out."""
+    """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or a share of this CPU each; 1 leaves these rungs out.
+    """
     quick: bool = False
-    """Short rounds and loss runs, and less than half the time: a first impression."""
+    """Short rounds and loss runs, and less than half the time, for a first impression."""
     rounds: Annotated[int, Range(2, 1_000_000)] = 7
-    """The least rounds, in which settings take turns, before a difference under 5 % is believed."""
+    """Least number of rounds, in which settings take turns, before a difference under 5 % is believed."""
     round_seconds: Positive = 0.3
-    """Least time that one contender is timed in each round; a slower step is timed by itself."""
+    """Least seconds to time a contender in each round; a longer step is timed as a single one."""
     loss_steps: Natural = 24
     """Optimizer steps of each loss run; 0 makes none."""
     seeds: Annotated[int, Range(2, 1_000)] = 2
-    """Further seeds of the baseline, whose losses show how much chance alone changes."""
+    """Further seeds of the baseline, whose losses show how much chance alone changes them."""
     lr: Positive = 3e-4
     """Learning rate of the loss runs, constant."""
     budget: Positive | None = None
-    """Seconds for the whole climb, compiling included; none is 360, with quick 150. More finds what is close to the
-    best, and detects smaller gains."""
+    """Seconds for the whole climb, including compiling; none means 360, or 150 with quick. More time finds settings
+    closer to the best, and detects smaller gains."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: FilledText | None = None
-    """Name of a shipped Machine or path of one that `penstock probe` stored; none probes the cached one."""
+    """Name of a shipped Machine, or path of one that `penstock probe` wrote; none probes this machine unless cached."""
     seed: Seed = 0
-    """Decides weights and sample order."""
+    """Seed of the weights and the sample order."""
     output: FilledText = "runs/ladder"
     """Folder of the report: ladder.html and ladder.json."""
 
@@ -87,12 +87,12 @@ class LadderConfig(Checked):
 
 
 def data_words(data: DataConfig) -> list[str]:
-    """The options that name these data."""
+    """Command-line options that select these data."""
     return [words.replace("--data.source ", "--data ") for words in changes(DataConfig(), data, "data")]
 
 
 def command_of(config: LadderConfig) -> str:
-    """The command that climbs again with these settings, wherever the call came from."""
+    """The command that repeats a climb with these settings, also if it was started from Python."""
     words = ["penstock ladder"]
     words.append(f"--model {config.factory}" if config.factory else " ".join(option_words(config.model)))
     plain, quick = LadderConfig(), ("loss_steps", "round_seconds")

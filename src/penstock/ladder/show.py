@@ -34,12 +34,12 @@ from penstock.ladder.tables import (
 from penstock.report.page import PLAIN_WIDTH, plain_console, terminal_table
 
 _LISTED = 6
-"""Rungs that are named in one line."""
+"""Most rungs that one line names."""
 
 
 def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
-    """Write ladder.html, ladder.json and ladder.svg into a folder, which is made if needed; of a script, tune.html and
-    so on. Returns the paths of the page and of its JSON."""
+    """Write ladder.html, ladder.json and ladder.svg (for a script tune.html and so on) into a folder, which is made if
+    needed. Returns the paths of the page and of its JSON."""
     html, data, drawing = (
         own_file(folder, f"{file_name(report)}.{kind}") for kind in ("html", "json", "svg")
     )
@@ -50,7 +50,7 @@ def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
 
 
 def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False) -> Table:
-    """A row for each rung of the Plans, for a terminal of `width` columns; with `every` for each that was measured."""
+    """A row for each rung of the Plans, or with `every` for each measured rung, for a terminal of `width` columns."""
     shown = [rung for rung in report.rungs if in_plans(rung) or (every and rung.measured)]
     printed = terminal_table(figures(report, shown), width)
     printed.title, printed.title_justify, printed.title_style = heading(report), "left", "bold"
@@ -58,8 +58,8 @@ def table(report: LadderReport, width: int = PLAIN_WIDTH, *, every: bool = False
 
 
 def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
-    """Lines that the table has no room for: rungs that it leaves out, in a line or with `every` each with its reason;
-    the noise floor; and notes on the whole climb."""
+    """Lines below the table: the rungs that it leaves out, in one line or with `every` each with its reason; the noise
+    floor; and notes on the whole climb."""
     lines = [*_script_words(report), *(_reasons(report) if every else _counted(report))]
     if any(not rung.interleaved for rung in report.rungs):
         lines.append("* timed after the others and not in turn with them, because memory did not hold both.")
@@ -70,8 +70,7 @@ def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
 
 
 def ending(report: LadderReport) -> list[tuple[str, str]]:
-    """The Plans that the climb ends with, each in words and with the command that trains with it; last is the one with
-    the same results."""
+    """The recommended Plans, each in words and with its training command; the Plan with the same results is last."""
     offered = [("Same results", report.same)]
     if report.fastest is not None:
         offered.insert(0, ("Fastest of all", report.fastest))
@@ -79,7 +78,7 @@ def ending(report: LadderReport) -> list[tuple[str, str]]:
 
 
 def climbed(climb: Callable[[OnProgress], LadderReport], folder: Path | str, *, every: bool) -> None:
-    """Climb with a display, write the report, and print it with the commands that it ends with."""
+    """Climb with a display, write the report, and print it with the recommended commands."""
     display = display_for(sys.stderr)
     try:
         report = climb(display.show)
@@ -93,7 +92,7 @@ def climbed(climb: Callable[[OnProgress], LadderReport], folder: Path | str, *, 
     console.print(f"\nWritten: {html} and {data}")
     for words, command in ending(report):
         console.print(f"\n{words}")
-        console.print(command, soft_wrap=True)  # not wrapped, because this line is there to be copied
+        console.print(command, soft_wrap=True)  # unwrapped, so that it can be copied
 
 
 def _script_words(report: LadderReport) -> list[str]:
@@ -112,7 +111,7 @@ def _script_words(report: LadderReport) -> list[str]:
 
 
 def _counted(report: LadderReport) -> list[str]:
-    """Rungs of no Plan, and then those that were not measured, in a line each."""
+    """One line on the rungs that are in no Plan, and one on those that were not measured."""
     slow = sorted(
         (rung for rung in report.rungs if rung.measured and not in_plans(rung) and rung.to_previous),
         key=lambda rung: -rung.to_previous.value if rung.to_previous else 0.0,
@@ -137,7 +136,7 @@ def _counted(report: LadderReport) -> list[str]:
 
 
 def _reasons(report: LadderReport) -> list[str]:
-    """Why rungs were not measured or not kept, once for all that it holds for."""
+    """Reasons why rungs were not measured or not kept, each with all rungs that it holds for."""
     reasons: dict[str, list[str]] = {}
     for rung in report.rungs:
         if rung.reason:
@@ -158,21 +157,21 @@ _DOING = {
     "weighing": "measuring the memory of",
 }  # fmt: skip
 _LONG = 4.0
-"""Seconds from which a single thing has a line of its own in a file."""
+"""Seconds from which an activity has a line of its own in a file."""
 _QUIET = 8.0
-"""The most seconds between lines, however short what is done."""
+"""Most seconds between two lines, even if all activities are short."""
 _STANDINGS = 6
 
 
 class PlainDisplay:
-    """A line when a phase begins, when something long begins, and now and then."""
+    """Writes a line when a phase begins, when a long activity begins, and now and then."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream, self._clock = stream, clock
         self._phase, self._last = "", -float("inf")
 
     def show(self, now: Progress) -> None:
-        """Write a line on what begins now, unless it is short and a line was written just before."""
+        """Write a line on the activity that begins, unless it is short and the last line is recent."""
         begins = now.phase != self._phase
         if not (begins or now.expected_seconds >= _LONG or self._clock() - self._last >= _QUIET):
             return
@@ -182,11 +181,11 @@ class PlainDisplay:
         self._stream.flush()
 
     def end(self) -> None:
-        """The climb has ended, for whatever reason."""
+        """End the display; the climb has ended, for whatever reason."""
 
 
 class LiveDisplay:
-    """The time that has gone, what is done now and for how long, and the fastest Plans so far as bars that move."""
+    """Shows the elapsed time, the current activity with its duration, and moving bars for the fastest Plans."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._since = clock, 0.0
@@ -195,17 +194,17 @@ class LiveDisplay:
         self._live = Live(console=console, transient=True, get_renderable=self.drawn, refresh_per_second=4)
 
     def show(self, now: Progress) -> None:
-        """Show what begins now."""
+        """Show the activity that begins."""
         if self._now is None:
             self._live.start()
         self._now, self._since = now, self._clock()
 
     def end(self) -> None:
-        """The climb has ended, for whatever reason."""
+        """End the display; the climb has ended, for whatever reason."""
         self._live.stop()
 
     def drawn(self) -> RenderableType:
-        """The terminal's current picture."""
+        """The current picture of the terminal."""
         now = self._now
         if now is None:
             return Text("")
@@ -223,7 +222,7 @@ class LiveDisplay:
 
 
 def _standings(now: Progress) -> Table:
-    """The fastest Plans so far: a bar each, as long as it is fast."""
+    """The fastest Plans so far, each with a bar of a length proportional to its speed."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(ratio=1)
@@ -231,7 +230,7 @@ def _standings(now: Progress) -> Table:
     shown = now.standings[:_STANDINGS]
     most = max((speed.value for _, speed in shown), default=1.0)
     for plan, speed in shown:
-        # The whole bar is drawn as far as it reaches; what is in play at this moment is bold.
+        # Bars are drawn at full length; the setting being timed is bold.
         style = "bold" if plan in now.plans else ""
         bar = ProgressBar(most, speed.value, complete_style="green", finished_style="green", style="black")
         table.add_row(Text(f"{speed.value:.2f}×", style), bar, Text(plan or "baseline", style))

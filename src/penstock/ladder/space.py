@@ -18,7 +18,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One combination: a rung or none of each choice."""
+    """One combination: for each choice a rung or none."""
 
     key: Key
     setting: Setting
@@ -30,7 +30,7 @@ class Candidate:
 
 
 class Space:
-    """Combinations of `rungs` that the rules allow. Each is made when it is asked for, as their number is a product."""
+    """All combinations of `rungs` that the rules allow. Each is made when needed, because their number is a product."""
 
     def __init__(self, rungs: Iterable[Rung], first: Setting, situation: Situation) -> None:
         self.situation = situation
@@ -43,17 +43,17 @@ class Space:
         self._known: dict[Key, Candidate | None] = {self.first.key: self.first}
         least = {name: self._least(name) for name in self.rungs}
         self.least = {name: candidate for name, candidate in least.items() if candidate is not None}
-        """For each rung that some combination allows, one with the fewest rungs."""
+        """For each rung that can be used at all, the legal combination with the fewest rungs."""
         self.answers = [[n for n in names if not n or n in self.least] for names in choices.values()]
-        """The rungs of each choice that some combination allows, after none of them."""
+        """Answers to each choice: first none, then each rung that can be used."""
 
     @property
     def size(self) -> int:
-        """The number of all combinations, those that the rules forbid among them."""
+        """Number of all combinations, illegal ones included."""
         return math.prod(map(len, self.answers))
 
     def at(self, key: Key) -> Candidate | None:
-        """The candidate of a key, if it is legal and each of its rungs changes something."""
+        """The candidate of a key, if it is legal and each of its rungs has an effect."""
         if key not in self._known:
             self._known[key] = self._combined(key)
         return self._known[key]
@@ -70,7 +70,7 @@ class Space:
         return Candidate(key, setting) if legal else None
 
     def _least(self, name: str) -> Candidate | None:
-        """A legal candidate with a rung and at most two others."""
+        """A legal candidate with this rung and at most two others."""
         alone = self.replaced(self.first.key, name)
         for count in range(3):
             for others in itertools.combinations([o for o in self.rungs if o != name], count):
@@ -81,12 +81,12 @@ class Space:
         return None
 
     def replaced(self, key: Key, name: str) -> Key:
-        """A key with a rung in place of what answered its choice."""
+        """The key with this rung as the answer to its choice."""
         place = self._places[name]
         return (*key[:place], name, *key[place + 1 :])
 
     def fitting(self, **wanted: Callable[[Any], bool]) -> list[list[str]]:
-        """The answers to each choice that leave fields of the Plan at a wanted value, where the choice sets them."""
+        """Answers to each choice that give fields of the Plan a wanted value, where the choice sets them."""
 
         def value(name: str, field: str) -> Any:
             first = self.first.setting
@@ -102,11 +102,11 @@ class Space:
         return answers
 
     def computes_otherwise(self, of: Candidate) -> frozenset[str]:
-        """Rungs of a candidate that compute in other types than the baseline, so that its loss must be compared."""
+        """Rungs of a candidate that compute in other types than the baseline, so that losses must be compared."""
         return frozenset(name for name in of.rungs if self.rungs[name].results == "rounding")
 
     def neighbours(self, of: Candidate) -> list[Candidate]:
-        """Candidates that answer one choice otherwise."""
+        """Candidates that differ in the answer to one choice."""
         keys = [
             (*of.key[:place], name, *of.key[place + 1 :])
             for place, names in enumerate(self.answers)
@@ -116,24 +116,24 @@ class Space:
         return [candidate for key in keys if (candidate := self.at(key)) is not None]
 
     def without(self, of: Candidate, rung: str) -> Candidate | None:
-        """The candidate that lacks one rung of another, if that is legal."""
+        """The candidate without one of its rungs, if that is legal."""
         return self.at(tuple("" if name == rung else name for name in of.key))
 
     def with_one(self, of: Candidate, rung: str) -> Candidate | None:
-        """The candidate with a rung added, in place of the one of its choice, if that is legal."""
+        """The candidate with a rung added, replacing the rung of the same choice, if that is legal."""
         return self.at(self.replaced(of.key, rung))
 
     def path(self, to: Candidate, speed: Callable[[Candidate], float]) -> list[tuple[str, Candidate]]:
-        """Rungs from the baseline to a candidate, each with the candidate that it leads to.
+        """Order in which to climb from the baseline to a candidate: rungs, each with the candidate that it leads to.
 
-        Of rungs that gain where they stand, the lowest on the ladder comes first; where none gains yet, because it
-        needs another before it pays, the one that loses least. Rungs that are not legal yet wait.
+        Of the rungs that gain at this point the lowest on the ladder comes first; if none gains yet, because it only
+        pays together with another, the one that loses least. Rungs that are not legal yet wait.
         """
         here, path = self.first, []
         left = sorted(to.rungs, key=lambda name: self.rungs[name].place)
         while left:
             steps = [(name, step) for name in left if (step := self.with_one(here, name)) is not None]
-            if not steps:  # some are legal together only
+            if not steps:  # some are only legal together
                 path.append((left[-1], to))
                 break
             gains = [(name, step) for name, step in steps if speed(step) > 1.005 * speed(here)]

@@ -1,13 +1,13 @@
-"""Joint analysis of a run's timings: one estimate, intervals that hold at every stop, and verdicts.
+"""Joint analysis of a run's timings: one estimate, intervals valid at every stop, and verdicts.
 
-Model: the logarithm of seconds per step is y[round, setting] = a[setting] + b[round] + e. A round's own level b takes
-up whatever the machine does to all who take turns in it: drift, heat, other programs. The a are found by least squares
+Model: the logarithm of seconds per step is y[round, setting] = a[setting] + b[round] + e. A round's own level b absorbs
+whatever the machine does to all settings of that round: drift, heat, other programs. The a are found by least squares
 over all rounds of the run, with Huber's weights, so that a single slow step counts little. Every ratio is exp(a - a'),
 so that steps multiply to the total. Free of torch.
 
-Intervals hold at whatever round the measuring stops (Robbins 1970; Johari et al. 2017, "Peeking at A/B tests"): they
-come from a mixture of likelihood ratios over the size of the difference, in its form for an unknown variance. Errors
-that follow each other widen them by (1 + r) / (1 - r) for a correlation r of successive errors.
+Intervals are valid whenever the measuring stops (Robbins 1970; Johari et al. 2017, "Peeking at A/B tests"): they come
+from a mixture of likelihood ratios over the size of the difference, in its form for an unknown variance. If successive
+errors are correlated with r, they are wider by (1 + r) / (1 - r).
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from penstock.ladder.result import Estimate
 K = TypeVar("K", bound=Hashable)
 
 ERROR_RATE = 0.02
-"""How often an interval may miss the truth, at any of the rounds at which it is looked at."""
+"""Probability that an interval misses the truth at any of the rounds at which it is read."""
 NARROW = 0.01
-"""An interval of ± this is narrow enough to stop."""
+"""An interval of ± this is narrow enough to stop measuring."""
 SMALL = 0.05
 """A difference below this needs the full number of rounds before it is believed."""
 FEWEST = 3
-"""Rounds before anything is believed."""
+"""Least number of rounds before any difference is believed."""
 FLOOR = 0.005
-"""The least noise floor: a setting that is built twice differs by some tenths of a per cent from where its memory is,
-which no number of rounds makes smaller."""
+"""The least noise floor: two builds of one setting differ by some tenths of a per cent because of where their memory
+is, and no number of rounds reduces that."""
 _SCALE = 10.0
-"""Variance of the expected differences, in variances of one round's: a few per cent where rounds scatter by one."""
+"""Variance of the expected differences, in variances of one round: a few per cent if rounds scatter by one."""
 _HUBER = 2.0
 _PRIOR = 6.0
-"""Rounds' worth of the common variance in that of each setting."""
+"""Number of rounds for which the common variance counts in the variance of each setting."""
 _PRIOR_CORRELATION, _PRIOR_PAIRS = 0.3, 20
-"""Correlation of successive errors, assumed where few were measured, and the number of pairs that it counts as."""
+"""Correlation of successive errors that is assumed at first, and the number of pairs for which it counts."""
 _PASSES = 3
 
 Verdict = Literal["faster", "slower", "same", "open"]
 
 
 def factor(rounds: float, freedom: float, error_rate: float = ERROR_RATE) -> float:
-    """Half-width of an interval in standard errors: it holds at all rounds at once. Infinite for too few of them.
+    """Half-width of an interval in standard errors, valid at all rounds at once. Infinite for too few rounds.
 
     With t the difference in standard errors, the Bayes factor of N(0, `_SCALE`) effects against none is
     k**-½ · [(1 + t²/f) / (1 + t²/(f k))]**((f + 1)/2), k = 1 + rounds · `_SCALE`, which exceeds 1/`error_rate` at any
-    time with a probability of at most `error_rate` (Ville). This is that t.
+    time with a probability of at most `error_rate` (Ville). This returns that t.
     """
     k = 1.0 + rounds * _SCALE
     if freedom <= 0:
@@ -61,26 +61,26 @@ def factor(rounds: float, freedom: float, error_rate: float = ERROR_RATE) -> flo
 
 
 class Journal(Generic[K]):
-    """Seconds per step, by round and setting. `joint` solves for all of them at once."""
+    """Seconds per step, by round and setting. `joint` fits all of them at once."""
 
     def __init__(self) -> None:
         self._rounds: list[dict[K, float]] = []
         self._solved: Joint[K] | None = None
 
     def add(self, seconds: Mapping[K, float]) -> None:
-        """One round in which these settings took turns."""
+        """Record one round in which these settings took turns."""
         self._rounds.append({setting: math.log(spent) for setting, spent in seconds.items()})
         self._solved = None
 
     def joint(self) -> Joint[K]:
-        """The estimate from all rounds so far."""
+        """The joint estimate from all rounds so far."""
         if self._solved is None:
             self._solved = Joint(self._rounds)
         return self._solved
 
 
 class Joint(Generic[K]):
-    """The solution for all settings. `ratio` compares any two that rounds connect."""
+    """The fitted levels of all settings. `ratio` compares any two that rounds connect."""
 
     def __init__(self, rounds: Iterable[Mapping[K, float]]) -> None:
         self._turns = [dict(turn) for turn in rounds if len(turn) > 1]
@@ -94,19 +94,19 @@ class Joint(Generic[K]):
         self._spread()
 
     def speed(self, setting: K, over: K) -> float | None:
-        """The value of `ratio` alone, which takes far less time; None too where only one of the two took turns."""
+        """The value of `ratio` alone, which is much faster to compute; None also if only one of the two was timed."""
         i, j = self._index.get(setting), self._index.get(over)
         return None if i is None or j is None else math.exp(self._levels[j] - self._levels[i])
 
     def variance(self, setting: K, over: K) -> float | None:
-        """Variance of the logarithm of that ratio; None where no rounds connect the two."""
+        """Variance of the logarithm of `ratio`; None if no rounds connect the two."""
         i, j = self._index.get(setting), self._index.get(over)
         return None if i is None or j is None else self._variance(i, j)
 
     def ratio(self, setting: K, over: K, floor: float = 0.0) -> Estimate | None:
-        """Speed of one setting over another's; None where no rounds connect the two.
+        """Speed of a setting relative to `over`; None if no rounds connect the two.
 
-        `floor` is what equal settings may differ by, as a ratio less one; the interval is widened by it.
+        `floor` is the ratio minus one by which equal settings may differ; the interval is widened by it.
         """
         if setting == over:
             return Estimate.exact(1.0)
@@ -128,7 +128,7 @@ class Joint(Generic[K]):
         )
 
     def noise_floor(self, setting: K, twin: K) -> float:
-        """Ratio, less one, by which two builds of one setting may differ, from the difference of these two.
+        """Ratio minus one by which two builds of one setting may differ, estimated from these two.
 
         The scatter of rounds explains a part of the difference's square, which is subtracted: f / (f - 2) times the
         estimated variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is
@@ -142,15 +142,15 @@ class Joint(Generic[K]):
         return max(FLOOR, math.expm1(math.sqrt(max(0.0, excess))))
 
     def seconds(self, first: K) -> float:
-        """Seconds per step of one setting at the machine's usual pace: that of the median round."""
+        """Seconds per step of a setting at the machine's usual pace, that of the median round."""
         if first not in self._index:
             return math.exp(statistics.median(self._alone)) if self._alone else math.nan
-        here = self._levels[self._index[first]]
+        level = self._levels[self._index[first]]
         paces = [
             statistics.fmean(y - self._levels[self._index[s]] for s, y in turn.items())
             for turn in self._turns
         ]
-        return math.exp(here + statistics.median(paces))
+        return math.exp(level + statistics.median(paces))
 
     def _solve(self) -> None:
         """Weighted least squares: the rounds' levels eliminated, the rest by the normal equations."""
@@ -158,14 +158,14 @@ class Joint(Generic[K]):
         matrix = [[0.0] * count for _ in range(count)]
         right = [0.0] * count
         for turn, weights in zip(self._turns, self._weights, strict=True):
-            whole = sum(weights.values())
-            mean = sum(weights[s] * y for s, y in turn.items()) / whole
+            total = sum(weights.values())
+            mean = sum(weights[s] * y for s, y in turn.items()) / total
             for setting, y in turn.items():
                 i, w = self._index[setting], weights[setting]
                 right[i] += w * (y - mean)
                 matrix[i][i] += w
                 for other in turn:
-                    matrix[i][self._index[other]] -= w * weights[other] / whole
+                    matrix[i][self._index[other]] -= w * weights[other] / total
         self._inverse = inverse(matrix)
         self._levels = [sum(map(operator.mul, row, right)) for row in self._inverse]
 
@@ -179,7 +179,7 @@ class Joint(Generic[K]):
         return left
 
     def _reweigh(self) -> None:
-        """Huber's weights: a timing far off pulls as much as one at twice the usual distance."""
+        """Huber's weights: a timing far off pulls as much as a timing at twice the usual distance."""
         self._left = self._errors()
         sizes = [abs(e) for errors in self._left for e in errors.values()]
         limit = _HUBER * 1.483 * statistics.median(sizes)
@@ -189,14 +189,14 @@ class Joint(Generic[K]):
         ]
 
     def _spread(self) -> None:
-        """The variance of one timing, in common and by setting, and how errors follow each other."""
+        """Estimate the variance of one timing, in common and by setting, and the correlation of successive errors."""
         squares: dict[K, float] = {}
         counts: dict[K, int] = {}
         before: dict[K, float] = {}
         follow = total = 0.0
         for errors, weights in zip(getattr(self, "_left", []), self._weights, strict=True):
             for s, e in errors.items():
-                # An error of k that take turns is smaller than it would be against the truth, by (k - 1) / k.
+                # In a round of k timings an error's expected square is (k - 1) / k of its true value.
                 size = weights[s] * e * e * len(errors) / (len(errors) - 1)
                 squares[s] = squares.get(s, 0.0) + size
                 counts[s] = counts.get(s, 0) + 1
@@ -210,14 +210,14 @@ class Joint(Generic[K]):
         self._common = sum(squares.values()) / max(1, timings) / free
         own = {s: squares[s] / free for s in squares}
         self._own = {s: (_PRIOR * self._common + own[s]) / (_PRIOR + counts[s]) for s in squares}
-        # Few rounds show little of how errors follow each other; some correlation is then assumed.
+        # A few rounds show little of the errors' correlation, so some is assumed.
         assumed = _PRIOR_PAIRS * self._common
         follow, total = follow + _PRIOR_CORRELATION * assumed, total + assumed
         correlation = min(0.8, max(0.0, follow / total)) if total > 0 else 0.0
         self._follows = (1.0 + correlation) / (1.0 - correlation)
 
     def _variance(self, i: int, j: int) -> float | None:
-        """Variance of the difference of two levels; None where no chain of rounds connects them."""
+        """Variance of the difference between two levels; None if no chain of rounds connects them."""
         if self._group[i] != self._group[j]:
             return None
         row = [a - b for a, b in zip(self._inverse[i], self._inverse[j], strict=True)]
@@ -226,14 +226,14 @@ class Joint(Generic[K]):
 
     @functools.cached_property
     def _scatter(self) -> list[list[float]]:
-        """Variances and covariances of the pull of all timings on each level."""
+        """Variances and covariances of the pull that all timings exert on each level."""
         count = len(self._index)
         scatter = [[0.0] * count for _ in range(count)]
         for turn, weights in zip(self._turns, self._weights, strict=True):
-            # A timing pulls against the mean of its round, of which it is a part itself.
-            whole = sum(weights.values())
+            # A timing pulls against the mean of its round, which includes it.
+            total = sum(weights.values())
             for source in turn:
-                pull = {self._index[s]: weights[s] * ((s == source) - weights[source] / whole) for s in turn}
+                pull = {self._index[s]: weights[s] * ((s == source) - weights[source] / total) for s in turn}
                 for i, a in pull.items():
                     for j, b in pull.items():
                         scatter[i][j] += a * b * self._own[source]
@@ -241,7 +241,7 @@ class Joint(Generic[K]):
 
     @functools.cached_property
     def _group(self) -> list[int]:
-        """A number for each setting, shared with those that a chain of rounds connects it to."""
+        """Group number of each setting; settings connected by a chain of rounds have the same."""
         group = list(range(len(self._index)))
         for turn in self._turns:
             joined = {group[self._index[s]] for s in turn}
@@ -250,10 +250,10 @@ class Joint(Generic[K]):
 
 
 def verdict(ratio: Estimate, rounds: int, least: int) -> Verdict:
-    """The conclusion that an estimate of speed against another setting allows after `rounds` rounds of both.
+    """Verdict that an estimated speed ratio allows after `rounds` rounds of both settings.
 
-    `open`: more rounds may decide. `same`: the interval is narrower than ±1 % (`NARROW`) and holds 1. A difference
-    under 5 % (`SMALL`) is believed after the `least` rounds only.
+    `open`: more rounds may decide. `same`: the interval is narrower than ±1 % (`NARROW`) and includes 1. A difference
+    under 5 % (`SMALL`) is only believed after `least` rounds.
     """
     size = abs(math.log(ratio.value))
     if rounds < FEWEST or (rounds < least and size < SMALL):
@@ -266,10 +266,10 @@ def verdict(ratio: Estimate, rounds: int, least: int) -> Verdict:
 
 
 def inverse(matrix: list[list[float]]) -> list[list[float]]:
-    """The inverse of a symmetric matrix without negative eigenvalues; of one with a zero eigenvalue, nearly so.
+    """The inverse of a symmetric matrix without negative eigenvalues; nearly so for a zero eigenvalue.
 
-    Levels of settings are known up to a constant for each group that rounds connect. A billionth of the largest
-    entry on the diagonal fixes that, and changes no difference within a group.
+    Levels of settings are known up to a constant for each group that rounds connect. A billionth of the largest entry
+    on the diagonal fixes that constant, and changes no difference within a group.
     """
     size = len(matrix)
     little = 1e-9 * max((row[i] for i, row in enumerate(matrix)), default=1.0)

@@ -1,7 +1,6 @@
 """The subject of the ladder: a Penstock model on real data, or a user's own model with its own batch and loss.
 
-A subject can be built under any Setting. For the same seed it starts from the same weights and takes the same samples
-in the same order.
+A subject can be built under any Setting. The same seed gives the same weights and the same order of samples.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from penstock.tasks.task import Fullness
 from penstock.tasks.text import WordTask, tokenizer_of
 
 BATCH = {"cpu": 8, "cuda": 64}
-"""Samples per step of the baseline, by default."""
+"""Default samples per step of the baseline."""
 
 
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
-"""Tokens per step of a baseline that reads text, by default."""
+"""Default tokens per step of a baseline that reads text."""
 
 
 LOOKED_AT = 32
-"""Batches of which a typical one is found."""
+"""Number of batches among which a typical one is chosen."""
 
 
 class Subject(ABC):
@@ -63,13 +62,13 @@ class Subject(ABC):
     device: torch.device
     recipe: Recipe
     rank: int = 0
-    """The number of this process among those that rungs of several start."""
+    """Rank of this process, for rungs with several processes."""
     path: str | None = None
-    """The factory as `package.module:name`, where other processes can find it so."""
+    """The factory as `package.module:name`, if other processes can import it."""
     data: str
-    """The origin of its batches."""
+    """Description of where its batches come from."""
 
-    # Facts that rungs may ask for: see `Situation`.
+    # Facts that rungs may depend on: see `Situation`.
     procs: int = 1
     splittable: bool = True
     switches: Mapping[str, tuple[str, ...]] = {name: get_args(field_types(Plan)[name]) for name in SWITCHES}
@@ -79,7 +78,7 @@ class Subject(ABC):
     unpacked_padding: float | None = None
 
     def situation(self, machine: Machine) -> Situation:
-        """The facts that rungs may ask for."""
+        """The facts that rungs may depend on."""
 
         def holds(setting: Setting) -> bool:
             return predict_workload(self.workload(setting), machine, setting.plan).fits
@@ -90,19 +89,19 @@ class Subject(ABC):
 
     @abstractmethod
     def build(self, setting: Setting, seed: int) -> Built:
-        """The model under a setting, from the weights that belong to the seed."""
+        """Build the model under a setting, with the weights of the seed."""
 
     @abstractmethod
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
-        """Batches of `setting.plan.micro_batch` samples on the device, without end, in the seed's order."""
+        """Endless batches of `setting.plan.micro_batch` samples on the device, in the seed's order."""
 
     def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
-        """A function that measures how large a batch is, where batches differ in size; else None."""
+        """A function that measures the size of a batch, if batches differ in size; else None."""
         return None
 
     def typical(self, setting: Setting, seed: int) -> list[Any]:
-        """The micro-batches of the one step that is timed, again and again: the first; where batches differ in size,
-        those of the first 32 that are nearest to the mean, which predictions are of, too.
+        """The micro-batches of the one step that is timed repeatedly: the first ones, or, if batches differ in size,
+        those of the first 32 whose size is nearest to the mean, which predictions are based on too.
         """
         size, count = self.size_of(setting), setting.plan.accumulate
         batches = self.batches(setting, seed)
@@ -122,29 +121,29 @@ class Subject(ABC):
 
     @abstractmethod
     def train_command(self, setting: Setting) -> str:
-        """How to train with a setting."""
+        """The command, or the Python call, that trains with a setting."""
 
     def dims(self, plan: Plan) -> ParallelDims:
-        """This process's place under a Plan."""
+        """This process's coordinates under a Plan."""
         return ParallelDims.of(plan, rank=self.rank if plan.gpus > 1 else 0)
 
     def worth(self, setting: Setting) -> float:
-        """How many of the baseline's samples one of a setting is worth."""
+        """Number of baseline samples that one sample of a setting is worth."""
         return 1.0
 
     def samples(self, setting: Setting) -> float:
-        """Samples of one optimizer step, over all processes, in samples of the baseline."""
+        """Samples of one optimizer step over all processes, counted in samples of the baseline."""
         return setting.plan.global_batch * self.worth(setting)
 
     def model_flops(self, setting: Setting) -> int:
-        """FLOPs of one optimizer step over all processes, forward and backward; what is computed twice counts once."""
+        """FLOPs of one optimizer step over all processes, forward and backward; recomputation is not counted."""
         plan = setting.plan
-        # A workload is of one device, with the blocks of all stages.
+        # A workload describes one device, with the blocks of all stages.
         return round(self.workload(setting).model_flops * plan.accumulate * plan.gpus / plan.pp)
 
 
 class Configured(Subject):
-    """A Penstock model, at its family's task on a data source."""
+    """A Penstock model, on its task and a data source."""
 
     def __init__(self, config: LadderConfig, device: torch.device) -> None:
         self.title = title(config.model)
@@ -194,7 +193,7 @@ class Configured(Subject):
         )
 
     def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
-        """Tokens with padding and without, where samples differ in length."""
+        """Tokens of a batch with and without padding, if samples differ in length."""
         if self._source_of(setting).lengths is None:
             return None
         return lambda batch: (self._task.inputs(batch)[0].numel(), self._task.tokens(batch))
@@ -219,8 +218,8 @@ class Configured(Subject):
         return " ".join(words)
 
     def _fitted(self, model: ModelConfig) -> ModelConfig:
-        """The model with what follows from the data, but with its own vocabulary if that has room for all tokens: its
-        size is a great part of what a step costs. How many classes images have is no matter of speed.
+        """The model adapted to the data, but with its own vocabulary if that is large enough for all tokens, because
+        its size is a large part of a step's cost. The number of image classes does not matter for speed.
         """
         if model.graph.vision:
             return model
@@ -233,7 +232,7 @@ class Configured(Subject):
         return kept
 
     def worth(self, setting: Setting) -> float:
-        """Samples of the baseline that one sample is worth: by its real tokens, where documents are packed."""
+        """Number of baseline samples that one sample is worth, by real tokens if documents are packed."""
         if not setting.packed:
             return 1.0
         each = [f.model.graph.lengths[0] * f.real for f in map(self._fullness, (setting, self.first))]
@@ -257,7 +256,7 @@ class Configured(Subject):
         return self._full[key]
 
     def _start(self, seed: int) -> dict[str, Tensor]:
-        """The baseline's first weights, which every rung starts from as far as its shapes allow."""
+        """The baseline's initial weights; every rung starts from them as far as its shapes match."""
         if seed not in self._starts:
             with seeded(seed):
                 model = create(self._model)
@@ -266,14 +265,14 @@ class Configured(Subject):
 
 
 def close(batches: Any) -> None:
-    """Let go of batches, if they hold threads."""
+    """Close batches, if they hold threads."""
     closing = getattr(batches, "close", None)
     if closing is not None:
         closing()
 
 
 def _task_named(config: LadderConfig) -> TaskName:
-    """The task that is asked for, or that of the nearest preset's job, as `train_command` will have it."""
+    """The requested task, or the task of the nearest preset's job, which `train_command` uses too."""
     if config.task != "auto":
         return config.task
     preset, *_ = option_words(config.model)
@@ -281,7 +280,7 @@ def _task_named(config: LadderConfig) -> TaskName:
 
 
 def _usual_batch(model: ModelConfig, device: torch.device) -> int:
-    """Samples of the baseline where nobody says."""
+    """Default samples per step of the baseline."""
     if model.graph.vision:
         return BATCH[device.type]
     return max(1, BATCH_TOKENS[device.type] // model.graph.lengths[0])
@@ -298,5 +297,5 @@ def _adopt(model: nn.Module, start: dict[str, Tensor]) -> None:
             value = value[1:]
         if value.shape == parameter.shape:
             fitting[name] = value
-    # As a state dict: master weights and shards take what is theirs of it.
+    # Via a state dict, from which master weights and shards take their parts.
     model.load_state_dict(fitting, strict=False)

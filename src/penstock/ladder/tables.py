@@ -1,4 +1,4 @@
-"""Parts of a report that page, notebook and terminal share: the table of figures, and the sentences around it."""
+"""Parts of a report that page, notebook and terminal share: the table of figures, and the sentences that go with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.report.page import Cell, Section
 
 MIB = 2.0**20
 LOOKS: Mapping[str, str] = {"baseline": "", "kept": "strong", "unproven": "", "offered": ""}
-"""How a rung's row looks; others are faint."""
+"""Style of a rung's row by status; all others are faint."""
 
 
 def heading(report: LadderReport) -> str:
@@ -20,12 +20,12 @@ def heading(report: LadderReport) -> str:
 
 
 def file_name(report: LadderReport) -> str:
-    """The name of its files, without their ending."""
+    """Name of the report's files, without suffix."""
     return "ladder" if report.script is None else "tune"
 
 
 def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
-    """Measurements of each of `rungs`, one in a row: for the page, and by its first lines for a terminal."""
+    """Measurements of `rungs`, one row each; the page shows all columns, a terminal the first."""
     columns = [
         Cell("rung", words=True), Cell("step", "to the one before"), Cell("in all", "to baseline"),
         Cell("worth", "without it", rank=2), Cell("predicted", "in all", rank=4),
@@ -63,7 +63,7 @@ def _row(report: LadderReport, rung: RungResult) -> list[Cell]:
 
 
 def _beside(report: LadderReport, rung: RungResult) -> str:
-    """The loss; of a script, whose settings are compared over steps of unlike number, what chance explains."""
+    """The rung's loss; for a script the allowed difference, because its settings run for different numbers of steps."""
     if report.script is None:
         return "" if rung.loss is None else f"{rung.loss:.4f}"
     known = rung.allowed_difference is not None and rung.status != "baseline"
@@ -78,7 +78,7 @@ def ratio(estimate: Estimate | None, note: str = "") -> Cell:
 
 
 def times(estimate: Estimate) -> str:
-    """A ratio as page, table and terminal write it."""
+    """A ratio in the form that page, table and terminal share."""
     return f"{estimate.value:.2f}×"
 
 
@@ -91,18 +91,18 @@ def seconds(value: float | None) -> str:
 
 
 def flop_unit(report: LadderReport) -> tuple[float, str]:
-    """A unit of FLOP/s that makes readable numbers for this report, and its name."""
+    """A unit of FLOP/s that gives readable numbers for this report, and its name."""
     first = report.baseline.model_flops_per_second
     return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
 
 
 def titles(rungs: Sequence[RungResult]) -> str:
-    """Rungs by name, in a sentence."""
+    """Titles of rungs, joined in a sentence."""
     return ", ".join(rung.title for rung in rungs)
 
 
 def equality_words(equality: Equality) -> str:
-    """How far the losses of several processes are from one's, with what is allowed."""
+    """How far the losses of several processes differ from those of one process, and how far they may."""
     norms = (
         ""
         if equality.norm is None
@@ -120,7 +120,7 @@ def plain(report: LadderReport) -> str:
 
 
 def stays(report: LadderReport) -> str:
-    """The advice where nothing is faster."""
+    """The advice if nothing is faster."""
     return "the plain Plan stands" if report.script is None else "the script stays as it is"
 
 
@@ -147,12 +147,12 @@ def plan_words(report: LadderReport, chosen: Chosen) -> str:
 
 
 def in_plans(rung: RungResult) -> bool:
-    """Whether a rung is part of a Plan that the ladder ends with, or is the baseline."""
+    """Whether a rung is the baseline or part of a recommended Plan."""
     return rung.status in ("baseline", "kept", "unproven", "offered")
 
 
 def percent(share: float) -> str:
-    """A width of an interval in words: never narrower than it is."""
+    """Width of an interval in words, never rounded down."""
     return f"{math.ceil(1000 * share) / 10:.1f} %"
 
 
@@ -165,7 +165,7 @@ def beyond_words(nearest: Nearest | None) -> str:
 
 
 def nothing_words(report: LadderReport, nearest: Nearest) -> str:
-    """Words, and advice, where no Plan is faster than the baseline beyond the noise."""
+    """Words and advice if no Plan is faster than the baseline beyond the noise."""
     best, others_busy = nearest.ratio, report.others_busy
     climb = "climb" if report.script is None else "tuning"
     words = (
@@ -185,15 +185,15 @@ def nothing_words(report: LadderReport, nearest: Nearest) -> str:
 
 
 QUIET = 0.1
-"""Cores that others may keep busy on a quiet machine."""
+"""Most cores that other programs keep busy on a machine that counts as quiet."""
 SCATTERED = 6.0
-"""Width of the baseline's interval to itself, in noise floors, above which the floor is not what hides small gains."""
+"""Noise floors; if the baseline's interval to itself is wider than that, not the floor hides small gains."""
 MOST_RATIO = 100.0
-"""An interval whose end is more than this many times its start says nothing: too few rounds gave it."""
+"""An interval whose end is more than this many times its start says nothing: it comes from too few rounds."""
 
 
 def noise_words(report: LadderReport) -> str:
-    """The noise floor: what the baseline differs from itself."""
+    """The noise floor: how much the baseline differs from itself."""
     if report.control is None:
         return ""
     ratio, floor = report.control.ratio, report.control.floor

@@ -1,7 +1,7 @@
-"""The processes that rungs of several are measured in, seen from the climb that starts them.
+"""The processes in which rungs with several processes are measured, as seen from the climb that starts them.
 
-They wait for a task while others are timed, so the climb's own contenders and theirs can take turns. The first rung
-that needs them starts them; a rung that fails ends them, and the next one starts others.
+They wait for a task while others are timed, so that the climb's own contenders and theirs can take turns. The first
+rung that needs them starts them; a rung that fails ends them, and the next rung starts new ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.launch.local import LocalRanks
 from penstock.leftovers import temporary
 
 ANSWER_SECONDS = 1200.0
-"""How long the climb waits for an answer: compiling may take minutes on every rank."""
+"""Longest wait for an answer: compiling may take minutes on every rank."""
 GRACE = 1.0
-"""Seconds in which other ranks may still answer after one has failed: the first failure is reported."""
+"""Seconds to wait for other ranks' answers after one has failed, so that the earliest failure is reported."""
 _TAIL = 2000
 
 
@@ -42,20 +42,20 @@ class Hello:
     device: str
     threads: int
     path: list[str]
-    """Folders in which it finds modules: the climb's own."""
+    """The climb's own `sys.path`, in which the rank finds modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank's result, or how it failed."""
+    """A rank's result, or its failure."""
 
     result: Any = None
     failed: tuple[str, str, str, float] | None = None
-    """Name, message and traceback of what was raised, and when."""
+    """Name, message and traceback of the exception, and when it was raised."""
 
     @classmethod
     def of(cls, error: BaseException) -> Answer:
-        """The answer of a rank that raises `error`. Lack of memory has several names; ours replaces them."""
+        """The answer of a rank that raises `error`. Lack of memory has several exception types; ours replaces them."""
         name = "OutOfMemory" if ran_out_of_memory(error) else type(error).__name__
         trace = "".join(traceback.format_exception(error))
         return cls(failed=(name, str(error), trace, time.time()))
@@ -73,19 +73,19 @@ class Team:
         self.life = 0
 
     def link(self) -> Link:
-        """The link between the processes, which are started for it."""
+        """The measured link between the processes, which are started for this."""
         if self._link is None:
             self._link = self.ask("link")[0]
         return self._link
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
-        """Every rank's answer, by rank. If one fails all are ended, and what the first raised is raised."""
+        """Every rank's answer, by rank. If a rank fails, all are ended and the first failure is raised."""
         if not self._members:
             self._start()
         return self._exchange([(do, arguments)] * len(self._members))
 
     def end(self) -> None:
-        """End all processes. Safe to call at any time; the next question starts others."""
+        """End all processes. Safe to call at any time; the next `ask` starts new ones."""
         for member in self._members:
             member.end()
         if self._members:
@@ -117,10 +117,10 @@ class Team:
         self._exchange([hello] * procs)
 
     def _exchange(self, messages: list[Any]) -> list[Any]:
-        """Send each rank its message, and wait for the answers of all."""
+        """Send each rank its message, and wait for all answers."""
         try:
             for member, message in zip(self._members, messages, strict=True):
-                with contextlib.suppress(BrokenPipeError):  # it is gone; `answer` tells how
+                with contextlib.suppress(BrokenPipeError):  # the rank has ended; `answer` says how
                     member.connection.send(message)
             return self._answers()
         except BaseException:
@@ -162,18 +162,18 @@ class _Member:
         self.connection: connection.Connection[Any, Any] = connection.Connection(own_end.detach())
 
     def answer(self) -> Answer:
-        """The rank's message; a failure for a rank that is gone."""
+        """The rank's message; if it has ended, a failure."""
         try:
             answer: Answer = self.connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            # Nobody can fail before the rank whose death broke the others' connections.
+            # A rank that died is the first failure (time 0): its end breaks the connections of the others.
             return Answer(failed=("Died", f"it {how}", "", 0.0))
         return answer
 
     def last_output(self) -> str:
-        """The end of what it wrote."""
+        """The end of the rank's output."""
         return self._log.read_text(errors="replace")[-_TAIL:].strip() if self._log.exists() else ""
 
     def end(self) -> None:
@@ -183,12 +183,12 @@ class _Member:
 
 
 def threads_of(procs: int) -> int:
-    """Threads of each of `procs` processes: its share of those that this one computes with."""
+    """Threads of each of `procs` processes: its share of this process's threads."""
     return max(1, torch.get_num_threads() // procs)
 
 
 def as_error(answer: Answer, rank: int, output: str) -> Exception:
-    """The error of a rank as this process would raise it: our own errors by their type, and lack of memory as ours."""
+    """The rank's error as an exception of this process: our own errors by type, lack of memory as our own too."""
     assert answer.failed is not None
     name, message, trace, _ = answer.failed
     kind = getattr(errors, name, None)

@@ -1,4 +1,4 @@
-"""The operations of any model, recorded while one forward and backward pass runs: what the roofline needs.
+"""The operations of any model, recorded during one forward and backward pass, as the roofline needs them.
 
 Matrix products are recognised by torch's own FLOP formulas (`torch.utils.flop_counter`); everything else counts as
 memory traffic. Views cost nothing and are left out.
@@ -33,15 +33,15 @@ _KINDS: tuple[tuple[str, OpKind], ...] = (
 
 
 SAFE_SOFTMAX_KERNELS, SAFE_SOFTMAX_READ, SAFE_SOFTMAX_WRITTEN = 4, 4 + 1 + 4, 1 + 4
-"""Kernels of torch's softmax that masks may hide whole rows from, and bytes per score that it moves besides those of
-its softmax: scores are compared with −∞, to a byte each, each row is reduced to one of these, and rows are chosen by it
+"""Kernels of torch's softmax when masks may hide whole rows, and bytes per score that it moves in addition to a plain
+softmax: scores are compared with −∞, one byte each, each row is reduced to one such byte, and rows are selected by it
 (`_safe_softmax` in torch's SoftMax.cpp)."""
 _COMPUTING = ("norm", "activation")
 """Kinds whose first output has the number of computed elements; further outputs are only bookkeeping."""
 _LOSSES = ("log_softmax", "nll_loss")
-"""Parts of the names of operations that make a loss of logits."""
+"""Parts of the names of operations that compute a loss from logits."""
 _FUSED = ("add_norm", "bias_activation")
-"""Beginnings of the names of kernels that `Plan.fuse` chooses."""
+"""Prefixes of the names of kernels that `Plan.fuse` selects."""
 _ALLOCATING = ("empty", "new_empty")
 _LOOKING_UP = ("embedding", "index_select", "gather", "index")
 
@@ -49,19 +49,19 @@ _LOOKING_UP = ("embedding", "index_select", "gather", "index")
 def trace(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], samples: int, *, units: int = 1
 ) -> Workload:
-    """Run `loss(model, batch)` and its backward once, as they are, and return the work that they did.
+    """Run `loss(model, batch)` and its backward once, unchanged, and return the work that they did.
 
-    `units` are the repeated blocks, which are gathered one by one where weights are sharded.
+    `units` is the number of repeated blocks, which are gathered one by one if weights are sharded.
 
-    Gradients that the run leaves are cleared. Raises whatever the model raises.
+    Gradients of the run are cleared. Raises whatever the model raises.
     """
     recorder = _Recorder(model)
-    kept = _Kept(model)
+    saved = _SavedBytes(model)
     living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *tensors(batch)])
     with living, recorder:
-        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda saved: saved):
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             value = loss(model, batch)
-        kept.let_go()
+        saved.release()
         recorder.forward = False
         value.backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
@@ -71,22 +71,24 @@ def trace(
         samples=samples,
         parameters=sum(parameter.numel() for parameter in trained),
         tensors=len(trained),
-        kept=kept.bytes,
-        working=max(0, living.peak - kept.bytes),
+        kept=saved.bytes,
+        working=max(0, living.peak - saved.bytes),
         units=units,
     )
 
 
-class _Kept:
-    """Bytes that autograd keeps for backward, each storage once, weights not counted."""
+class _SavedBytes:
+    """Counts the bytes that autograd saves for backward, each storage once, without weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.bytes = 0
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._alive: list[Tensor] = []  # so that no address is used twice while counting
+        self._alive: list[
+            Tensor
+        ] = []  # keeps saved tensors alive, so that no address is reused while counting
 
-    def let_go(self) -> None:
-        """Let go of saved tensors once all are counted: backward frees them as it goes."""
+    def release(self) -> None:
+        """Release saved tensors once all are counted: backward frees them as it goes."""
         self._alive.clear()
 
     def pack(self, saved: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ class _Kept:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operation that computes or copies."""
+    """Records every operation that computes or copies."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -121,7 +123,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         read = list(tensors((args, kwargs)))
         written = list(tensors(out))
-        computes = any(tensor.numel() for tensor in written)  # a product of no rows shows its type alone
+        computes = any(tensor.numel() for tensor in written)  # a product without rows only shows a type
         if func.overloadpacket.__name__.startswith(_ALLOCATING):
             return out
         if read and computes and not (_is_view(read, written) and not _in_place(func, kwargs)):
@@ -142,11 +144,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         function = _function(name, args, kwargs)
         kind = "activation" if function else kind
         count = sum(tensor.numel() for tensor in written)
-        # Of a table only the rows that are looked up are read.
+        # Only the looked-up rows of a table are read.
         reads = (
             count if name in _LOOKING_UP else sum({id(tensor): tensor.numel() for tensor in read}.values())
         )
-        # Backward, a product that reads no weight makes the gradient of one.
+        # In backward, a product that reads no weight computes a weight's gradient.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)
         safe = name == "_safe_softmax"
@@ -165,13 +167,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _row(name: str, args: tuple[Any, ...], result: Tensor) -> int:
-    """Elements in a row of a softmax or its gradient; 0 where its call does not say along which dimension."""
-    place = 2 if "backward" in name else 1  # backward takes the gradient and the output
+    """Elements per row of a softmax or its gradient; 0 if the call does not name the dimension."""
+    place = 2 if "backward" in name else 1  # backward takes the gradient and the output first
     return result.shape[args[place]] if len(args) > place and result.dim() else 0
 
 
 def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The function of an activation, forward or backward; "" of other operations."""
+    """The activation function of an operation, forward or backward; "" for other operations."""
     if name.startswith("bias_activation"):
         return FUSED_FORM + next(arg for arg in args if isinstance(arg, str))
     base = name.rstrip("_").removesuffix("_backward")
@@ -181,7 +183,7 @@ def _function(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 class _Parts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Decomposes operators made of others, such as `linear`, which autograd has not yet done within an operator."""
+    """Decomposes composite operators such as `linear`, since autograd does not when an operator calls them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -197,8 +199,8 @@ def _in_place(func: Any, kwargs: dict[str, Any] | None) -> bool:
 
 
 def _sizes_of_linears(model: nn.Module) -> set[frozenset[int]]:
-    """Both sides of the weights that are multiplied in 8 bits: of linears in blocks other than routers; none of a model
-    whose blocks are not known."""
+    """Input and output sizes of the weights that are multiplied in 8 bits: linears of blocks except routers. Empty for
+    a model whose blocks are not known."""
     try:
         anatomy = anatomy_of(model)
     except ConfigError:
@@ -221,7 +223,7 @@ def _is_view(read: list[Tensor], written: list[Tensor]) -> bool:
 def _product(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> tuple[OpKind, tuple[int, int, int, int]]:
-    """The kind of an operation, and (batch, m, n, k) where it multiplies matrices."""
+    """The kind of an operation, and (batch, m, n, k) if it is a matrix product."""
     if "scaled_dot_product" in name:
         first = 1 if "backward" in name else 0  # backward takes the gradient of the output before q, k, v
         q, k = args[first], args[first + 1]
@@ -246,10 +248,10 @@ def _product(
 
 
 class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, counts the bytes of every storage that operators return, once, for as long as it lives.
+    """Counts the bytes of every storage that operators return inside it, once, as long as it lives.
 
-    `held` are tensors that are there already and count; `ignored` (a batch of the caller's) do not. What an operator
-    allocates and frees within itself is not seen.
+    `held` are existing tensors that count; `ignored` (a batch of the caller's) do not. An operator's temporary memory
+    is not counted.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:

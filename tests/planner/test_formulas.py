@@ -15,11 +15,12 @@ from penstock.config.trainable import plan_problems
 from penstock.planner import Prediction, Software, predict
 from penstock.planner.collectives import distinct_places, exchange_seconds, gather_seconds, group_of
 from penstock.planner.describe import describe
+from penstock.planner.listing import QUANTIZERS
 from penstock.planner.price import collective_seconds
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import HOST_LINK_SHARE, rates_of
 from penstock.planner.states import update_bytes
-from penstock.planner.step import step
+from penstock.planner.step import StepTime, step
 from penstock.planner.traffic import HOST_BYTES_PER_SECOND
 
 H100 = load_machine("h100")
@@ -111,6 +112,48 @@ def test_a_mixture_is_priced_by_what_it_does() -> None:
     apart = price(few._replace(launches=128), rates)
     assert apart > 128 * rates.kernel_seconds
     assert apart > price(few, rates)
+
+
+def test_transformer_engine_scales_and_multiplies_expert_by_expert() -> None:
+    """A current scale takes four kernels an expert and product, blocks one, a delayed scale one of all experts."""
+    eight, terms = replace(HALF, products="fp8"), MIXTRAL.sequence * MIXTRAL.experts_per_token * MIXTRAL.width
+    rates, found = rates_of(H100, eight), {}
+    for scaling in QUANTIZERS:
+        software = Software(experts_apart=True, scaling=scaling)  # type: ignore[arg-type]
+        block = describe(MIXTRAL, eight, software=software).blocks[0]
+        found[scaling] = {op.name: op for op in block.forward if op.name.startswith("experts.up")}
+    casts = {scaling: ops["experts.up.quantize"] for scaling, ops in found.items()}
+    assert [casts[one].launches for one in ("delayed", "current", "blockwise")] == [1, 4 * MIXTRAL.experts, 8]
+    assert [casts[one].read / terms for one in ("delayed", "current", "blockwise")] == [2, 4, 2]
+    assert all(op.written == 2 * terms for op in casts.values())
+    current, blocks = (found[one]["experts.up"] for one in ("current", "blockwise"))
+    assert current.launches == MIXTRAL.experts
+    assert price(current, rates) == price(current._replace(launches=1), rates), "side by side"
+    scaled = 2 * blocks.m * blocks.n * blocks.batch * blocks.k / 128 / rates.exact.ceiling
+    assert price(blocks, rates) - price(current, rates) == pytest.approx(scaled)
+
+
+def test_a_host_that_waits_for_counts_cannot_run_ahead() -> None:
+    """Forward and backward each take what the host takes at least, and where exchanges are hidden both together."""
+    plan = replace(HALF, dp=8, ep=8, accumulate=2)
+    rates = rates_of(H100, plan)
+
+    def of(plan: Plan, host: float, hides: bool = False) -> StepTime:
+        software = Software(hides_exchange=hides, block_host_seconds=host)
+        return step(describe(MIXTRAL, plan, software=software), rates, plan, software)
+
+    free, hidden = of(plan, 0.0), of(plan, 0.0, hides=True)
+    assert free.seconds["launch"] == hidden.seconds["launch"] == 0.0
+    blocks = 2 * MIXTRAL.depth
+    launches = 2 * 5e-6 * 30  # about
+    host = (free.forward_seconds + free.backward_seconds) / MIXTRAL.depth
+    assert free.forward_seconds < free.backward_seconds
+    late = of(plan, host).seconds["launch"] / blocks
+    assert late == pytest.approx(host / 2 - free.forward_seconds / MIXTRAL.depth, abs=launches)
+    both = (hidden.forward_seconds + hidden.backward_seconds) / MIXTRAL.depth
+    assert of(plan, host, hides=True).seconds["launch"] / blocks == pytest.approx(host - both, abs=launches)
+    alone = replace(plan, ep=1)
+    assert of(alone, 0.9 * host).seconds["launch"] == 0.0, "no counts, and so the host runs ahead"
 
 
 def test_of_an_exchange_that_hides_the_profiled_share_is_hidden() -> None:

@@ -5,8 +5,9 @@ As in `rows`, how a row becomes a Plan is said once per table, from what its sou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from calibration.table import Row, Software, decoder, iteration_seconds, read
 from penstock.config.formats import Products
@@ -16,21 +17,30 @@ from penstock.config.plan import Plan, Recompute
 from penstock.planner.collectives import distinct_places, exchange_seconds, group_of
 from penstock.planner.constants import Constants
 from penstock.planner.describe import describe
-from penstock.planner.operators import Op, Workload
+from penstock.planner.operators import Op, Part, Workload
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.serve import Serving, predict_inference
 from penstock.planner.step import layout_of, part_time
 
 MEGATRON_CORE = Software(
-    host_waits=True, even_stages=True, adds_in_products=True, adds_parts=True, shards_in_place=True
+    host_waits=True,
+    even_stages=True,
+    adds_in_products=True,
+    adds_parts=True,
+    shards_in_place=True,
+    experts_apart=True,
 )
 """Its timers wait for the device. Gradients are added in products, embedding and output count as a block each where
 stages are cut, and the loss is fused (ModelZoo's configurations of these models)."""
-HOST_SECONDS = 10.6e-3
-"""The host's time for one block of a mixture, forward and backward, where no part of it is a CUDA graph. Fitted between
-the two rows of Qwen3-235B-A22B whose devices wait for it: 1,024 tokens on each device, and exchanges that are hidden.
-That the host holds these back is what the source says: with routers captured in CUDA graphs the second ran at 320
-TFLOP/s in place of 276."""
+HOST_SECONDS = 8.4e-3
+"""The host's time for one block of a mixture besides its launches, where no part of it is a CUDA graph: Python's, most
+of it. Fitted between the two rows of Qwen3-235B-A22B whose devices wait for it: 1,024 tokens on each device, and
+exchanges that are hidden. That the host holds these back is what the source says: with routers captured in CUDA graphs
+the second ran at 320 TFLOP/s in place of 276."""
+SMALL_KERNELS = 55
+"""Kernels of a block, both passes, that move next to nothing, and that the planner does not list: casts of routes, sums
+of loads, and what sets up exchanges. The profile of the rows with HybridEP has 463,348 kernels in 64 × 48 passes of a
+block, 151 each, of which the planner lists 96."""
 _MIXTURE = ("router", "experts", "perceptron")
 
 
@@ -45,9 +55,8 @@ def layers() -> Iterator[Row]:
 
     Each pass comes after a pause and a long product behind which it is launched. The source's cases name a shared
     expert and the script that runs them builds none; of its eight groups of experts, one on each device, a token visits
-    four. Blockwise fp8 has a scale for each 128 numbers of a row, and is counted as one with a scale for each row. Its
-    products want rows in multiples for each expert: HybridEP brings them so, and behind the other dispatchers
-    `TEGroupedMLP` copies tokens to where they are padded, and results back.
+    four. Products in fp8 want rows in multiples for each expert: HybridEP brings them so, and behind the other
+    dispatchers `TEGroupedMLP` copies tokens to where they are padded, and results back.
     """
     machine = load_machine("h100")
     for row in read("moe_megatron_moe_layer"):
@@ -64,7 +73,7 @@ def layers() -> Iterator[Row]:
             precision="O2", optimizer="fused", compile="blocks", attention="cudnn", token_order="batch_second",
             products=products, ep=ep, dp=ep, micro_batch=int(row["micro_batch_sequences"]),
         )  # fmt: skip
-        software = MEGATRON_CORE._replace(sends_once=row["dispatcher"] != "a2a")
+        software = MEGATRON_CORE._replace(sends_once=row["dispatcher"] != "a2a", scaling="blockwise")
         (block,) = describe(model, plan, software=software).blocks
         pads = products == "fp8" and row["dispatcher"] != "hybridep"
         part = replace(
@@ -99,6 +108,8 @@ def _is_of_mixture(op: Op) -> bool:
 def training() -> Iterator[Row]:
     """TFLOP/s per GPU of Qwen3-235B-A22B under Megatron-Core on H100, 8 × 50 GB/s of InfiniBand a node.
 
+    In which type Megatron's FSDP reduces gradients is not said. It must be bf16: in fp32 what each adapter has to send
+    would take longer than the whole step did.
     Only rows whose balance was forced: what real routing adds depends on the loads, which the source does not state.
     FLOPs are Megatron's: without embeddings, and half of causal attention.
     """
@@ -110,8 +121,9 @@ def training() -> Iterator[Row]:
         sharded, virtual, pp, tp = row["fsdp"] == "1", int(row["virtual"]), int(row["pp"]), int(row["tp"])
         again: Recompute = "full" if row["recomputed"] == "full" else "none"
         plan = Plan(
-            precision="O2", optimizer="fused", compile="blocks", attention="cudnn", token_order="batch_second", tp=tp,
-            sp=tp > 1, pp=pp, cp=int(row["cp"]), dp=int(row["dp"]), ep=int(row["ep"]), virtual=virtual,
+            precision="O2", gradients="half" if sharded else "weights", optimizer="fused", compile="blocks",
+            attention="cudnn", token_order="batch_second", tp=tp, sp=tp > 1, pp=pp, cp=int(row["cp"]),
+            dp=int(row["dp"]), ep=int(row["ep"]), virtual=virtual,
             schedule="interleaved" if virtual > 1 else "1f1b", sharding="fsdp" if sharded else "zero1",
             micro_batch=int(row["micro_batch_sequences"]), accumulate=int(row["accumulation"]), recompute=again,
         )  # fmt: skip
@@ -120,9 +132,7 @@ def training() -> Iterator[Row]:
             sends_once=row["dispatcher"] != "A2A", hides_exchange=hidden, block_host_seconds=HOST_SECONDS
         )
         kinds = row["recomputed"].split("+")
-        seconds = iteration_seconds(
-            model, machine, plan, software, lambda work, plan, machine, kinds=kinds: _again(work, kinds)
-        )
+        seconds = iteration_seconds(model, machine, plan, software, partial(_as_megatron_does, kinds=kinds))
         useful = plan.global_batch * _flops(model) / plan.gpus
 
         def predict(constants: Constants, seconds=seconds, useful: float = useful) -> float:  # type: ignore[no-untyped-def]
@@ -153,8 +163,11 @@ def bridge() -> Iterator[Row]:
             sends_once=row["dispatcher"] != "A2A", hides_exchange=hidden,
             block_host_seconds=0.0 if row["graphed_routers"] == "1" else HOST_SECONDS,
         )  # fmt: skip
-        seconds = iteration_seconds(model, machine, plan, software)
+        # Its configuration names no fused permutations beside plain exchanges.
+        rewrite = partial(_as_megatron_does, adds_rows=row["dispatcher"] == "A2A")
+        seconds = iteration_seconds(model, machine, plan, software, rewrite)
         words = f"{row['dispatcher']}{', overlap' if hidden else ''}"
+        words += ", delayed gradients" * int(row["delays_gradients"])
         yield Row("moe_bridge", words, "qwen3-30b-a3b", float(row["step_seconds"]), seconds)
 
 
@@ -167,22 +180,37 @@ def _flops(model: DecoderConfig) -> float:
     return 6.0 * model.sequence * (model.depth * (attention + mixture) + width * model.vocabulary)
 
 
-def _again(work: Workload, kinds: list[str]) -> Workload:
-    """Operators that run a second time in the backward pass where Megatron recomputes parts of a block: norms, the
-    activations of experts, or the whole mixture."""
+def _as_megatron_does(
+    work: Workload, plan: Plan, machine: Machine, *, kinds: Sequence[str] = (), adds_rows: bool = False
+) -> Workload:
+    """Blocks with their small kernels, and with operators that run a second time in the backward pass where Megatron
+    recomputes parts of a block: norms, the activations of experts, or the whole mixture.
+
+    With `adds_rows` its permutations are torch's own operators: the results of a token's experts, and in the backward
+    pass the gradients of its copies, are read and added to rows in memory one by one (`unpermute` of its
+    `moe_utils.py`), and not summed by one kernel.
+    """
 
     def runs_again(op: Op) -> bool:
         norm = "norm" in kinds and op.kind == "norm"
         activation = "act" in kinds and op.kind == "activation"
         return norm or activation or ("moe" in kinds and _is_of_mixture(op))
 
-    parts = [
-        part
-        if part.block is None
-        else replace(part, backward=(*filter(runs_again, part.forward), *part.backward))
-        for part in work.parts
-    ]
-    return replace(work, parts=tuple(parts))
+    def block(part: Part) -> Part:
+        more = {
+            forward: [Op("small", "copy", forward, launches=SMALL_KERNELS // 2)] for forward in (True, False)
+        }
+        for op in part.forward if adds_rows else ():
+            if op.name == "experts.sort":
+                added = Op("experts.add", "copy", read=op.read, written=op.written)
+                more[True].append(added)
+                more[False].append(added._replace(forward=False))
+        again = filter(runs_again, part.forward)
+        return replace(
+            part, forward=(*part.forward, *more[True]), backward=(*again, *part.backward, *more[False])
+        )
+
+    return replace(work, parts=tuple(part if part.block is None else block(part) for part in work.parts))
 
 
 def _h800() -> Machine:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from penstock.config.activations import ACTIVATIONS, UNGATED, Mlp
 from penstock.config.formats import BYTES, PRODUCTS
@@ -26,6 +26,23 @@ ROUNDING_BYTES = 36.0
 """Bytes that single kernels move for each number that they round to int8, besides reading it and writing the result: to
 fp32 (4), its magnitude (8), the largest (4), scaled (8), rounded (8), and read for the last time (4)."""
 
+
+class Quantizer(NamedTuple):
+    """How Transformer Engine casts the rows of each expert to fp8, and writes their transposed copy along."""
+
+    launches: int
+    reads: int
+    together: bool = False
+    """Whether the rows of all experts are one launch (`multi_tensor_quantize_impl` of its `cast.cpp`)."""
+
+
+QUANTIZERS = {
+    "delayed": Quantizer(1, 1, together=True), "current": Quantizer(4, 2), "blockwise": Quantizer(1, 1),
+}  # fmt: skip
+"""By when scales are known. Of a current scale the largest element is cleared, found, made a scale of and used, by a
+kernel each (its `current_scaling.cu`). Weights are cast once a step, which is not counted."""
+SCALED_EVERY = 128
+"""Terms of a sum with a scale of their own, in blocks (DeepSeek-AI, "DeepSeek-V3", 2024, section 3.3.2)."""
 Bytes = tuple[float, float]
 """Bytes that are read and written for each element."""
 
@@ -104,15 +121,14 @@ class Lister:
         `sums_bias` another operator sums the gradient of the bias on its way.
         """
         t = self.terms
-        launched = batch if t.loops else 1
+        by_expert = t.software.experts_apart and self._module == "experts"
         narrow = narrow or (t.heads and self._module == "head")
         c, row = t.product, PRODUCTS[t.products if narrow else "plain"]
         one_pass = t.one_pass and row.weights is not None
         integers, eight = row.weights == "int8" and not one_pass, bool(row.passes) and not one_pass
         ahead_in_8 = one_pass or (eight and "forward" in row.passes)
-        size, into_size, learn_size = (
-            1.0 if eight and one in row.passes else c for one in get_args(ProductForm)[:3]
-        )
+        sizes = [1.0 if eight and one in row.passes else c for one in get_args(ProductForm)[:3]]
+        size, into_size, learn_size = sizes
         stored = BYTES[row.weights] if one_pass and row.weights else t.weight
         inputs = batch * (rows * k if source is None else source)
         outputs, weights = batch * rows * n, batch * n * k
@@ -121,38 +137,39 @@ class Lister:
         if kept is None:
             # Sequence parallelism keeps the device's rows and gathers the others again.
             each = t.kept if narrow else c
-            kept = (
-                inputs * each + beside * (each != c) + 4.0 * batch * rows * (integers and not row.clips)
-            )  # and a scale for each row
+            row_scales = 4.0 * batch * rows * (integers and not row.clips)
+            kept = inputs * each + beside * (each != c) + row_scales
             kept /= t.spread if group == "inputs" else 1
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
         if integers:
             self._round(name, inputs, weights, outputs, row.passes)
         elif eight:
-            self._quantize(name, inputs, weights, outputs)
+            self._quantize(name, inputs, weights, outputs, batch)
         if t.casts and not integers and not was_cast:
             cast = weights + biases  # a table that is also an embedding's is cast here alone
             launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
-            self.add(
-                Op("cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, kept=stays, group="cast_weights",
-                   launches=launches, linear=name),
-                Op("cast.gradients", "copy", False, read=2.0 * cast, written=4.0 * cast, launches=launches,
-                   linear=name),
-            )  # fmt: skip
-        ahead = Op(
-            name, kind, True, batch, rows, n, k, inputs * size + weights * (stored or size) + biases * c,
-            outputs * (4.0 if integers and ahead_in_8 else c), kept=kept, group=group, weights=own, tensors=count,
-            narrow=ahead_in_8, pieces=pieces, exact=t.exact, launches=launched, linear=name,
+            one = Op(
+                "cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, launches=launches, linear=name
+            )
+            back = one._replace(name="cast.gradients", forward=False, read=2.0 * cast, written=4.0 * cast)
+            self.add(one._replace(kept=stays, group="cast_weights"), back)
+        alike = Op(
+            name, kind, batch=batch, exact=t.exact, launches=batch if t.loops or by_expert else 1,
+            linear=name, beside=by_expert, scaled_every=SCALED_EVERY * (eight and t.software.scaling == "blockwise"),
         )  # fmt: skip
-        into = Op(
-            f"{name}.input", kind, False, batch, rows, k, n, (outputs + weights) * into_size,
-            inputs * (4.0 if integers else c), narrow="input" in row.passes, exact=t.exact, launches=launched,
-            linear=name,
+        ahead = alike._replace(
+            m=rows, n=n, k=k, read=inputs * size + weights * (stored or size) + biases * c, kept=kept, group=group,
+            written=outputs * (4.0 if integers and ahead_in_8 else c), weights=own, tensors=count, narrow=ahead_in_8,
+            pieces=pieces,
         )  # fmt: skip
-        learn = Op(
-            f"{name}.weight", kind, False, batch, n, k, rows, (outputs + inputs) * learn_size,
-            weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
-            narrow="weight" in row.passes, exact=t.exact, launches=launched, linear=name,
+        into = alike._replace(
+            name=f"{name}.input", forward=False, m=rows, n=k, k=n, read=(outputs + weights) * into_size,
+            written=inputs * (4.0 if integers else c), narrow="input" in row.passes,
+        )  # fmt: skip
+        learn = alike._replace(
+            name=f"{name}.weight", forward=False, m=n, n=k, k=rows, read=(outputs + inputs) * learn_size,
+            written=weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
+            narrow="weight" in row.passes,
         )  # fmt: skip
         read = outputs * c * sums_bias
         add = Op(
@@ -190,12 +207,20 @@ class Lister:
                written=(inputs * moved + weights * 8.0 + own) / 2, launches=2),
         )  # fmt: skip
 
-    def _quantize(self, name: str, inputs: float, weights: float, outputs: float) -> None:
+    def _quantize(self, name: str, inputs: float, weights: float, outputs: float, batch: int) -> None:
         """Operators that fp8 adds beside each product. It reads inputs, and in the backward pass the outputs'
         gradients, for their largest element, reads them again and writes a byte for each. Single operators do so with
         weights in every pass, and in the backward pass they transpose weights, inputs and gradients, whose long side
         must be that of the sum; fused ones cast weights when these are updated, and write transposed copies along."""
         t = self.terms
+        if t.software.scaling:
+            by = QUANTIZERS[t.software.scaling]
+            one = Op(f"{name}.quantize", "quantize", launches=by.launches * (1 if by.together else batch))
+            self.add(*(
+                one._replace(read=by.reads * t.product * size, written=2 * size, forward=forward)
+                for size, forward in ((inputs, True), (outputs, False))
+            ))  # fmt: skip
+            return
         if PRODUCTS[t.products].scales == "rowwise":
             # Each factor is cast for each product, along its sum; a served model's weights once for all. What lies in
             # rows of the sum is read once, what lies across them twice.

@@ -69,7 +69,9 @@ class Op(NamedTuple):
     hides: bool = False
     """Whether a collective can hide behind the gradients of weights, or an exchange behind another micro-batch."""
     beside: bool = False
-    """Whether an exchange goes on while shared experts compute."""
+    """Whether an exchange goes on while shared experts compute, or the kernels of a product do so side by side."""
+    scaled_every: int = 0
+    """Terms of a product's sums after which fp32 units scale what tensor cores have added up; 0 is never."""
     exact: bool = False
     """Whether a product multiplies in fp32 at every precision."""
     uncut: bool = False

@@ -47,7 +47,7 @@ def seconds(op: Op, rates: Rates) -> float:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
         by = products_of(op, rates)
-        if op.module == "experts" and op.launches > 1:
+        if op.module == "experts" and op.launches > 1 and not op.beside:
             one_expert = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
             moved = (op.read + op.written) / rates.memory
             return max(op.launches * one_expert, moved) + op.launches * rates.kernel_seconds
@@ -55,6 +55,17 @@ def seconds(op: Op, rates: Rates) -> float:
         uneven = op.module == "experts" and op.batch > 1 and not op.over_rows
         m, n, k = (padded_entries("cuda", round(size)) if op.padded else size for size in (op.m, op.n, op.k))
         computed = by.seconds(m, n, k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
+        if op.scaled_every:  # each term of a weight's gradient has two scales, those of others share one
+            computed += (
+                2.0
+                * op.m
+                * op.n
+                * op.batch
+                * (1 + op.over_rows)
+                * op.k
+                / op.scaled_every
+                / rates.exact.ceiling
+            )
         if op.kind == "bmm":
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds

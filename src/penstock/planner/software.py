@@ -43,11 +43,17 @@ class Software(NamedTuple):
     """Whose operators make the loss. Other than Penstock's, both cast logits to fp32: torch's are a log-softmax and a
     pick, Megatron's are single ones in place (its `cross_entropy.py`)."""
 
+    experts_apart: bool = False
+    """Whether each expert multiplies in a kernel of its own, on streams side by side, as in Transformer Engine
+    (`multi_stream_cublas_gemm` of its `cublaslt_gemm.cu`)."""
+    scaling: Literal["", "delayed", "current", "blockwise"] = ""
+    """How Transformer Engine finds the scales of fp8, where not "": see `penstock.planner.listing.QUANTIZERS`."""
     sends_once: bool = False
     """Whether a token goes once to each node and to each device that holds some of its experts, as DeepEP sends it, and
     not once to each expert."""
     block_host_seconds: float = 0.0
-    """The host's time for a block, forward and backward, in place of what it takes to launch its operators."""
+    """The host's time for a block besides its launches, half of it for the forward pass: autograd calls a function for
+    each that this has called."""
     hides_exchange: bool = False
     """Whether tokens travel to experts and back while another micro-batch computes."""
 

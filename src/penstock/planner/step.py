@@ -14,6 +14,8 @@ Overlap rules, all of them:
   of weights; the gathering of outputs' gradients cannot.
 - What hides slows what it hides behind: a collective takes its share of the multiprocessors for as long as it lasts.
 - On a CPU nothing hides: the cores that compute do the transfers.
+- A host launches ahead of its device, but waits in the forward pass of a mixture until counts of tokens have arrived.
+  So each pass takes what its launches take at least; of micro-batches that hide each other's exchanges, both passes do.
 
 Other transfers between devices, and those to host memory, are in `traffic`.
 """
@@ -86,6 +88,8 @@ class PartTime(NamedTuple):
     weights: float = 0.0
     """Part of `backward` for the gradients of weights, which a split backward pass can defer."""
     launches: float = 0.0
+    ahead: float = 0.0
+    """Launches of the forward pass alone."""
 
     @property
     def back(self) -> float:
@@ -120,12 +124,13 @@ def part_time(part: Part, rates: Rates, layout: PartLayout) -> PartTime:
     """The prices of a part's operators, added up."""
     forward, _ = _passed(part.forward, rates, layout)
     backward, weights = _passed(part.backward, rates, layout)
-    again, launches = 0.0, float(sum(op.launches for op in (*part.forward, *part.backward)))
+    again, ahead = 0.0, float(sum(op.launches for op in part.forward))
+    launches = ahead + sum(op.launches for op in part.backward)
     for how in layout.recompute.ways(part):
         repeated = computed_again(part, how)
         again += how.share * _passed(repeated, rates, layout)[0].total
         launches += how.share * sum(op.launches for op in repeated)
-    return PartTime(forward, backward, again, weights, launches)
+    return PartTime(forward, backward, again, weights, launches, ahead)
 
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
@@ -222,7 +227,8 @@ class _Stage(NamedTuple):
 
 def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> StepTime:
     """One optimizer step under `plan`, of which `work` is one micro-batch."""
-    times, share, m = _times(work, rates, layout_of(plan, work)), device_share(work, plan), plan.accumulate
+    times = _times(work, rates, layout_of(plan, work), software)
+    share, m = device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
     forward, backward = n * block.forward.total, n * block.back
@@ -233,7 +239,7 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         "optimizer": traffic.update_seconds(work, rates, plan, share, software),
         "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
-        "pipeline": 0.0, "bubble": 0.0,
+        "pipeline": 0.0, "bubble": 0.0, "launch": m * n * times.waits,
     }  # fmt: skip
     if owned := owner_seconds(work, rates, plan, share):
         by_part["optimizer"] += owned.products
@@ -245,7 +251,10 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         result.bubble_fraction = by_part["bubble"] / (m * (forward + backward + stage.ends))
     nodes = -(-plan.replicas * plan.tp // rates.machine.devices_per_node) if plan.replicas > 1 else 1
     by_part["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(by_part.values())
-    by_part |= _host(work, rates, plan, times.launches, share, sum(by_part.values()), software)
+    launch, by_part["pages"] = _host(
+        work, rates, plan, times.launches, share, sum(by_part.values()), software
+    )
+    by_part["launch"] += launch
     return result
 
 
@@ -258,10 +267,17 @@ class _Times(NamedTuple):
     exit: float
     launches: float
     """Launches of all parts."""
+    waits: float
+    """Seconds by which the host takes longer to launch a block than its device to compute it, and cannot run ahead."""
+
+    @property
+    def one(self) -> float:
+        """Seconds of a block, both passes."""
+        return self.block.forward.total + self.block.back + self.waits
 
 
 @lru_cache(maxsize=8192)
-def _times(work: Workload, rates: Rates, layout: PartLayout) -> _Times:
+def _times(work: Workload, rates: Rates, layout: PartLayout, software: Software) -> _Times:
     block, launches = PartTime(), 0.0
     ends: dict[Place, float] = {"entrance": 0.0, "exit": 0.0}
     for part in work.parts:
@@ -271,14 +287,20 @@ def _times(work: Workload, rates: Rates, layout: PartLayout) -> _Times:
             ends[part.place] = time.forward.total + time.back
         else:
             block = block.plus(time, part.count / max(1, work.depth))
-    return _Times(block, ends["entrance"], ends["exit"], launches)
+    each, own = rates.machine.launch_seconds, software.block_host_seconds / 2
+    ahead = own + each * block.ahead - block.forward.total
+    behind = own + each * (block.launches - block.ahead) - block.back
+    waits = max(0.0, ahead + behind) if software.hides_exchange else max(0.0, ahead) + max(0.0, behind)
+    if rates.cpu or layout.ep == 1:
+        waits = 0.0
+    return _Times(block, ends["entrance"], ends["exit"], launches, waits)
 
 
 def _slowest(work: Workload, plan: Plan, times: _Times) -> _Stage:
     n = max(1, work.depth)
     if plan.pp == 1:
         return _Stage(n, times.entrance + times.exit, 0.0)
-    one = times.block.forward.total + times.block.back
+    one = times.one
     first, middle, last, _ = stage_blocks(work, plan.pp, plan.virtual)
     slowest, blocks, ends = max(
         (first * one + times.entrance, first, times.entrance), (middle * one, middle, 0.0),
@@ -291,7 +313,7 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
     """Idle seconds of the slowest stage."""
     if plan.schedule != "zero_bubble":
         return stage.others / plan.virtual
-    forward, backward, weights = times.block.forward.total, times.block.back, times.block.weights
+    forward, backward, weights = times.one - times.block.back, times.block.back, times.block.weights
     every: list[tuple[int, StageTimes]] = [
         (count, (n * forward, n * (backward - weights), n * weights))
         for count, n in stage_blocks(work, plan.pp).runs
@@ -307,23 +329,21 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 def _host(
     work: Workload, rates: Rates, plan: Plan, launched: float, share: DeviceShare, device: float,
     software: Software,
-) -> dict[str, float]:  # fmt: skip
-    """Seconds that the host adds to the device's. A CPU runs what it launches; a GPU's launches run ahead of it."""
+) -> tuple[float, float]:  # fmt: skip
+    """Seconds that the host adds to the device's by launching, and by mapping pages. A CPU runs what it launches; a
+    GPU's launches run ahead of it."""
     launches = plan.accumulate / plan.pp * launched
     matrices = orthogonal_tensors(work, plan) / plan.pp
     updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu, matrices=matrices)
     if not rates.cpu:
-        host = (launches + updates) * rates.machine.launch_seconds
-        if software.block_host_seconds:
-            host = plan.accumulate / plan.pp * work.depth * software.block_host_seconds
-        return {"launch": max(0.0, host - device), "pages": 0.0}
+        own = plan.accumulate / plan.pp * work.depth * software.block_host_seconds
+        return max(0.0, own + (launches + updates) * rates.machine.launch_seconds - device), 0.0
     machine = rates.machine
     faults = plan.host_memory == "release" and machine.page_seconds
-    return {
-        "launch": launches * (machine.operator_seconds or machine.launch_seconds)
-        + updates * machine.launch_seconds,
-        "pages": faulted_pages(work, plan) * machine.page_seconds if faults else 0.0,
-    }
+    launched = (
+        launches * (machine.operator_seconds or machine.launch_seconds) + updates * machine.launch_seconds
+    )
+    return launched, faulted_pages(work, plan) * machine.page_seconds if faults else 0.0
 
 
 def mapped_alone(op: Op) -> float:

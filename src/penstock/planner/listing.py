@@ -359,7 +359,8 @@ class Lister:
         t, rms = self.terms, kind.kind == "rms"
         tensors = 0 if modulated else kind.tensors
         e, c, size = t.stream, t.product, rows * width
-        autocast = e == 4 and c == 2
+        # Compiled, the one kernel of a norm casts as it writes.
+        autocast = e == 4 and c == 2 and (t.software.casts_norms or not (t.fused and cast))
         out, launches = e if autocast else c, 1 + (kind.zero_centred and not t.fused)
         # An eager norm of half inputs that computes in fp32 keeps its copy of them.
         copies = t.host and not t.fused and not rms and t.norms > e

@@ -31,6 +31,8 @@ class Software(NamedTuple):
     Megatron's FSDP does (its README: zero copy), and not copied through flat buffers."""
     norms_apart: bool = False
     """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
+    casts_norms: bool = False
+    """Whether a norm under autocast writes fp32 and an operator of its own casts it, even where others are fused."""
     layers_apart: bool = False
     """Whether queries, keys and values, and both inputs of a gated perceptron, are layers of their own: products that
     `recompute=operators` counts one by one."""

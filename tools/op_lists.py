@@ -61,7 +61,7 @@ lists = default_lists(torch.bfloat16).with_(
     fp32_modules=("head", "blocks.*.router"),      # by name, pattern or class
 )
 
-@fp32_function                                     # your own; register_fp32_function(module, "name") for a library's
+@fp32_function                                     # your own; library.f = fp32_function(library.f)
 def geometric_mean(x: torch.Tensor) -> torch.Tensor:
     return x.log().mean().exp()
 ```

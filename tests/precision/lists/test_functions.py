@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError
-from penstock.precision.lists import (
-    fp32_function,
-    half_function,
-    promote_function,
-    register_fp32_function,
-    register_half_function,
-    register_promote_function,
-)
+from penstock.precision.lists import fp32_function, half_function, promote_function
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -74,46 +64,14 @@ def test_compiles(on: torch.autocast) -> None:
     assert run(torch.ones(4, 4, dtype=torch.bfloat16)).dtype == torch.float32
 
 
-@pytest.fixture
-def library() -> types.ModuleType:
-    module = types.ModuleType("library")
-    module.product = product  # type: ignore[attr-defined]
-    return module
-
-
-def test_functions_of_another_library_by_name(on: torch.autocast, library: types.ModuleType) -> None:
-    x = torch.ones(4, 4, dtype=torch.bfloat16)
-    with register_fp32_function(library, "product"), on:
-        assert library.product(x, x).dtype == torch.float32
-    assert library.product is product
-    handle = register_half_function(library, "product")
-    with on:
-        assert library.product(x.float(), x.float()).dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="already registered as a half function"):
-        register_promote_function(library, "product")
-    handle.remove()
-    assert library.product is product
-
-
-def test_methods_of_a_class(on: torch.autocast) -> None:
+def test_functions_of_another_library_are_replaced(on: torch.autocast) -> None:
     class Kernel:
-        def run(self, x: Tensor) -> Tensor:
-            return x
+        run = half_function(product)
+        apply = staticmethod(half_function(lambda x: x))
 
-        @staticmethod
-        def apply(x: Tensor) -> Tensor:
-            return x
-
-    x = torch.ones(4)
-    with register_half_function(Kernel, "run"), register_half_function(Kernel, "apply"), on:
-        assert Kernel().run(x).dtype == torch.bfloat16
-        assert Kernel().apply(x).dtype == Kernel.apply(x).dtype == torch.bfloat16
+    x = torch.ones(4, 4)
     with on:
-        assert Kernel().run(x).dtype == Kernel().apply(x).dtype == torch.float32
-
-
-def test_what_cannot_be_registered(library: types.ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"no function 'produkt'.*Did you mean 'product'"):
-        register_half_function(library, "produkt")
-    with pytest.raises(ConfigError, match=r"OpLists\.with_\(half=\['torch\.bmm'\]\)"):
-        register_half_function(torch, "bmm")
+        assert Kernel.run(x, x).dtype == Kernel().apply(x).dtype == torch.bfloat16
+    assert Kernel.run(x, x).dtype == torch.float32
+    with pytest.raises(ImportError, match=r"replace the function: library\.f = half_function\(library\.f\)"):
+        from penstock.precision.lists import register_half_function  # type: ignore[attr-defined]  # noqa: F401

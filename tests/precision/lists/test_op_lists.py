@@ -36,8 +36,8 @@ class TestData:
         [
             ("torch.sofmax", "Did you mean 'torch.nn.functional.softmax'|Did you mean 'torch.softmax'"),
             ("softmax", "Did you mean torch.Tensor.softmax or torch.nn.functional.softmax"),
-            ("numpy.exp", "register_half_function"),
-            (copy.copy, "register_half_function"),
+            ("numpy.exp", "library.f = half_function"),
+            (copy.copy, "copy.copy = half_function"),
         ],
     )
     def test_an_unknown_operation_is_refused_with_a_remedy(self, wrong: Any, message: str) -> None:

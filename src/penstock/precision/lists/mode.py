@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from types import ModuleType
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from penstock.config.convert import nearest
 from penstock.containers import replaced, tensors
 from penstock.dtypes import HALVES
 from penstock.errors import ConfigError
@@ -173,7 +171,7 @@ def device_type_of(values: Any) -> str | None:
     return next((tensor.device.type for tensor in tensors(values) if tensor.is_floating_point()), None)
 
 
-# -- functions of one's own, and of other libraries, on the op lists
+# -- functions of one's own, and of other libraries, on the op lists: `library.f = fp32_function(library.f)`
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -197,60 +195,6 @@ def fp32_function(function: F) -> F:
 def promote_function(function: F) -> F:
     """Inside an accelerated forward pass, `function` gets floating tensors of several types in the widest of them."""
     return _wrapped(function, "promote")
-
-
-class Registration(ExitStack):
-    """A function replaced in its module; `remove()`, or the end of a `with` block, puts it back."""
-
-    def remove(self) -> None:
-        """Put the function back as it was."""
-        self.close()
-
-
-def register_half_function(owner: ModuleType | type, name: str) -> Registration:
-    """Make `owner.name`, a function of another library's module or a method of its class, a `half_function`.
-
-    What was imported from there before (`from library import function`) stays as it was. Raises ConfigError when there
-    is no such function, or when it is one of torch's, which belong in an `OpLists`.
-    """
-    return _registered(owner, name, "half")
-
-
-def register_fp32_function(owner: ModuleType | type, name: str) -> Registration:
-    """Make `owner.name` an `fp32_function`; see `register_half_function`."""
-    return _registered(owner, name, "fp32")
-
-
-def register_promote_function(owner: ModuleType | type, name: str) -> Registration:
-    """Make `owner.name` a `promote_function`; see `register_half_function`."""
-    return _registered(owner, name, "promote")
-
-
-def _registered(owner: ModuleType | type, name: str, policy: str) -> Registration:
-    where = owner.__name__
-    original = getattr(owner, name, None)
-    if not callable(original):
-        raise ConfigError(f"{where} has no function {name!r}.{nearest(name, dir(owner))}")
-    if where == "torch" or where.startswith("torch."):
-        raise ConfigError(
-            f"{where}.{name} belongs to torch, which all models of the process share; list it for one model with "
-            f"OpLists.with_({policy}=[{f'{where}.{name}'!r}])."
-        )
-    before = getattr(original, _MARK, policy)
-    if before != policy:
-        raise ConfigError(
-            f"{where}.{name} is already registered as a {before} function; remove() that registration first."
-        )
-    # A class's own entry, since getattr would strip a staticmethod.
-    stored = vars(owner).get(name, original)
-    if isinstance(stored, staticmethod | classmethod):
-        replaced: Any = type(stored)(_wrapped(stored.__func__, policy))
-    else:
-        replaced = _wrapped(original, policy)
-    registration = Registration()
-    registration.callback(setattr, owner, name, stored)
-    setattr(owner, name, replaced)
-    return registration
 
 
 def _wrapped(function: F, policy: str) -> F:

@@ -58,11 +58,11 @@ def name_of(function: Function | str) -> str:
     name = resolve_name(function) if function in _watchable() else None
     if not name:
         what = getattr(function, "__qualname__", repr(function))
-        module = getattr(function, "__module__", None)
+        place = f"{getattr(function, '__module__', None) or 'library'}.{getattr(function, '__name__', 'f')}"
         raise ConfigError(
             f"{what} is no operation of torch, so torch cannot tell when it is called. Decorate it with half_function, "
-            f"fp32_function or promote_function from penstock.precision.lists, or, where it is not yours, write "
-            f"register_half_function({module or 'its_module'}, {getattr(function, '__name__', 'name')!r})."
+            f"fp32_function or promote_function from penstock.precision.lists, or, where it is not yours, replace "
+            f"it: {place} = half_function({place})."
         )
     return _canonical(name)
 
@@ -117,8 +117,8 @@ def _unknown(name: str) -> str:
     if not name.startswith("torch."):
         return (
             f"{name!r} is no operation of torch, and lists of operations name only those.{hint} For a function of your "
-            "own or of another library use the decorators half_function, fp32_function and promote_function, or "
-            "register_half_function(module, name) and its like, from penstock.precision.lists."
+            "own use the decorators half_function, fp32_function and promote_function from penstock.precision.lists; "
+            "they also replace one of another library, as in library.f = half_function(library.f)."
         )
     return f"There is no operation {name!r} that torch lets others watch.{hint}"
 

@@ -15,12 +15,9 @@ from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.cli.launch import python_arguments
 from penstock.cli.plan_scaling import overtrained
-from penstock.config.load import from_dict, read_file
 from penstock.config.model import PRESETS, stacks
 from penstock.config.plan import Plan
-from penstock.config.recipes import load_run
 from penstock.config.rules import problems, require
-from penstock.config.run import RunConfig
 from penstock.errors import ExitCode
 from penstock.planner.scaling_laws import BESIROGLU
 
@@ -148,9 +145,9 @@ def test_run_prints_the_command_that_trains(capsys: pytest.CaptureFixture[str], 
     assert "--run was given with --json" in error
 
 
-def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page, file = tmp_path / "a" / "plan.html", tmp_path / "plan.toml"
-    code, _, _ = run(capsys, *SMALL, "--html", str(page), "--toml", str(file))
+def test_the_page_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "a" / "plan.html"
+    code, _, _ = run(capsys, *SMALL, "--html", str(page))
     assert code == 0
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") >= 6
@@ -162,31 +159,6 @@ def test_the_page_and_the_file_are_written(capsys: pytest.CaptureFixture[str], t
         "More devices, or fewer",
     ):
         assert words in text
-    assert Plan.from_toml(file.read_text(encoding="utf-8")).gpus == 16
-
-
-@pytest.mark.parametrize(
-    ("model", "fixed", "told"),
-    [
-        ("gpt-7.5b", "tp=8 sp=true", "with samples of 4096 tokens on 16 a100-80g,"),
-        ("t5-base", "tp=1 pp=1", "with samples of 4096 and 512 tokens on 16 a100-80g,"),
-    ],
-)
-def test_the_file_of_a_language_model_is_a_plan_and_says_what_for(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, fixed: str, told: str
-) -> None:
-    file = tmp_path / "plan.toml"
-    words = ("--machine", "a100-80g", "--gpus", "16", "--global-batch", "128", "--model.sequence", "4096")
-    base = f"precision=O2 optimizer=fused attention=flash {fixed}"
-    code, out, err = run(capsys, "plan", model, *words, "--base", base, "--json", "--toml", str(file))
-    assert code == 0, err
-    text = file.read_text(encoding="utf-8")
-    comment = [line for line in text.splitlines() if line.startswith("# ")]
-    assert comment[0].startswith(f"# The fastest layout of {model} ")
-    assert any(told in line for line in comment)
-    assert comment[1] == "# 128 samples a step. Plan.from_toml reads this."
-    assert read_file(file).keys() == {"plan"}, "train would refuse a model that it does not have"
-    assert Plan.from_toml(text).line() == json.loads(out)["layouts"][0]["plan"]
 
 
 def test_a_pipeline_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -376,9 +348,9 @@ def test_a_smaller_model_of_the_same_loss_costs_more_to_train_and_less_to_serve(
         ),
         (["plan", "vit-b16", "--model.sequence", "5"], ExitCode.CONFIG, "belongs to the family decoder"),
         (
-            ["plan", "gpt2", "--explain", "tp=2", "--toml", "x.toml"],
+            ["plan", "gpt2", "--explain", "tp=2", "--html", "x.html"],
             ExitCode.CONFIG,
-            "--explain was given with --toml",
+            "--explain was given with --html",
         ),
         (
             ["plan", "gpt2", "--gpus", "64", "--explain", "dp=3"],
@@ -430,15 +402,3 @@ def test_every_preset_has_a_layout_on_enough_devices(capsys: pytest.CaptureFixtu
     code, out, _ = run(capsys, "plan", name, "--gpus", str(gpus), "--top", "1")
     assert code == 0
     assert "best: " in out
-
-
-def test_a_vision_model_on_one_device_gets_a_plan_that_trains(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file = tmp_path / "run.toml"
-    code, _, _ = run(capsys, "plan", "vit-b16", "--gpus", "1", "--global-batch", "64", "--toml", str(file))
-    assert code == 0
-    told = read_file(file)
-    assert told["model"] == "vit-b16"
-    require(from_dict(Plan, told["plan"]), run=True)
-    assert load_run(RunConfig, file=file).plan == from_dict(Plan, told["plan"])

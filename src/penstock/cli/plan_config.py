@@ -18,7 +18,7 @@ _PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
 _RUN = frozenset({"tokens", "images", "epochs"}) | _PRICES
 _QUESTION = frozenset({"model", "name", "machine", "gpus", "global_batch", "json", "loads"})
 _EXPLAIN = _QUESTION | _RUN | {"explain", "base"}
-_SEARCH = _QUESTION | _RUN | {"base", "sensitivity", "top", "toml", "html", "run", "against", "ladder"}
+_SEARCH = _QUESTION | _RUN | {"base", "sensitivity", "top", "html", "run", "against", "ladder"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +69,6 @@ class PlanConfig(Checked):
     """Print nothing but the command that trains with the fastest layout that Penstock runs."""
     json: bool = False
     """Print everything as JSON."""
-    toml: FilledText | None = None
-    """Write the best Plan to this file; for vision models, `train --config` reads it."""
     html: FilledText | None = None
     """Write a page with figures to this file."""
     compute: Positive | None = None

@@ -1,4 +1,4 @@
-"""The answers of `penstock plan` about layouts: in a terminal, as JSON and as TOML. The page is in `plan_page`."""
+"""The answers of `penstock plan` about layouts: in a terminal and as JSON. The page is in `plan_page`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import best_runnable, costs_of, layouts, plan_page
 from penstock.cli.plan_tools import how_to_run, penstock_train, show
 from penstock.config.convert import plain
-from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
@@ -122,8 +121,6 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
     sides = {machine.name: (choice.best, costs_of(config, choice.best, machine))}
     if config.against is not None:
         sides |= _against(config, load_machine(config.against))
-    if config.toml is not None:
-        write(config.toml, plan_file(config, choice.best))
     if config.html is not None:
         write(config.html, plan_page(config, machine, result, levers, base, sides))
     if config.json:
@@ -259,25 +256,6 @@ def _show(
         console.print("what would help most:")
         for lever in levers:
             console.print(f"  {lever.gain:+.1%}  {lever.words}", soft_wrap=True)
-
-
-def plan_file(config: PlanConfig, best: Prediction) -> str:
-    """The best Plan of a model as TOML.
-
-    A vision model's file is for `penstock train --config`. `train` has no other models, so their file holds only the
-    Plan, for `Plan.from_toml`, and names the model and devices in a comment.
-    """
-    model, table = config.model, "[plan]\n" + dump_toml(best.plan)
-    assert model is not None
-    if model.graph.vision:
-        name = model.short_form()
-        head = f"[model]\n{dump_toml(model)}" if name == "custom" else f'model = "{name}"\n'
-        return f"{head}\n{table}"
-    tokens = " and ".join(str(length) for length in model.graph.lengths)
-    return (
-        f"# The fastest layout of {config.called} with samples of {tokens} tokens on {best.gpus} {best.machine},\n"
-        f"# {best.global_batch} samples a step. Plan.from_toml reads this.\n\n{table}"
-    )
 
 
 def write(path: str, text: str) -> None:

@@ -68,6 +68,7 @@ INSPECTION = {"report": _INSTEAD, "PrecisionReport": _INSTEAD}
 OPTIONS = {
     "deploy measure": _MEASURE,
     "doctor thorough": "leave it out: the doctor tries the compilers, and the first run with plan.compile compiles",
+    "plan toml": "use --run, which prints the command that trains with the best Plan, or --json, which has its line",
     "train trace": "use --profile, whose trace Perfetto opens, or penstock plan, which draws the pipeline as predicted",
     "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
 }

@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import Scores, attention
 from penstock.kernels.documents import AlikeSamples, Batches
 from penstock.models import create
+from penstock.models.inputs import RunInputs
 from penstock.models.positions import visible
 from penstock.planner.describe import describe, totals
 
@@ -145,8 +146,8 @@ def test_a_prefix_is_seen_whole_and_hides_what_comes_behind(documents: Tensor | 
     model = _made(replace(TINY, prefix=0.5))
     tokens, prefixes = _numbers(2, 9), torch.tensor([4, 6])
     x = model.tokens(tokens).detach().requires_grad_()
-    more: dict[str, Any] = {"batches": ((2, True),), "documents": documents}
-    out = model.generating(model.shared(x, prefixes=prefixes, **more), prefixes=prefixes, documents=documents)
+    given = RunInputs(prefixes=prefixes, documents=documents)
+    out = model.generating(model.shared(x, given._replace(batches=((2, True),))), given)
     places = torch.arange(9)
     for sample, prefix in enumerate(prefixes):
         wanted = (places <= places[:, None]) | ((places < prefix) & (places[:, None] < prefix))
@@ -155,9 +156,10 @@ def test_a_prefix_is_seen_whole_and_hides_what_comes_behind(documents: Tensor | 
         for place in range(9):
             (gradient,) = torch.autograd.grad(out[sample, place].sin().sum(), x, retain_graph=True)
             assert torch.equal(gradient[sample].abs().sum(-1) > 0, wanted[place])
-    for given, hides in (([0, 0], True), ([9, 9], False)):
-        found = model.shared(x, prefixes=torch.tensor(given), **more)
-        torch.testing.assert_close(found, model.shared(x, documents=documents, batches=((2, hides),)))
+    for seen, hides in (([0, 0], True), ([9, 9], False)):
+        found = model.shared(x, given._replace(prefixes=torch.tensor(seen), batches=((2, True),)))
+        plain = RunInputs(documents=documents, batches=((2, hides),))
+        torch.testing.assert_close(found, model.shared(x, plain))
     near = visible(9, torch.device("cpu"), causal=True, window=3, prefixes=prefixes)
     assert near is not None
     alone = visible(9, torch.device("cpu"), causal=True, window=3)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.cpus import pretend
 from penstock.config.model import ModelConfig, Seq2SeqConfig, preset, with_stacks
 from penstock.config.plan import Plan
+from penstock.models.inputs import RunInputs
 from penstock.models.stack import TokenStack
 from penstock.planner.describe import describe
 
@@ -49,7 +50,7 @@ def _computed(model: ModelConfig, plan: Plan, number: int, dtype: torch.dtype) -
     if run.modulated:
         inputs["condition"] = torch.randn(1, run.stack.width, dtype=dtype)
     with _Attention() as seen:
-        stack(torch.randn(1, graph.length(run), run.stack.width, dtype=dtype), **inputs)
+        stack(torch.randn(1, graph.length(run), run.stack.width, dtype=dtype), RunInputs(**inputs))
     return seen.forms
 
 

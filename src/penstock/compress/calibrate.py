@@ -109,9 +109,9 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
     that writes end with its last target, where the arguments have targets."""
     if not isinstance(model, Model):
         return {}
-    given, masks = model.given(arguments, {}), dict[str, Tensor | None]()
+    given, masks = model.given(arguments), dict[str, Tensor | None]()
     for run in model.graph.runs:
-        values = given[model.graph.input_of(run).name]
+        values = given.tensors[model.graph.input_of(run).name]
         counts = counts_of(model.graph, run, given, values.shape[1])
         masks[run.name] = None if counts is None else is_real(counts, values.shape[1])
     return masks

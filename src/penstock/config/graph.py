@@ -411,6 +411,11 @@ class Graph:
         return tuple(runs)
 
     @cached_property
+    def continuing(self) -> tuple[tuple[Run, ...], tuple[Head, ...]]:
+        """The runs and heads of a pass that continues a text."""
+        return (*self.remembered, *self.written), () if self.words is None else (self.words,)
+
+    @cached_property
     def generates(self) -> bool:
         """Whether texts can be continued with it: words are read from a causal run, which sees one memory at most, made
         of one input of tokens."""

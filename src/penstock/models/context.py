@@ -13,45 +13,49 @@ import torch
 from torch import Tensor
 
 from penstock.config.graph import Graph, Head, Input, Run, TokenInput, WordHead
+from penstock.errors import ConfigError
 from penstock.kernels.context import Shared, SharedMemories
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
-from penstock.models.inputs import Context
+from penstock.models.inputs import Context, Inputs
 from penstock.models.positions import alibi, places_of, rotations
 from penstock.models.stack import TokenStack, shares_of
 
 
 class Shares:
-    """This rank's share of the tokens of one pass. Values of token inputs among the arguments `given`, and their
-    segments, are replaced by this rank's.
+    """This rank's share of the tokens of one pass. Tensors of token inputs that are `given`, and their segments, are
+    replaced by this rank's.
     """
 
-    def __init__(self, cut: Cut, graph: Graph, given: dict[str, Any]) -> None:
+    def __init__(self, cut: Cut, graph: Graph, given: Inputs) -> None:
+        if given.token_weights is not None or given.prefixes is not None:
+            raise ConfigError(
+                "plan.cp cannot cut texts whose tokens have weights, or whose beginning is seen whole; use plan.cp=1."
+            )
         self.cut, self.graph = cut, graph
         self._cuts: dict[str, Cut] = {}
         self._tokens: dict[str, _Tokens] = {}
-        documents, known = given.get("documents"), {}
+        documents, known = given.documents, {}
         for one in graph.inputs:
-            if given.get(one.name) is None:
+            if one.name not in given.tensors:
                 continue
+            values = given.tensors[one.name]
             runs = [run for run in graph.runs if graph.input_of(run) is one]
             causal = any(run.causal for run in runs)
             own = self._cuts[one.name] = cut if causal else cut.unordered()
-            count = given[one.name].shape[1] if isinstance(one, TokenInput) else one.length
-            lengths = given.get("lengths") if one.name == graph.padded else None
-            known[one.name] = own, count, given[one.name].device, lengths, documents
+            count = values.shape[1] if isinstance(one, TokenInput) else one.length
+            lengths = given.lengths if one.name == graph.padded else None
+            known[one.name] = own, count, values.device, lengths, documents
             if isinstance(one, TokenInput):
-                given[one.name] = own.take(given[one.name], 1)
-                if given.get("segments") is not None:
-                    given["segments"] = own.take(given["segments"], 1)
+                given.tensors[one.name] = own.take(values, 1)
+                if given.segments is not None:
+                    given.segments = own.take(given.segments, 1)
         for run in graph.runs:
             if graph.input_of(run).name in known:
                 there = enumerate(self._tokens.get(name) for name in run.memories)
                 memories = [(number, tokens) for number, tokens in there if tokens is not None]
-                self._tokens[run.name] = _Tokens(
-                    *known[graph.input_of(run).name], memories, given.get("sees")
-                )
+                self._tokens[run.name] = _Tokens(*known[graph.input_of(run).name], memories, given.sees)
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""
@@ -78,10 +82,10 @@ class Shares:
         return tokens.cut.whole(x, 1, tokens.count)
 
     def words(
-        self, model: Any, head: WordHead, x: Tensor, wanted: dict[str, Tensor | None], smoothing: float
-    ) -> Tensor:
+        self, model: Any, head: WordHead, x: Tensor, targets: Tensor | None, rows: Tensor | None,
+        smoothing: float,
+    ) -> Tensor:  # fmt: skip
         """The output of a head for words over this rank's tokens, brought together: logits, or the sum of losses."""
-        targets, rows = wanted["targets"], wanted["rows"]
         tokens = self._tokens[head.run]
         cut, is_local = tokens.cut, None
         if rows is not None:

@@ -1,7 +1,12 @@
-"""The inputs of blocks besides tokens, and the cache of a text that is continued."""
+"""The inputs of a model, of a run and of a block in one pass, and the cache of a text that is continued.
+
+Shapes: B samples, N tokens, M tokens of a memory, D width.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -9,9 +14,82 @@ from torch import Tensor
 from penstock.kernels.attention import AttentionMask
 from penstock.kernels.padding import Real
 
+Described = Tensor | Mapping[str, Tensor] | None
+
+
+@dataclass(kw_only=True)
+class Inputs:
+    """The inputs of a model in one pass. Each model has the `tensors` of its graph's inputs, and of the other fields
+    those that `graph.arguments` names. `lengths`, `targets` and `rows` are of the first input and the last head for
+    words that can have them, or mappings by name."""
+
+    tensors: dict[str, Tensor]
+    """Token numbers (B, N) and images (B, C, S, S) by input; what is left out is not computed."""
+    times: Tensor | None = None
+    """(B,) in [0, 1], of a model with a condition; in fp64, lest half precision round them."""
+    classes: Tensor | None = None
+    """(B,) int64, of a condition with classes; the number of classes stands for none, as do no classes."""
+    lengths: Described = None
+    """(B,), how many tokens of each sample are no padding, which comes last; a decoder sees none."""
+    segments: Tensor | None = None
+    """(B, N), kinds of segments; None: all 0."""
+    documents: Described = None
+    """(B, N), numbers that change where another document begins: attention does not cross from one to the next, and
+    positions start again."""
+    targets: Described = None
+    """(B, N) int64, of which −100 counts nothing: the head returns the sum of −log p over them, 0-d, fp32."""
+    rows: Described = None
+    """(M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are (M, V)
+    and targets (M,)."""
+    prefixes: Tensor | None = None
+    """(B,), how many first tokens of each text that is continued see each other, of models that were made for it; None:
+    0."""
+    smoothing: float = 0.0
+    """Label smoothing of the loss."""
+    past: TokenCache | None = None
+    """The keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of that
+    are left out."""
+    sees: Tensor | None = None
+    """(B,) int64, the number of the memory that each sample's cross attention sees, of several; None: all."""
+    routes: Tensor | None = None
+    """(B,) int64, the label of each sample, of models that have labels; without them, its expert, where the router is
+    `given`."""
+    token_weights: Tensor | None = None
+    """(B, M), factors of the attention that tokens of a text get, before it is normalised, of models that make images
+    of texts (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2)."""
+    by_sample: bool = False
+    """Whether the last head for words returns that sum for each sample, (B,), without `rows`."""
+
+
+class RunInputs(NamedTuple):
+    """The inputs of a run besides its tokens. A run over images has none but a memory, routes or a condition.
+
+    `lengths`, `documents` and `prefixes` are as in `Inputs`, `memory_lengths` those of the memory (B, M, D); of several
+    memories `memory_seen` (B, 1, 1, M) says which tokens are none. `batches` are how many consecutive samples there are
+    of each input, and whether they are causal; none: all samples are as the run is. `shares` (B, N) and `order` (B, N),
+    there called places, are as in `Context`, and `routes` (B,) the expert of each sample, or its group of experts,
+    where they are given. `condition` (B, D) modulates the blocks of a run that is modulated.
+    """
+
+    lengths: Tensor | None = None
+    documents: Tensor | None = None
+    prefixes: Tensor | None = None
+    batches: tuple[tuple[int, bool], ...] = ()
+    past: TokenCache | None = None
+    memory: Tensor | None = None
+    memory_lengths: Tensor | None = None
+    memory_seen: Tensor | None = None
+    shares: Tensor | None = None
+    routes: Tensor | None = None
+    order: Tensor | None = None
+    condition: Tensor | None = None
+
+
+NOTHING = RunInputs()
+
 
 class Context(NamedTuple):
-    """The inputs of all blocks of a stack besides the tokens, in one pass. Masks are as `attention` takes them."""
+    """The inputs of all blocks of a run besides the tokens. Masks are as `attention` takes them."""
 
     mask: Tensor | AttentionMask | None = None
     near: Tensor | AttentionMask | None = None

@@ -5,7 +5,7 @@ Shapes: B samples, N tokens, M tokens of a memory, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from penstock.config.graph import (
     PatchInput,
     PixelHead,
     Run,
+    TokenInput,
     VectorHead,
     WordHead,
 )
@@ -38,6 +39,7 @@ from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.heads import AttentionPool, Conditioner, Pooler, Transform, UnitVectors, Vocabulary
+from penstock.models.inputs import Described, Inputs, RunInputs, TokenCache
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of
 
@@ -48,37 +50,8 @@ class Model(nn.Module):
 
     A head for words gives logits of each token (B, N, V), one for classes logits of each sample (B, classes), one for
     features each token's (B, N, D), one for images an image of each sample (B, C, S, S), one for vectors each sample's
-    (B, E). Of several inputs those that are None are left out, with what is made of them. `graph.arguments` are the
-    arguments, in this order:
-
-    | argument | what it is |
-    |---|---|
-    | the inputs | token numbers (B, N), images (B, C, S, S) |
-    | `times` | (B,) in [0, 1], of a model with a condition; in fp64, lest half precision round them |
-    | `classes` | (B,) int64, of a condition with classes; the number of classes stands for none, as do no classes |
-    | `lengths` | (B,), how many tokens of each sample are no padding, which comes last; a decoder sees none |
-    | `segments` | (B, N), kinds of segments; none: all 0 |
-    | `documents` | (B, N), numbers that change where another document begins: attention does not cross from one to the
-      next, and positions start again |
-    | `targets` | (B, N) int64, of which −100 counts nothing: the head returns the sum of −log p over them, 0-d, fp32 |
-    | `rows` | (M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are
-      (M, V) and targets (M,) |
-    | `prefixes` | (B,), how many first tokens of each text that is continued see each other, of models that were made
-      for it; none: 0 |
-    | `smoothing` | label smoothing of the loss |
-    | `routes` | (B,) int64, the label of each sample, of models that have labels; without them, its expert, where the
-      router is `given` |
-    | `token_weights` | (B, M), factors of the attention that tokens of a text get, before it is normalised, of models
-      that make images of texts (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2) |
-    | `sees` | (B,) int64, the number of the memory that each sample's cross attention sees, of models with several;
-      none: all |
-    | `past` | the keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of
-      that are None |
-    | `by_sample` | whether the last head for words returns that sum for each sample, (B,), without `rows` |
-
-    `lengths`, `targets` and `rows` are of the first input and the last head for words that can have them, or mappings
-    by name. With `device="meta"` nothing is allocated or computed. Then call `to_empty(device=…)` and `init_weights()`,
-    which also sets what no state dict has.
+    (B, E). `penstock.models.inputs.Inputs` says what each argument is. With `device="meta"` nothing is allocated or
+    computed. Then call `to_empty(device=…)` and `init_weights()`, which also sets what no state dict has.
     """
 
     sequence_first = False
@@ -92,7 +65,7 @@ class Model(nn.Module):
         self.config: Any = config
         self.graph: Graph = config.graph
         # Compiled code can read what is known already, and cannot wait for a property to be computed.
-        self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
+        self.graph.arguments, self.graph.padded, self.graph.continuing  # noqa: B018
         self.cut: Cut | None = None
         """How each sample's tokens are cut over the ranks of a context parallel group."""
         self.head_squares: dict[str, Tensor] | None = None
@@ -170,95 +143,100 @@ class Model(nn.Module):
 
     # -- one pass
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, shares = self.given(args, kwargs), None
-        if self.cut is not None and given.get("past") is None:  # a text that is continued is not cut
-            shares = Shares(self.cut, self.graph, given)
+    def forward(
+        self, *values: Any, times: Tensor | None = None, classes: Tensor | None = None, lengths: Described = None,
+        segments: Tensor | None = None, documents: Described = None, targets: Described = None,
+        rows: Described = None, prefixes: Tensor | None = None, smoothing: float | None = None,
+        past: TokenCache | None = None, sees: Tensor | None = None, routes: Tensor | None = None,
+        token_weights: Tensor | None = None, by_sample: bool | None = None, **tensors: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """The output of the head, or outputs by head. The tensors of the graph's inputs come first, or by name; all
+        arguments may come by place, in the order of `graph.arguments`. None is left out. See `Inputs`.
+
+        Raises TypeError for arguments that the model does not have.
+        """
+        given = self.given(
+            values, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
+            documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
+            sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
+        )  # fmt: skip
+        # A text that is continued is not cut, and nothing else is computed beside it.
+        graph, cut = self.graph, self.cut
+        shares = Shares(cut, graph, given) if cut is not None and given.past is None else None
+        runs, heads = (graph.runs, graph.heads) if given.past is None else graph.continuing
         outputs: dict[str, Tensor] = {}
-        if self.graph.condition is not None:
-            given["condition"] = self._condition(self.graph.condition.name, given)
-        runs, heads = self.graph.runs, self.graph.heads
-        if (
-            given.get("past") is not None and self.graph.words is not None
-        ):  # nothing but the text is asked for
-            runs, heads = (*self.graph.remembered, *self.graph.written), (self.graph.words,)
+        if graph.condition is not None:
+            outputs[graph.condition.name] = self._condition(graph.condition.name, given)
         for run in runs:
             self._compute(run, given, outputs, shares)
-        results = {
-            head.name: self._read(head, outputs[head.run], given, shares)
-            for head in heads
-            if head.run in outputs
-        }
-        return next(iter(results.values())) if len(self.graph.heads) == 1 else results
+        there = (head for head in heads if head.run in outputs)
+        results = {head.name: self._read(head, outputs, given, shares) for head in there}
+        return next(iter(results.values())) if len(graph.heads) == 1 else results
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments by name. Raises TypeError for those that the model does not have."""
+    def given(self, values: Sequence[Any], **named: Any) -> Inputs:
+        """The inputs of arguments in the order of `graph.arguments`, and by name."""
         names = self.graph.arguments
-        if len(args) > len(names) or any(name not in names for name in kwargs):
-            raise TypeError(
-                f"The model takes {', '.join(names)}, not {len(args)} values and {', '.join(kwargs)}."
-            )
-        return {**dict(zip(names, args)), **kwargs}
+        every = [*zip(names, values), *named.items()]
+        given = {name: value for name, value in every if value is not None}
+        others = given.keys() - {*names}
+        if others or len(values) > len(names):
+            more = ", ".join(sorted(others))
+            raise TypeError(f"The model takes {', '.join(names)}, not {len(values)} values and {more}.")
+        tensors = {one.name: given.pop(one.name) for one in self.graph.inputs if one.name in given}
+        return Inputs(tensors=tensors, **given)
 
     def _compute(
-        self, run: Run, given: dict[str, Any], outputs: dict[str, Tensor], shares: Shares | None
+        self, run: Run, given: Inputs, outputs: dict[str, Tensor], shares: Shares | None = None
     ) -> None:
         """Add the output of a run to those of the runs before it, unless its input is not given."""
         graph = self.graph
-        there = [one for one in graph.inputs_through(run) if given.get(one.name) is not None]
-        more: dict[str, Any] = {}
-        if not graph.enters(run):
-            if run.reads not in outputs or (run.input and not there):
-                return
-            x = outputs[run.reads]
-            x = x[samples.samples_of(graph, run, given)] if run.input else x
-        elif not there:
+        x = self._tokens_of(run, given, outputs, shares)
+        if x is None:
             return
-        else:
-            parts = [self.embed(given[one.name], one, given.get("segments")) for one in there]
-            x = parts[0] if len(parts) == 1 else _beside(parts, there)
-            if run.more_inputs:
-                hides = (graph.hides_later(run, one) for one in there)
-                more["batches"] = tuple((part.shape[0], each) for part, each in zip(parts, hides))
-            if shares is not None and isinstance(there[0], PatchInput):
-                x = shares.cut_of(there[0]).take(x, 1)
-        if any(name in outputs for name in run.memories) and shares is not None:
-            more["memory"] = samples.memories_beside(graph, run, outputs)
-        elif any(name in outputs for name in run.memories):
-            more |= samples.memory_of(graph, run, given, outputs)
+        facts: dict[str, Any] = {}
+        if any(name in outputs for name in run.memories):  # else a past remembers it
+            facts |= samples.memory_of(graph, run, given, outputs, cut=shares is not None)
         if shares is not None:
-            if given.get("token_weights") is not None or given.get("prefixes") is not None:
-                raise ConfigError(
-                    "plan.cp cannot cut texts whose tokens have weights, or whose beginning is seen whole; use "
-                    "plan.cp=1."
-                )
-            more["past"] = shares.tokens(run)
-        else:
-            more["lengths"] = samples.lengths_of(graph, run, given)
-            more["documents"] = samples.documents_of(graph, run, given)
-            hides_all = all(graph.hides_later(run, one) for one in there)
-            continued = hides_all and run.name in {one.name for one in graph.written}
-            more["past"] = given.get("past") if there and continued else None
-            more["prefixes"] = samples.prefixes_of(graph, run, given)
+            facts["past"] = shares.tokens(run)
+        elif isinstance(graph.input_of(run), TokenInput):
+            facts |= samples.texts_of(graph, run, given)
         if run.stack.experts:
-            more["routes"] = given.get("routes")
+            facts["routes"] = given.routes
         if run.stack.mixes:
-            more |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
-        if run.modulated:
-            more["condition"] = given["condition"]
-        outputs[run.name] = getattr(self, run.name)(x, **more)
+            facts |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
+        if run.modulated and graph.condition is not None:
+            facts["condition"] = outputs[graph.condition.name]
+        outputs[run.name] = getattr(self, run.name)(x, RunInputs(**facts))
 
-    def _condition(self, name: str, given: dict[str, Any]) -> Tensor:
+    def _tokens_of(
+        self, run: Run, given: Inputs, outputs: dict[str, Tensor], shares: Shares | None
+    ) -> Tensor | None:
+        """The vectors of tokens (B, N, D) that a run computes: embedded, or what another run made of them; None where
+        neither is given."""
+        there = [one for one in self.graph.inputs_through(run) if one.name in given.tensors]
+        if not self.graph.enters(run):
+            if run.reads not in outputs or (run.input and not there):
+                return None
+            x = outputs[run.reads]
+            return x[samples.samples_of(self.graph, run, given)] if run.input else x
+        if not there:
+            return None
+        parts = [self.embed(given.tensors[one.name], one, given.segments) for one in there]
+        x = parts[0] if len(parts) == 1 else _beside(parts, there)
+        cut = None if shares is None or not isinstance(there[0], PatchInput) else shares.cut_of(there[0])
+        return x if cut is None else cut.take(x, 1)
+
+    def _condition(self, name: str, given: Inputs) -> Tensor:
         """The vector of each sample that modulates norms, (B, D)."""
-        times = given.get("times")
+        times = given.times
         if times is None or times.dim() != 1:
             raise ConfigError(
                 "The model takes the time of each sample, of shape (batch,) and in [0, 1], as `times`, but was given "
                 f"{'none' if times is None else tuple(times.shape)}."
             )
-        return getattr(self, name)(times, given.get("classes"))  # type: ignore[no-any-return]
+        return getattr(self, name)(times, given.classes)  # type: ignore[no-any-return]
 
-    def _shares(self, run: Run, given: dict[str, Any], x: Tensor, cut: Shares | None) -> Tensor | None:
+    def _shares(self, run: Run, given: Inputs, x: Tensor, cut: Shares | None) -> Tensor | None:
         """See `Context.shares`, of the tokens x (B, N, D) of a run."""
         if cut is not None:
             tokens = cut.tokens(run).count
@@ -308,27 +286,25 @@ class Model(nn.Module):
         ]
         return torch.cat([*learned, x], dim=1) if learned else x
 
-    def _read(self, head: Head, x: Tensor, given: dict[str, Any], shares: Shares | None) -> Tensor:
+    def _read(self, head: Head, outputs: dict[str, Tensor], given: Inputs, shares: Shares | None) -> Tensor:
+        """The output of a head, of what its run made."""
+        x = outputs[head.run]
         if self.head_squares is not None and x.requires_grad and not torch.compiler.is_compiling():
             x = x.view_as(x)  # of this head alone
             x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
-            wanted = {
-                name: samples.for_head(self.graph, head, given.get(name)) for name in ("targets", "rows")
-            }
+            targets, rows = (samples.for_head(self.graph, head, one) for one in (given.targets, given.rows))
             if shares is not None:
-                return shares.words(self, head, x, wanted, given.get("smoothing") or 0.0)
-            by_sample = bool(given.get("by_sample")) and head is self.graph.words
-            return self.words(
-                x, wanted["targets"], given.get("smoothing") or 0.0,
-                rows=wanted["rows"], head=head, by_sample=by_sample,
-            )  # fmt: skip
+                return shares.words(self, head, x, targets, rows, given.smoothing)
+            by_sample = given.by_sample and head is self.graph.words
+            return self.words(x, targets, given.smoothing, rows=rows, head=head, by_sample=by_sample)
         if shares is not None:
             x = shares.whole(x, head)
         if isinstance(head, FeatureHead):
             return x
         if isinstance(head, PixelHead):
-            return self.pixels(x, head, given.get("condition"))
+            condition = self.graph.condition
+            return self.pixels(x, head, None if condition is None else outputs[condition.name])
         lengths = samples.lengths_of(self.graph, self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
             if head.pool == "last":
@@ -410,32 +386,19 @@ class Model(nn.Module):
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Each token's features (B, N, D) in the run that the last head reads, whatever the head is."""
-        given = {
-            self.graph.inputs[0].name: tokens, "lengths": lengths, "segments": segments, "documents": documents,
-        }  # fmt: skip
-        outputs: dict[str, Tensor] = {}
+        tensors, outputs = {self.graph.inputs[0].name: tokens}, dict[str, Tensor]()
+        given = Inputs(tensors=tensors, lengths=lengths, segments=segments, documents=documents)
         for run in self.graph.runs:
-            self._compute(run, given, outputs, None)
+            self._compute(run, given, outputs)
         return outputs[self.graph.main.name]
 
-    def encode(self, source: Tensor, lengths: Tensor | None = None, routes: Tensor | None = None) -> Tensor:
-        """The memory that a text is written from: features of a source, (B, M, D)."""
-        outputs: dict[str, Tensor] = {}
-        remembered = self.graph.remembered
-        given = {self.graph.input_of(remembered[0]).name: source, "lengths": lengths, "routes": routes}
-        for run in remembered:
-            self._compute(run, given, outputs, None)
-        return outputs[remembered[-1].name]
-
-    def written(self, tokens: Tensor, *, memory: Tensor | None = None, **more: Any) -> Tensor:
-        """Features (B, N, D) of tokens that continue a text; `more` are arguments of `TokenStack`."""
-        path = self.graph.written
-        x = self.embed(tokens, self.graph.text)
-        for run in path:
-            beside: dict[str, Any] = {"memory": memory} if run.memories else {}
-            beside |= {"batches": ((x.shape[0], True),)} if run.more_inputs else {}
-            x = getattr(self, run.name)(x, **beside, **more)
-        return x
+    def written(self, tokens: Tensor) -> Tensor:
+        """Features (B, N, D) of the tokens of a text, from which its next words are read."""
+        assert self.graph.text is not None
+        given, outputs = Inputs(tensors={self.graph.text.name: tokens}), dict[str, Tensor]()
+        for run in self.graph.written:
+            self._compute(run, given, outputs)
+        return outputs[self.graph.written[-1].name]
 
     # -- choices
 

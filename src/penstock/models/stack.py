@@ -24,7 +24,7 @@ from penstock.kernels.varlen import Varlen
 from penstock.kernels.windows import Windows
 from penstock.models.attention import make_norm
 from penstock.models.block import Block, ExpertSamples, ModulatedBlock
-from penstock.models.inputs import Context, TokenCache
+from penstock.models.inputs import NOTHING, Context, RunInputs
 from penstock.models.positions import (
     Learned,
     Relative,
@@ -99,67 +99,23 @@ class TokenStack(nn.Module):
             make_norm(sizes.norm_kind, sizes.width, **where) if sizes.norm_first and run.last_norm else None
         )
 
-    def forward(
-        self, x: Tensor, lengths: Tensor | None = None, documents: Tensor | None = None,
-        prefixes: Tensor | None = None, memory: Tensor | None = None, memory_lengths: Tensor | None = None,
-        memory_seen: Tensor | None = None, past: TokenCache | None = None, shares: Tensor | None = None,
-        routes: Tensor | None = None, condition: Tensor | None = None,
-        batches: tuple[tuple[int, bool], ...] = (), order: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """`lengths` (B,) are how many tokens of each sample are no padding, which comes last, `memory_lengths` those of
-        the memory; of several memories `memory_seen` (B, 1, 1, M) says which tokens are none. With a `past`, the tokens
-        follow those whose keys and values it keeps, and it says where they stand. `shares` (B, N) are as in `Context`,
-        `routes` (B,) the expert of each sample, or its group of experts, where they are given. `condition` (B, D)
-        modulates the blocks of a run that is modulated. `batches` are how many consecutive samples there are of each
-        input, and whether they are causal; none: all samples are as the run is. `order` (B, N) are the places of
-        `Context`. Under a causal mask, the first `prefixes` (B,) tokens of a sample see each other.
-        """
-        causal = all(hides for _, hides in batches) if batches else self.causal
-        x = x if self.bridge is None else self.bridge(x)
-        mixed = {"shares": shares, "routes": None if routes is None else routes[:, None].expand(x.shape[:2])}
-        mixed["samples"] = _samples(x, documents) if self.sizes.chooses_by_sample else None
-        mixed["places"] = order
-        places = places_of(x.shape[1], documents, x.device) if past is None else past.places
-        tokens, unpadded = x.shape[1], None
-        if self.places is not None:
-            plain = past is None and documents is None and isinstance(self.places, Learned)
-            position = self.places(tokens if plain else places)
-            x = x + (position if isinstance(self.places, Learned) else position.to(x.dtype))
-        if self.embedding_norm is not None:
-            x = self.embedding_norm(x)
-        if self.dropout is not None:
-            x = self.dropout(x)
-        removes = self.padding == "remove" and lengths is not None and not causal and len(batches) < 2
-        if removes and documents is None and past is None:
-            unpadded = Unpadded.of(lengths, tokens, type_of_scores(x), varlen=self._knows_lengths(x))
+    def forward(self, x: Tensor, given: RunInputs = NOTHING) -> Tensor:
+        """The features of tokens (B, N, D) whose samples are described by what is `given`."""
+        x, places = self._enter(x, given)
+        shape, unpadded = x.shape[:2], self._unpadded(x, given)
         if unpadded is not None:
-            x, places, lengths = unpadded.real.take(x), unpadded.places, None
-            mixed = {name: _rows(value, unpadded.real) for name, value in mixed.items()}
-        if past is None:
-            packed = unpadded or documents
-            context = self._context(x, places, tokens, lengths, packed, prefixes, causal, batches)
-            if memory is not None:
-                context = self._beside(context, memory, memory_lengths, memory_seen, x)
-        else:
-            if memory_seen is not None:
-                past.see(memory_seen)
-            context = past.context(self, x, memory)
+            x, places, given = unpadded.real.take(x), unpadded.places, given._replace(lengths=None)
+        context = self._context(x, places, shape[1], given, unpadded)
         x = x.transpose(0, 1) if self.sequence_first else x
-        if removes and lengths is not None:
-            counted = torch.arange(tokens, device=x.device)
-            real = Real.of(lengths, counted, sequence_first=self.sequence_first)
+        if self._removes_padding(given):
+            counted, lengths = torch.arange(shape[1], device=x.device), given.lengths
+            real = Real.of(lengths, counted, sequence_first=self.sequence_first)  # type: ignore[arg-type]
             context = context._replace(real=real)
-        if self.sequence_first and unpadded is None:
-            mixed = {name: None if value is None else value.t() for name, value in mixed.items()}
-        if context.real is not None:
-            x = context.real.take(x)
-            mixed = {name: _rows(value, context.real) for name, value in mixed.items()}
-        more: dict[str, Any] = mixed
-        if self.sizes.experts_in == "block":
-            more["samples_of"] = _samples_of(self.sizes, routes)
-        if condition is not None:
-            more["condition"] = condition.unsqueeze(0 if self.sequence_first else 1)
-        context = context._replace(**more)
+        x = x if context.real is None else context.real.take(x)
+        if self.sizes.experts:
+            context = self._with_routing(context, x, shape, given, unpadded)
+        if given.condition is not None:
+            context = context._replace(condition=given.condition.unsqueeze(0 if self.sequence_first else 1))
         for block, deepens in zip(self.blocks, self.deepens):
             x = block(x, context)
             if self.outputs is not None and deepens:
@@ -169,13 +125,59 @@ class TokenStack(nn.Module):
         x = x.transpose(0, 1) if self.sequence_first else x
         return x if unpadded is None else unpadded.real.put(x)
 
-    def _beside(
-        self, context: Context, memory: Tensor, lengths: Tensor | None, seen: Tensor | None, x: Tensor
+    def _enter(self, x: Tensor, given: RunInputs) -> tuple[Tensor, Tensor]:
+        """The tokens that the first block gets, and their positions."""
+        x = x if self.bridge is None else self.bridge(x)
+        past, documents = given.past, given.documents
+        places = places_of(x.shape[1], documents, x.device) if past is None else past.places
+        if isinstance(self.places, Learned):
+            x = x + self.places(x.shape[1] if past is None and documents is None else places)
+        elif self.places is not None:
+            x = x + self.places(places).to(x.dtype)
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
+        return x if self.dropout is None else self.dropout(x), places
+
+    def _removes_padding(self, given: RunInputs) -> bool:
+        """Whether padding is not computed: of tokens that see all others, in samples of one input."""
+        removes = self.padding == "remove" and given.lengths is not None and len(given.batches) < 2
+        return removes and not self._is_causal(given)
+
+    def _is_causal(self, given: RunInputs) -> bool:
+        return all(hides for _, hides in given.batches) if given.batches else self.causal
+
+    def _unpadded(self, x: Tensor, given: RunInputs) -> Unpadded | None:
+        """The tokens that are no padding, one sample after the other, where attention can compute them so."""
+        if given.documents is not None or given.past is not None or not self._removes_padding(given):
+            return None
+        return Unpadded.of(given.lengths, x.shape[1], type_of_scores(x), varlen=self._knows_lengths(x))  # type: ignore[arg-type]
+
+    def _with_routing(
+        self, context: Context, x: Tensor, shape: torch.Size, given: RunInputs, unpadded: Unpadded | None
     ) -> Context:
+        """The context with what experts are chosen by, for the tokens of x, which were `shape` (B, N)."""
+        sizes, routes = self.sizes, given.routes
+        if sizes.experts_in == "block":
+            return context._replace(samples_of=_samples_of(sizes, routes))
+        swapped, real = (self.sequence_first, context.real) if unpadded is None else (False, unpadded.real)
+
+        def held(value: Tensor | None) -> Tensor | None:
+            if value is None:
+                return None
+            value = value.t() if swapped else value
+            return value if real is None else value.flatten()[real.rows][None]
+
+        return context._replace(
+            shares=held(given.shares), places=held(given.order),
+            routes=held(None if routes is None else routes[:, None].expand(shape)),
+            samples=held(_samples(x, shape, given.documents)) if sizes.chooses_by_sample else None,
+        )  # fmt: skip
+
+    def _beside(self, context: Context, memory: Tensor, given: RunInputs, x: Tensor) -> Context:
         """The context with the memory that cross attention of x reads."""
-        mask: Tensor | AttentionMask | None = added(seen, type_of_scores(x))
+        lengths, dtype = given.memory_lengths, type_of_scores(x)
+        mask: Tensor | AttentionMask | None = added(given.memory_seen, dtype)
         if lengths is not None:
-            dtype, unpadded = type_of_scores(x), None
+            unpadded = None
             if self.padding == "remove":
                 unpadded = Unpadded.of(lengths, memory.shape[1], dtype, varlen=self._knows_lengths(x))
             if unpadded is None:
@@ -192,12 +194,15 @@ class TokenStack(nn.Module):
         return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=biased)
 
     def _context(
-        self, x: Tensor, places: Tensor, tokens: int, lengths: Tensor | None,
-        documents: Tensor | Unpadded | None, prefixes: Tensor | None, causal: bool,
-        batches: tuple[tuple[int, bool], ...],
-    ) -> Context:  # fmt: skip
-        """`tokens` are those of the longest sample; for `causal` and `batches` see `forward`."""
-        sizes = self.sizes
+        self, x: Tensor, places: Tensor, tokens: int, given: RunInputs, unpadded: Unpadded | None
+    ) -> Context:
+        """The inputs of the blocks besides x, whose samples have at most `tokens` tokens."""
+        if given.past is not None:
+            if given.memory_seen is not None:
+                given.past.see(given.memory_seen)
+            return given.past.context(self, x, given.memory)
+        sizes, batches, causal = self.sizes, given.batches, self._is_causal(given)
+        lengths, prefixes, documents = given.lengths, given.prefixes, unpadded or given.documents
         turns: dict[str, Any] = rotations(self.turns, places, sequence_first=self.sequence_first)
         bias = None
         if self.relative is not None:
@@ -229,10 +234,11 @@ class TokenStack(nn.Module):
                 )
             return Batches(sights)
 
-        return Context(
+        context = Context(
             mask=seen(None) if 0 in self.windows else None,
             near=seen(sizes.window) if any(self.windows) else None, causal=causal if batches else None, **turns,
         )  # fmt: skip
+        return context if given.memory is None else self._beside(context, given.memory, given, x)
 
     def _sight(
         self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,
@@ -278,11 +284,11 @@ def shares_of(counts: Tensor, tokens: int) -> Tensor:
     return is_real(counts, tokens).double() / (len(counts) * counts.clamp(min=1))[:, None]
 
 
-def _samples(x: Tensor, documents: Tensor | None) -> Tensor:
-    """The number of the sample, or of the document in it, that each token of x (B, N, D) is of: (B, N), rising."""
-    starts = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+def _samples(x: Tensor, shape: torch.Size, documents: Tensor | None) -> Tensor:
+    """The number of the sample, or of the document in it, that each of the tokens `shape` (B, N) is of, rising."""
+    starts = torch.ones(shape, dtype=torch.int64, device=x.device)
     starts[:, 1:] = 0 if documents is None else documents[:, 1:] != documents[:, :-1]
-    return starts.flatten().cumsum(0).view(starts.shape) - 1
+    return starts.flatten().cumsum(0).view(shape) - 1
 
 
 def _samples_of(sizes: Stack, routes: Tensor | None) -> tuple[Tensor, ...]:
@@ -299,8 +305,3 @@ def _samples_of(sizes: Stack, routes: Tensor | None) -> tuple[Tensor, ...]:
         given.argsort(stable=True), given.bincount(minlength=sizes.experts).tolist()
     )
     return samples
-
-
-def _rows(value: Tensor | None, real: Real) -> Tensor | None:
-    """Values of tokens, in the order in which blocks hold them, of those that are computed: (1, T)."""
-    return None if value is None else value.flatten()[real.rows][None]

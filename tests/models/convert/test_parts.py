@@ -16,6 +16,7 @@ from penstock.errors import ConfigError
 from penstock.models import create
 from penstock.models.convert import load_part, save_pretrained
 from penstock.models.convert.pretrained import read_config
+from penstock.models.inputs import RunInputs
 
 SIZES: dict[str, Any] = {"width": 16, "depth": 2, "heads": 2, "mlp_width": 32}
 POST = Stack(**SIZES, norm_first=False, norm_eps=1e-12)
@@ -48,7 +49,7 @@ def test_bert_gives_its_run_of_texts(tmp_path: Path) -> None:
     load_part(model, "text", tmp_path)
     tokens = torch.randint(0, 13, (2, 6))
     lengths = torch.tensor([6, 3])
-    given = model.text(model.embed(tokens, model.graph.inputs[1]), lengths)
+    given = model.text(model.embed(tokens, model.graph.inputs[1]), RunInputs(lengths=lengths))
     torch.testing.assert_close(given[0], bert(tokens, lengths)[0])
     torch.testing.assert_close(given[1, :3], bert(tokens, lengths)[1, :3])
     assert torch.equal(model.tokens.weight[13:], before[13:])
@@ -187,7 +188,7 @@ def test_any_encoder_of_texts_conditions_images(name: str, tmp_path: Path) -> No
     seen = torch.arange(6) < lengths[:, None]
     with torch.no_grad():
         expected = theirs(input_ids=texts, attention_mask=seen.long()).last_hidden_state
-        found = model.text(model.embed(texts, model.graph.inputs[1]), lengths)
+        found = model.text(model.embed(texts, model.graph.inputs[1]), RunInputs(lengths=lengths))
         torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-5)
         for parameter in (*model.denoiser.parameters(), *model.head.parameters()):
             parameter.add_(0.2 * torch.randn_like(parameter))

@@ -254,7 +254,7 @@ def poison(first: int, count: int, value: float) -> None:
 
 def poison_when(due: Callable[[int], bool], value: float) -> None:
     """Make this rank's gradients `value` in every step (from 1) that is `due`, before they are averaged."""
-    from penstock.step.runner import Accumulate
+    from penstock.step.train_step import Accumulate
 
     runner: Any = Accumulate
     taken: list[int] = []

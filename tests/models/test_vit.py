@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.models import Model, create
+from penstock.models.inputs import Inputs
 from penstock.models.stems import PatchStem
 from penstock.planner.describe import totals
 
@@ -141,6 +143,19 @@ def test_patches_are_the_convolution_they_replace() -> None:
     expected = F.conv2d(images, kernel, stem.proj.bias, stride=8).flatten(2).transpose(1, 2)
     torch.testing.assert_close(stem(images), expected)
     torch.testing.assert_close(stem(images.contiguous(memory_format=torch.channels_last)), expected)
+
+
+def test_the_signature_of_a_model_names_all_inputs() -> None:
+    kinds = signature(Model.forward).parameters
+    named = {name for name, one in kinds.items() if one.kind is one.KEYWORD_ONLY}
+    assert named == {field.name for field in fields(Inputs)} - {"tensors"}
+    model, images = Model(TINY).eval(), torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images, targets=None), model(images=images))
+    for wrong in ({"targets": torch.zeros(2)}, {"pixels": images}, {"by_sample": True}):
+        with pytest.raises(TypeError, match=f"takes images.* not 1 values and {next(iter(wrong))}"):
+            model(images, **wrong)
+    with pytest.raises(TypeError, match="not 2 values"):
+        model(images, images)
 
 
 def test_the_conv_stem_halves_once_per_layer() -> None:

@@ -25,31 +25,19 @@ from penstock.train.metrics import read_metrics
 
 SCORES = (0.1, 0.5, 0.3, 0.2)
 MODEL = ViTConfig(
-    image_size=8,
-    patch_size=4,
-    channels=1,
-    width=8,
-    depth=1,
-    heads=2,
-    mlp_width=16,
-    classes=10,
+    image_size=8, patch_size=4, channels=1, width=8, depth=1, heads=2, mlp_width=16, classes=10,
     classifier="pooled",
-)
+)  # fmt: skip
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Eight steps of 32 digits."""
     return RunConfig(
-        model=MODEL,
+        model=MODEL, plan=Plan(micro_batch=32), machine=desk(tmp_path), output=str(tmp_path / "run"),
+        device="cpu", checkpoint_every=100, log_every=2,
         recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, ema_decay=0.9, augment=Augment(flip=0.0)),
-        plan=Plan(micro_batch=32),
-        machine=desk(tmp_path),
-        output=str(tmp_path / "run"),
-        device="cpu",
-        checkpoint_every=100,
-        log_every=2,
-    )
+    )  # fmt: skip
 
 
 def events(config: RunConfig) -> list[tuple[str, int]]:

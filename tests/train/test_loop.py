@@ -45,18 +45,9 @@ from penstock.train.evaluate import evaluate
 from penstock.train.metrics import Records, read_metrics
 
 MODEL = ViTConfig(
-    image_size=8,
-    patch_size=4,
-    channels=1,
-    width=16,
-    depth=2,
-    heads=2,
-    mlp_width=32,
-    classes=10,
-    classifier="pooled",
-    dropout=0.1,
-    drop_path=0.2,
-)
+    image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10,
+    classifier="pooled", dropout=0.1, drop_path=0.2,
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from penstock.errors import ConfigError, NumericError
 from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
+from penstock.models.inputs import counts_of
 from penstock.models.model import Model
 from penstock.models.positions import is_real
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
-from penstock.models.samples import counts_of
 
 Batches = Iterable[tuple[Any, ...]]
 """Arguments of a model's forward pass, a batch at a time."""

@@ -411,11 +411,6 @@ class Graph:
         return tuple(runs)
 
     @cached_property
-    def continuing(self) -> tuple[tuple[Run, ...], tuple[Head, ...]]:
-        """The runs and heads of a pass that continues a text."""
-        return (*self.remembered, *self.written), () if self.words is None else (self.words,)
-
-    @cached_property
     def generates(self) -> bool:
         """Whether texts can be continued with it: words are read from a causal run, which sees one memory at most, made
         of one input of tokens."""
@@ -552,59 +547,61 @@ class Graph:
                     f"the nearest multiples are {near}."
                 )
         known = [one.name for one in self.inputs]
-        names = [run.name for run in self.runs]
         for run in self.runs:
-            yield from run.stack.problems(run.setting)
-            for name in (run.reads, *run.more_inputs, *run.memories):
-                if name not in known:
-                    yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
-            if run.reads in known:
-                yield from self._reading_problems(run)
-            if run.stack.positions == "axial" and not isinstance(self.input_of(run), PatchInput):
-                yield (
-                    f"{run.setting}.positions axial are of patches of an image, but the run {run.name} reads tokens; "
-                    "use positions rotary."
-                )
-            if run.memories and run.stack.parallel:
-                yield (
-                    f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
-                    "cannot run both in parallel; set it to false."
-                )
-            if run.modulated:
-                yield from self._problems_of_modulated(run)
-            if run.stack.experts_in == "block" and (
-                run.causal or not isinstance(self.input_of(run), PatchInput)
-            ):
-                yield (
-                    f"{run.setting}.experts_in is block, which only a run over images can have, whose samples are "
-                    "equally long and see all their tokens; leave it out."
-                )
+            yield from self._run_problems(run, known)
             known.append(run.name)
         for head in self.heads:
-            if head.run not in names:
-                yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."
-                continue
-            if isinstance(head, PixelHead) and self.input_of(self.run(head.run)).length != self._patches(
-                head
-            ):
-                yield (
-                    f"The head {head.name} makes a patch of each token, but {head.run} does not read patches alone; "
-                    "name a run over images without a class token."
-                )
-            run = self.run(head.run)
-            if len(self.inputs_through(run)) > 1:
-                yield f"The head {head.name} reads {head.run}, which is over several inputs; name a run over one."
-            tables = (
-                one
-                for one in self.inputs_of(TokenInput)
-                if isinstance(head, WordHead) and one.table == head.tied
+            yield from self._head_problems(head)
+
+    def _run_problems(self, run: Run, known: list[str]) -> Iterator[str]:
+        """Every reason why a run is impossible; `known` are the inputs and runs before it."""
+        yield from run.stack.problems(run.setting)
+        for name in (run.reads, *run.more_inputs, *run.memories):
+            if name not in known:
+                yield f"The run {run.name} reads {name}, which does not come before it, as {', '.join(known)} do."
+        if run.reads in known:
+            yield from self._reading_problems(run)
+        over_images = isinstance(self.input_of(run), PatchInput)
+        if run.stack.positions == "axial" and not over_images:
+            yield (
+                f"{run.setting}.positions axial are of patches of an image, but the run {run.name} reads tokens; "
+                "use positions rotary."
             )
-            width = next(map(self.width_of, tables), run.stack.width)
-            if isinstance(head, WordHead) and width != run.stack.width:
-                yield (
-                    f"The head {head.name} shares the table {head.tied} of {width} features, but "
-                    f"{run.setting}.width is {run.stack.width}; make them equal, or set model.tied to false."
-                )
+        if run.memories and run.stack.parallel:
+            yield (
+                f"{run.setting}.parallel is true, but a block with cross attention between attention and MLP "
+                "cannot run both in parallel; set it to false."
+            )
+        if run.modulated:
+            yield from self._problems_of_modulated(run)
+        if run.stack.experts_in == "block" and (run.causal or not over_images):
+            yield (
+                f"{run.setting}.experts_in is block, which only a run over images can have, whose samples are "
+                "equally long and see all their tokens; leave it out."
+            )
+
+    def _head_problems(self, head: Head) -> Iterator[str]:
+        """Every reason why a head cannot read its run."""
+        names = [run.name for run in self.runs]
+        if head.run not in names:
+            yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."
+            return
+        run = self.run(head.run)
+        one, through = self.input_of(run), self.inputs_through(run)
+        if isinstance(head, PixelHead) and not (isinstance(one, PatchInput) and one.length == one.patches):
+            yield (
+                f"The head {head.name} makes a patch of each token, but {head.run} does not read patches alone; "
+                "name a run over images without a class token."
+            )
+        if len(through) > 1:
+            yield f"The head {head.name} reads {head.run}, which is over several inputs; name a run over one."
+        tables = [each for each in self.inputs_of(TokenInput) if each.table == getattr(head, "tied", None)]
+        width = self.width_of(tables[0]) if tables else run.stack.width
+        if isinstance(head, WordHead) and width != run.stack.width:
+            yield (
+                f"The head {head.name} shares the table {head.tied} of {width} features, but "
+                f"{run.setting}.width is {run.stack.width}; make them equal, or set model.tied to false."
+            )
 
     def _problems_of_modulated(self, run: Run) -> Iterator[str]:
         if self.condition is None:
@@ -617,8 +614,3 @@ class Graph:
                 f"{str(run.stack.parallel).lower()}, but a condition modulates norms before each branch; set them to "
                 f"true and false, and {run.setting}.sandwich_norms to false."
             )
-
-    def _patches(self, head: PixelHead) -> int:
-        """Patches of the images that a head for images makes; −1 where it reads none."""
-        one = self.input_of(self.run(head.run))
-        return one.patches if isinstance(one, PatchInput) else -1

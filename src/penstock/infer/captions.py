@@ -45,14 +45,9 @@ class Captioner:
     time, or with `beams` the likeliest text of a search."""
 
     def __init__(
-        self,
-        model: str | Path | Model,
-        plan: Plan | None = None,
-        *,
-        tokenizer: Tokenizer | None = None,
-        batch: int = 32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, model: str | Path | Model, plan: Plan | None = None, *, tokenizer: Tokenizer | None = None,
+        batch: int = 32, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         """Raises ConfigError for a model that does not write of images."""
         opened = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
         graph = opened.model.graph
@@ -93,12 +88,9 @@ class Captioner:
         return {one.name: torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
 
     def _written(
-        self,
-        inputs: Sequence[T],
-        read: Callable[[Sequence[T]], dict[str, Tensor]],
-        language: str,
+        self, inputs: Sequence[T], read: Callable[[Sequence[T]], dict[str, Tensor]], language: str,
         decoding: Decoding,
-    ) -> list[str]:
+    ) -> list[str]:  # fmt: skip
         """Texts that are written of the inputs, of which `read` makes the model's arguments, a batch at a time."""
         from penstock.data.captions import beginning
 

@@ -28,8 +28,8 @@ from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import from_all_ranks, own_texts, together
 from penstock.infer.text import needed
 from penstock.models.anatomy import set_switch
+from penstock.models.inputs import mean_of
 from penstock.models.model import Model
-from penstock.models.samples import mean_of
 from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
 
@@ -43,13 +43,9 @@ class _Texts:
     """An encoder, its tokenizer, and batches by length: the base of all that reads texts here."""
 
     def __init__(
-        self,
-        opened: Loaded,
-        batch: int,
-        run: Callable[..., Tensor],
-        dims: ParallelDims = ALONE,
+        self, opened: Loaded, batch: int, run: Callable[..., Tensor], dims: ParallelDims = ALONE,
         most: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`run` is the model, or what of it is to be run, of texts of at most `most` tokens; none: as its first run."""
         assert isinstance(opened.model, Model)
         self.model, self.tokenizer, self.batch, self.run = opened.model, opened.tokenizer, batch, run
@@ -125,15 +121,9 @@ class Embedder:
     """
 
     def __init__(
-        self,
-        model: str | Path | Model,
-        plan: Plan | None = None,
-        *,
-        weights: Weights = "auto",
-        tokenizer: Tokenizer | None = None,
-        batch: int = 32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None, batch: int = 32, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         """Raises ConfigError for a model that is no encoder, and for a Plan with `tp`, `pp` or `cp`."""
         plan = plan or Plan()
         self.dims = ALONE
@@ -199,13 +189,9 @@ def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]]
 
 
 def _compared(
-    model: Any,
-    head: VectorHead,
-    name: str,
-    values: Tensor,
-    lengths: Tensor | None = None,
+    model: Any, head: VectorHead, name: str, values: Tensor, lengths: Tensor | None = None,
     segments: None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Vectors of length 1, (B, E), that a head makes of the values of an input."""
     more = {} if lengths is None else {"lengths": lengths}
     vectors: Tensor = model(**{name: values}, **more)[head.name]
@@ -226,16 +212,10 @@ class Classifier:
     """Classes of texts or of pairs of them, by an encoder with a head for classes; or of images, by a ViT."""
 
     def __init__(
-        self,
-        model: str | Path | Model,
-        plan: Plan | None = None,
-        *,
-        weights: Weights = "auto",
-        tokenizer: Tokenizer | None = None,
-        classes: Sequence[str] = (),
-        batch: int = 32,
+        self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None, classes: Sequence[str] = (), batch: int = 32,
         device: torch.device | str = "cpu",
-    ) -> None:
+    ) -> None:  # fmt: skip
         opened = loaded(
             model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, telling=True
         )
@@ -272,12 +252,9 @@ class Classifier:
 
 
 def _over_images(
-    model: Model,
-    paths: Sequence[str | Path | bytes],
-    batch: int,
-    compute: Callable[[Tensor], Tensor],
+    model: Model, paths: Sequence[str | Path | bytes], batch: int, compute: Callable[[Tensor], Tensor],
     **how: Any,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """`compute` of all images in files, a batch at a time; `how` is as of `read_images`. Raises ConfigError without
     any."""
     if not paths:

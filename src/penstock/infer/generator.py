@@ -75,19 +75,11 @@ class Generator:
     """
 
     def __init__(
-        self,
-        model: str | Path | Model,
-        plan: Plan | None = None,
-        *,
-        weights: Weights = "auto",
-        tokenizer: Tokenizer | None = None,
-        start: int | None = None,
-        ends: Sequence[int] | None = None,
-        draft: str | Path | Model | None = None,
-        shortlist: Sequence[int] | str | Path = (),
-        only: Sequence[str] = (),
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None, start: int | None = None, ends: Sequence[int] | None = None,
+        draft: str | Path | Model | None = None, shortlist: Sequence[int] | str | Path = (),
+        only: Sequence[str] = (), device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
         as the folder of the model says, or its tokenizer. With a `shortlist`, token numbers or a file of them, nothing
         else is generated but what ends a text, and the output's product is taken over these alone. Of several ranks,
@@ -142,13 +134,9 @@ class Generator:
         self._joined.__exit__(*problem)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        decoding: Decoding | None = None,
-        *,
-        label: str | Sequence[str] | None = None,
-        **settings: Any,
-    ) -> list[Generated]:
+        self, prompts: Prompt | Sequence[Prompt], decoding: Decoding | None = None, *,
+        label: str | Sequence[str] | None = None, **settings: Any,
+    ) -> list[Generated]:  # fmt: skip
         """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
 
         `settings` are fields of `Decoding`; others are as the model's folder asks for (`usual`). A `decoding` takes the

@@ -48,15 +48,9 @@ class ImageGenerator:
     """
 
     def __init__(
-        self,
-        model: str | Path | Model,
-        plan: Plan | None = None,
-        *,
-        weights: Weights = "auto",
-        tokenizer: Tokenizer | None = None,
-        batch: int = 64,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
+        tokenizer: Tokenizer | None = None, batch: int = 64, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         source = model if isinstance(model, Model) else local_weights(model)
         self.graph = source.graph if isinstance(source, Model) else read_config(source).graph
         settings = {} if isinstance(source, Model) else settings_in(source)

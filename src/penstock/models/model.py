@@ -32,14 +32,25 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
-from penstock.models import samples
 from penstock.models.attention import make_norm
 from penstock.models.block import ZeroLinear, modulate
 from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.heads import AttentionPool, Conditioner, Pooler, Transform, UnitVectors, Vocabulary
-from penstock.models.inputs import Described, Inputs, RunInputs, TokenCache
+from penstock.models.inputs import (
+    Described,
+    Inputs,
+    RunInputs,
+    TokenCache,
+    counts_of,
+    for_head,
+    lengths_of,
+    mean_of,
+    memory_of,
+    samples_of,
+    texts_of,
+)
 from penstock.models.stack import TokenStack, shares_of
 from penstock.models.stems import ConvStem, PatchStem, images_of
 
@@ -65,7 +76,7 @@ class Model(nn.Module):
         self.config: Any = config
         self.graph: Graph = config.graph
         # Compiled code can read what is known already, and cannot wait for a property to be computed.
-        self.graph.arguments, self.graph.padded, self.graph.continuing  # noqa: B018
+        self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
         self.cut: Cut | None = None
         """How each sample's tokens are cut over the ranks of a context parallel group."""
         self.head_squares: dict[str, Tensor] | None = None
@@ -160,10 +171,12 @@ class Model(nn.Module):
             documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
             sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
         )  # fmt: skip
-        # A text that is continued is not cut, and nothing else is computed beside it.
+        # A text that is continued is not cut, and nothing else is asked for.
         graph, cut = self.graph, self.cut
         shares = Shares(cut, graph, given) if cut is not None and given.past is None else None
-        runs, heads = (graph.runs, graph.heads) if given.past is None else graph.continuing
+        runs, heads = graph.runs, graph.heads
+        if given.past is not None and graph.words is not None:
+            runs, heads = (*graph.remembered, *graph.written), (graph.words,)
         outputs: dict[str, Tensor] = {}
         if graph.condition is not None:
             outputs[graph.condition.name] = self._condition(graph.condition.name, given)
@@ -195,11 +208,11 @@ class Model(nn.Module):
             return
         facts: dict[str, Any] = {}
         if any(name in outputs for name in run.memories):  # else a past remembers it
-            facts |= samples.memory_of(graph, run, given, outputs, cut=shares is not None)
+            facts |= memory_of(graph, run, given, outputs, cut=shares is not None)
         if shares is not None:
             facts["past"] = shares.tokens(run)
         elif isinstance(graph.input_of(run), TokenInput):
-            facts |= samples.texts_of(graph, run, given)
+            facts |= texts_of(graph, run, given)
         if run.stack.experts:
             facts["routes"] = given.routes
         if run.stack.mixes:
@@ -218,7 +231,7 @@ class Model(nn.Module):
             if run.reads not in outputs or (run.input and not there):
                 return None
             x = outputs[run.reads]
-            return x[samples.samples_of(self.graph, run, given)] if run.input else x
+            return x[samples_of(self.graph, run, given)] if run.input else x
         if not there:
             return None
         parts = [self.embed(given.tensors[one.name], one, given.segments) for one in there]
@@ -240,9 +253,9 @@ class Model(nn.Module):
         """See `Context.shares`, of the tokens x (B, N, D) of a run."""
         if cut is not None:
             tokens = cut.tokens(run).count
-            counts = samples.counts_of(self.graph, run, given, tokens)
+            counts = counts_of(self.graph, run, given, tokens)
             return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
-        counts = samples.counts_of(self.graph, run, given, x.shape[1])
+        counts = counts_of(self.graph, run, given, x.shape[1])
         return None if counts is None else shares_of(counts, x.shape[1])
 
     def _order(self, run: Run, x: Tensor, cut: Shares | None) -> Tensor | None:
@@ -293,7 +306,7 @@ class Model(nn.Module):
             x = x.view_as(x)  # of this head alone
             x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
-            targets, rows = (samples.for_head(self.graph, head, one) for one in (given.targets, given.rows))
+            targets, rows = (for_head(self.graph, head, one) for one in (given.targets, given.rows))
             if shares is not None:
                 return shares.words(self, head, x, targets, rows, given.smoothing)
             by_sample = given.by_sample and head is self.graph.words
@@ -305,13 +318,13 @@ class Model(nn.Module):
         if isinstance(head, PixelHead):
             condition = self.graph.condition
             return self.pixels(x, head, None if condition is None else outputs[condition.name])
-        lengths = samples.lengths_of(self.graph, self.graph.run(head.run), given)
+        lengths = lengths_of(self.graph, self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
             if head.pool == "last":
                 last = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if lengths is None else lengths
                 pooled = x[torch.arange(x.shape[0], device=x.device), last - 1]
             else:
-                pooled = x[:, 0].clone() if head.pool == "first" else samples.mean_of(x, lengths)
+                pooled = x[:, 0].clone() if head.pool == "first" else mean_of(x, lengths)
             return getattr(self, head.name)(pooled)  # type: ignore[no-any-return]
         return self.classes(x, head, lengths)
 
@@ -354,7 +367,7 @@ class Model(nn.Module):
             if head.pool == "attention":
                 x = self._part(head, "attention_pool")(x)
             else:
-                mean = samples.mean_of(x[:, head.skipped :], lengths)
+                mean = mean_of(x[:, head.skipped :], lengths)
                 x = torch.cat([x[:, 0], mean], dim=1) if head.pool == "both" else mean
         for part in (norm, self._part(head, "pooler"), self._part(head, "dropout")):
             x = x if part is None else part(x)

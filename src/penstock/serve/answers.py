@@ -25,14 +25,9 @@ class Text:
     """One text as it is made."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        metrics: Metrics,
-        ticket: Ticket,
-        wanted: TextRequest,
-        *,
+        self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest, *,
         source: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`source` says that the ticket's tokens are a source to translate, which the text does not continue."""
         self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
         self._every = wanted.token_ids or tokenizer is None

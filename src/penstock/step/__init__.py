@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from penstock.step.pipeline import Pipeline
-from penstock.step.runner import Accumulate, Runner
-from penstock.step.train_step import StepResult, TrainStep
+from penstock.step.train_step import Accumulate, Runner, StepResult, TrainStep
 
 __all__ = ["Accumulate", "Pipeline", "Runner", "StepResult", "TrainStep"]

@@ -26,7 +26,7 @@ from penstock.parallel.links import Links
 from penstock.parallel.pipeline import Stages, Values
 from penstock.precision import LossScaler, MasterWeights
 from penstock.schedules import Action, Schedule, schedule_of, with_communication
-from penstock.step.step_loss import StepLoss
+from penstock.step.train_step import StepLoss
 from penstock.tasks import Loss, Task
 
 _WORDS = {
@@ -51,15 +51,9 @@ class Pipeline:
     """
 
     def __init__(
-        self,
-        stages: Stages,
-        loss: Loss,
-        plan: Plan,
-        *,
-        scaler: LossScaler | None = None,
-        masters: MasterWeights | None = None,
-        replicas: DataParallel | None = None,
-    ) -> None:
+        self, stages: Stages, loss: Loss, plan: Plan, *, scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None, replicas: DataParallel | None = None,
+    ) -> None:  # fmt: skip
         if not isinstance(loss, Task):
             raise ConfigError(
                 f"plan.pp={plan.pp} runs the model and its loss on different ranks, so the loss must be a "

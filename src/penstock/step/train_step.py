@@ -1,4 +1,8 @@
-"""One optimizer step over some micro-batches, without ever waiting for the device."""
+"""One optimizer step over some micro-batches, without ever waiting for the device.
+
+`TrainStep` lets a `Runner` take the forward and backward passes, of the loss that `StepLoss` makes, and then updates.
+A runner owns the micro-batches and their order: one after the other, or as a pipeline's schedule says.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +22,17 @@ from penstock.errors import ConfigError
 from penstock.host_memory import set_host_memory
 from penstock.kernels.sdpa import Switch, switch_of
 from penstock.models.anatomy import evaluating
+from penstock.models.balance_loss import weighed
 from penstock.models.experts import balance, mixtures_of
 from penstock.optim import EMA, clipped_step
-from penstock.parallel import ALONE, DataParallel
+from penstock.parallel import ALONE, DataParallel, ParallelDims
+from penstock.parallel.agree import average
 from penstock.parallel.data import add_up_all
 from penstock.parallel.dims import LOSS
 from penstock.precision import LossScaler, MasterWeights, Overflow, OverflowTrace, matmul_precision
-from penstock.step.runner import Accumulate, Runner
-from penstock.tasks import Loss, classification_loss
+from penstock.tasks import Loss, Task, classification_loss
 
+Count = Tensor | float
 _log = logging.getLogger(__name__)
 
 
@@ -54,36 +60,21 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        plan: Plan,
-        device: torch.device | str,
-        loss: Loss = classification_loss,
-        clip_norm: float | None = None,
-        scaler: LossScaler | None = None,
-        ema: EMA | None = None,
-        masters: MasterWeights | None = None,
-        replicas: DataParallel | None = None,
+        self, model: nn.Module, optimizer: Optimizer, *, plan: Plan, device: torch.device | str,
+        loss: Loss = classification_loss, clip_norm: float | None = None, scaler: LossScaler | None = None,
+        ema: EMA | None = None, masters: MasterWeights | None = None, replicas: DataParallel | None = None,
         runner: Runner | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if clip_norm is not None and not clip_norm > 0.0:
             raise ConfigError(
                 f"recipe.clip_norm is {clip_norm}, but must be above 0; leave it out for no clipping."
             )
-        self.model = model
-        self.optimizer = optimizer
-        self.plan = plan
-        self.device = torch.device(device)
+        self.model, self.optimizer, self.plan, self.device = model, optimizer, plan, torch.device(device)
         self.runner: Runner = runner or Accumulate(
             model, loss, scaler=scaler, masters=masters, replicas=replicas
         )
-        self.clip_norm = clip_norm
-        self.scaler = scaler
-        self.ema = ema
-        self.masters = masters
-        self.replicas = replicas
+        self.clip_norm, self.scaler, self.ema = clip_norm, scaler, ema
+        self.masters, self.replicas = masters, replicas
         self._unused = switch_of(model)
         self._mixtures = mixtures_of(model)
         for mixture in self._mixtures:
@@ -105,13 +96,9 @@ class TrainStep:
                 self._tell_unused(self._unused)
             refuse = None if self.skips is None else partial(self.skips, loss)
             norm = clipped_step(
-                self.optimizer,
-                max_norm=self.clip_norm,
-                scaler=self.scaler,
-                refuse=refuse,
-                whole=self.runner.whole_norm,
-                divisor=self.runner.divisor,
-            )
+                self.optimizer, max_norm=self.clip_norm, scaler=self.scaler, refuse=refuse,
+                whole=self.runner.whole_norm, divisor=self.runner.divisor,
+            )  # fmt: skip
             if self._mixtures:
                 balance(self._mixtures, self.add_up)
             if self.masters is not None:
@@ -167,3 +154,175 @@ class TrainStep:
             finally:
                 if self.replicas is not None:
                     self.replicas.drop_copies()
+
+
+class Runner(Protocol):
+    """Runs the micro-batches of one optimizer step."""
+
+    loss: Loss
+    parts: Tensor | None
+    """(H,), this rank's part of each of several losses of the last step; None: there is one."""
+    divisor: Tensor | None
+    """Divisor of the gradients after the passes, 0-d; None where they are complete. See `StepLoss`."""
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        """Leave the gradients of the step's loss where the optimizer takes them, with the loss scale in them if there
+        is one. Returns this rank's part of that loss (see `StepResult.loss`): 0-d, detached, without loss scale.
+        """
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """The norm of all gradients of the model, from that of those that this rank holds, 0-d."""
+
+
+class Accumulate:
+    """Takes one micro-batch after the other through the whole model, so that their gradients add up."""
+
+    def __init__(
+        self, model: nn.Module, loss: Loss, *, scaler: LossScaler | None = None,
+        masters: MasterWeights | None = None, replicas: DataParallel | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.loss = model, loss
+        self.scaler, self.masters, self.replicas = scaler, masters, replicas
+        self.divisor: Tensor | None = None
+        self.parts: Tensor | None = None
+        self.mixed = bool(mixtures_of(model))
+
+    def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
+        dims = ALONE if self.replicas is None else self.replicas.dims
+        step = StepLoss(self.loss, micro_batches, dims)
+        for index, batch in enumerate(micro_batches):
+            self._one(batch, index, len(micro_batches), step)
+        if self.replicas is not None:
+            self.replicas.end()
+        loss, self.divisor = step.result()
+        self.parts = step.parts
+        return loss
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """The same: the rank holds the whole model, or DTensors that know of the others."""
+        return norm
+
+    def _one(self, batch: Any, index: int, parts: int, step: StepLoss) -> None:
+        """Forward and backward of micro-batch `index` of `parts`."""
+        if self.replicas is not None:
+            self.replicas.begin(index, parts)
+        loss = self.loss.separate if isinstance(self.loss, Task) else self.loss
+        share = step.share(index, loss(self.model, batch))
+        share = weighed(share, parts) if self.mixed else share
+        (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
+        if self.masters is not None:
+            self.masters.collect()  # micro-batches add up in fp32
+
+
+class StepLoss:
+    """The loss of a step: the mean over all its targets, however these are cut into micro-batches and over ranks. It
+    takes in the micro-batches' losses, in any order, and returns what to call backward on.
+
+    Where a task has several losses, each has its own n_i, and the loss is the sum of their means.
+
+    With s_i the summed loss of micro-batch i and n_i its targets, on any rank, the loss is Σ s_i / Σ n_i. Gradients are
+    averaged over R ranks afterwards, so each rank takes Σ s_i / N of its own micro-batches, with N = Σ n_i / R over all
+    ranks. A `Task` counts targets before the forward pass, so that N costs one all-reduce of one number, which nobody
+    waits for. A function that returns (sum, count) counts in the forward pass, when N is not known yet: its sums are
+    divided by an N that the first micro-batch lets expect, and the gradients, before they are clipped, by how far that
+    was off.
+    """
+
+    def __init__(self, loss: Loss, micro_batches: Sequence[Any], dims: ParallelDims) -> None:
+        self._parts = len(micro_batches)
+        self._dims = dims
+        self._alone = dims.degree(*LOSS) == 1
+        self._losses: list[Tensor] = []
+        self._counts: list[Count] | None = None
+        """Targets of each micro-batch, known beforehand; None where they are not asked for."""
+        self._counted: list[Count] = []
+        """Targets that came with the losses."""
+        self.parts: Tensor | None = None
+        """(H,), this rank's part of each of several losses, once `result` was asked for."""
+        self._total: Count = float(self._parts)
+        """N, or what is taken for it."""
+        if isinstance(loss, Task) and not (self._alone and self._parts == 1):
+            self._counts = [loss.targets(batch) for batch in micro_batches]
+            self._total = self._per_rank(sum(self._counts))
+
+    def share(self, index: int, loss: Tensor | tuple[Tensor, Count]) -> Tensor:
+        """The part of micro-batch `index` in the loss of the step; differentiable."""
+        if len(self._losses) > 0 and isinstance(loss, tuple) != bool(self._counted):
+            raise ConfigError(
+                "The loss function returned (sum, count) for some batches only; let it do so for all."
+            )
+        if isinstance(loss, tuple):
+            total, count = _checked(loss)
+            if not self._counted:
+                self._total = self._per_rank(count * self._parts)
+            self._counted.append(count)
+            self._losses.append(total.detach())
+            return total / _like(self._total, total)
+        if self._counts is None:
+            self._losses.append(loss.detach())
+            return _summed(loss if self._parts == 1 else loss / self._parts)
+        share = loss * _like(self._counts[index] / self._total, loss)
+        self._losses.append(share.detach())
+        return _summed(share)
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's part of the step's loss, 0-d, whose average over ranks is the loss; and the divisor of the
+        gradients, 0-d, where they still need one.
+        """
+        losses = torch.stack(self._losses)
+        if losses.dim() > 1:
+            self.parts = losses.mean(0) if self._counts is None else losses.sum(0)
+            return self.parts.sum(), None
+        if self._counted:
+            if self._alone and self._parts == 1:
+                return losses[0] / _like(self._total, losses), None
+            total = self._per_rank(sum(self._counted))
+            divisor = total / self._total
+            if not isinstance(divisor, Tensor):
+                divisor = torch.full((), divisor, dtype=torch.float64, device=losses.device)
+            return losses.sum() / _like(total, losses), divisor
+        if self._parts == 1:
+            return self._losses[0], None
+        return losses.mean() if self._counts is None else losses.sum(), None
+
+    def _per_rank(self, count: Count) -> Count:
+        """The mean of a count over the ranks whose gradients are averaged; 1 where nothing is counted, so that losses
+        of nothing are 0.
+        """
+        mesh = self._dims.mesh
+        if isinstance(count, Tensor):
+            device = count.device if mesh is None else mesh.device_type
+            count = count.detach().to(device, torch.float64, non_blocking=True, copy=True)
+        elif mesh is not None:
+            count = torch.full((), count, dtype=torch.float64, device=mesh.device_type)
+        if isinstance(count, Tensor):
+            count = average(count, self._dims)
+            return count.where(count > 0, 1.0)
+        return count or 1.0
+
+
+def _summed(loss: Tensor) -> Tensor:
+    """The sum of several losses; one as it is."""
+    return loss.sum() if loss.dim() else loss
+
+
+def _like(value: Count, loss: Tensor) -> Count:
+    """A factor in the type of a loss, which it must not widen."""
+    return value.to(loss.device, loss.dtype, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _checked(value: tuple[Any, ...]) -> tuple[Tensor, Count]:
+    """Sum and count that a function returned. Raises ConfigError for other pairs."""
+    if len(value) == 2:
+        total, count = value
+        counts = isinstance(count, int | float) or (isinstance(count, Tensor) and count.ndim == 0)
+        if isinstance(total, Tensor) and total.ndim == 0 and counts:
+            return total, count.detach() if isinstance(count, Tensor) else float(count)
+    kinds = ", ".join(
+        f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
+        for one in value
+    )
+    raise ConfigError(
+        f"The loss function returned ({kinds}), but must return the mean loss as a 0-d tensor, or (sum, count): the "
+        "summed loss as a 0-d tensor, and the number of targets."
+    )

@@ -18,7 +18,7 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
-from penstock.models.samples import mean_of
+from penstock.models.inputs import mean_of
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, rounded, tokenizer_of

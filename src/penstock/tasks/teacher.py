@@ -34,9 +34,9 @@ from penstock.models.anatomy import uncompiled
 from penstock.models.attention import Attention
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
+from penstock.models.inputs import lengths_of
 from penstock.models.model import Model
 from penstock.models.positions import is_real
-from penstock.models.samples import lengths_of
 from penstock.models.stack import TokenStack
 from penstock.parallel.fsdp import shard_frozen
 from penstock.parallel.sharded_init import made_in_rows

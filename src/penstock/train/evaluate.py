@@ -69,14 +69,9 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    task: Task,
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    dims: ParallelDims = ALONE,
-    rounds: int = 0,
+    task: Task, model: nn.Module, batches: Iterable[Any], *, dims: ParallelDims = ALONE, rounds: int = 0,
     blank: tuple[Any, ...] | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
 
     Draws no random number, so training goes on as if nothing had been. Each rank of `dims` evaluates its own batches,

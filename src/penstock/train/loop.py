@@ -106,13 +106,9 @@ class TrainResult:
 
 
 def train(
-    config: RunConfig,
-    *,
-    resume: bool = True,
-    callbacks: Sequence[Callback] = (),
-    profile: bool = False,
+    config: RunConfig, *, resume: bool = True, callbacks: Sequence[Callback] = (), profile: bool = False,
     display: Display | None = None,
-) -> TrainResult:
+) -> TrainResult:  # fmt: skip
     """Train by `config`, going on from the newest checkpoint in `config.output` that can be trusted.
 
     With `resume` false, the files of an earlier run there are set aside under other names and the run starts again.

@@ -103,14 +103,9 @@ class LossMonitor:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        optimizer: Optimizer,
-        device: torch.device,
-        *,
-        average: Callable[[Tensor], Tensor] | None = None,
-        logs: bool = True,
-    ) -> None:
+        self, recipe: Recipe, optimizer: Optimizer, device: torch.device, *,
+        average: Callable[[Tensor], Tensor] | None = None, logs: bool = True,
+    ) -> None:  # fmt: skip
         self.skipper = StepSkipper(device, average=average) if can_refuse(optimizer, device) else None
         self._policy = recipe.spikes
         self.observes_before_saving = recipe.spikes == "rewind"

@@ -88,12 +88,9 @@ class LoadMeter:
     `read` and `close_window` alike; both wait for the device."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        dims: ParallelDims,
-        add_up: Callable[[list[Tensor]], None],
+        self, model: nn.Module, dims: ParallelDims, add_up: Callable[[list[Tensor]], None],
         labels: Sequence[str] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = {name: each for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)}
         self._mixtures = list(named.values())
         self._dims, self._add_up = dims, add_up
@@ -200,13 +197,9 @@ class Speedometer:
     """
 
     def __init__(
-        self,
-        prediction: Prediction,
-        machine: Machine,
-        device: torch.device,
-        waited: Callable[[], float],
+        self, prediction: Prediction, machine: Machine, device: torch.device, waited: Callable[[], float],
         sample: Useful | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
         """The peak that utilisation is measured against: machine, type, datasheet or measured."""

@@ -18,7 +18,7 @@ from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError, ExitCode
-from penstock.train.resume import link_latest
+from penstock.train.prepare import link_latest
 
 SMALL = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.patch_size 4"
 

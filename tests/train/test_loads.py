@@ -16,6 +16,7 @@ from helpers.rank_pool import pool
 from helpers.toy import desk
 from penstock.build import build
 from penstock.cli import main
+from penstock.config.model_rules import stack_problems
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.config.stack import Stack
@@ -102,7 +103,7 @@ def test_labels_are_checked() -> None:
         "no experts to count": replace(sizes, experts=0, experts_per_token=1),
     }
     for words, wrong in problems.items():
-        assert any(words in problem for problem in wrong.problems("model"))
+        assert any(words in problem for problem in stack_problems(wrong, "model"))
     config: Any = _config("softmax")
     assert create(config, device="meta").graph.arguments[-2:] == ("routes", "by_sample")
     with pytest.raises(ConfigError, match="2 and 3 labels"):

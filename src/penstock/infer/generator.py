@@ -184,13 +184,9 @@ class Generator:
             if decoding.stop and self.tokenizer is not None:
                 return self._by_slots(rows, routes, seeds, decoding)
             tokens = sample(
-                self.model,
-                self._prompts(rows, routes),
-                decoding,
-                ends=self.ends,
-                seeds=seeds,
+                self.model, self._prompts(rows, routes), decoding, ends=self.ends, seeds=seeds,
                 compiled=self._compiled,
-            )
+            )  # fmt: skip
         made = [_until(row) for row in tokens.tolist()]
         several = len(made) // len(rows)  # of beam search
         return [

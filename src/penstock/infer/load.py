@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,72 +96,89 @@ def loaded(
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
         form = plan.products
-    settings: dict[str, Any] | None = None
-    first, kept, whole = False, None, 0
-    rounded = dict[str, tuple[StoredFormat, RoundedWeight]]()
+    read = _read(model, form, only)
+    if tokenizer is None and read.folder is not None:
+        tokenizer = found_in(read.folder)
+    module = (_telling(read.module) if telling else read.module).eval()
+    elements = sum(each.numel() for each in module.parameters())
+    if not dims.alone:
+        config: Any = module.config
+        require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
+    start, ends = _marks(read.settings, tokenizer)
+    setup = Setup(
+        purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
+        rounded=read.rounded, own=read.folder is not None, careful=careful, slots=slots, companion=beside,
+        shortlist=(*shortlist, *ends) if shortlist else (),
+        dims=ALONE if _is_shared_out(module, dims) else dims,
+    )  # fmt: skip
+    module = apply(module, setup)
+    names, white = read.settings.get("id2label") or {}, read.settings.get("image_range")
+    each = next(module.parameters()).element_size()
+    return Loaded(
+        pooled_first=read.pooled_first, model=module, tokenizer=tokenizer, start=start, ends=ends,
+        usual=_usual(read.folder, dims) if read.folder and module.graph.generates else {},
+        classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
+        labels=labels_of(module.graph, read.settings) if read.labels is None else read.labels,
+        languages=tuple(map(str, read.settings.get("languages") or ())),
+        white=float(white) if isinstance(white, int | float) else None,
+        whole_bytes=(read.whole or elements) * each, bytes=elements * each,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadModel:
+    """A model as it was given, or as its folder has it."""
+
+    module: Any
+    folder: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    pooled_first: bool = False
+    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
+    labels: TextLabels | None = None
+    """Labels whose experts were read alone."""
+    whole: int = 0
+    """Elements of the folder's weights, where only a part was read."""
+
+
+def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequence[str]) -> _ReadModel:
+    """A model, or the one at a path, with the experts of the labels `only`, if there are any."""
     if isinstance(model, nn.Module):
         if only:
             raise ConfigError(
                 "The model is open already, with all its experts; give the folder of its export, of which only some "
                 "labels' experts are to be read."
             )
-        module = model
-    else:
-        folder = local_weights(model)
-        settings, first = settings_in(folder), _pooled_first(folder)
-        rounded = rounded_weights(folder) if form == "auto" else {}
-        numbers: list[int] = []
-        if only:
-            if rounded_weights(folder):
-                raise ConfigError(
-                    "The folder's linear layers are quantised, of which all labels' experts are read together; leave "
-                    "the labels out."
-                )
-            every = labels_of(read_config(folder).graph, settings)
-            numbers = every.among(only)
-            kept = replace(every, names=tuple(every.names[number] for number in numbers))
-            held = plain_state(described(folder)).values()
-            whole = sum(each.numel() for each in held if each.is_floating_point())
-        module = from_pretrained(folder, labels=numbers)
-        if tokenizer is None:
-            tokenizer = found_in(folder)
-    module = (_telling(module) if telling else module).eval()
-    elements = sum(each.numel() for each in module.parameters())
-    if not dims.alone:
-        config: Any = module.config
-        require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
-    own = settings is not None
-    settings = settings or {}
-    start, ends = _marks(settings, tokenizer)
-    setup = Setup(
-        purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
-        rounded=rounded, own=own, careful=careful, shortlist=(*shortlist, *ends) if shortlist else (), slots=slots,
-        companion=beside, dims=ALONE if _is_shared_out(module, dims) else dims,
+        return _ReadModel(module=model)
+    folder = local_weights(model)
+    settings = settings_in(folder)
+    known: dict[str, Any] = {
+        "folder": folder, "settings": settings, "pooled_first": _pooled_first(folder),
+        "rounded": rounded_weights(folder) if form == "auto" else {},
+    }  # fmt: skip
+    if not only:
+        return _ReadModel(module=from_pretrained(folder), **known)
+    if rounded_weights(folder):
+        raise ConfigError(
+            "The folder's linear layers are quantised, of which all labels' experts are read together; leave the "
+            "labels out."
+        )
+    every = labels_of(read_config(folder).graph, settings)
+    numbers = every.among(only)
+    held = plain_state(described(folder)).values()
+    return _ReadModel(
+        module=from_pretrained(folder, labels=numbers),
+        labels=replace(every, names=tuple(every.names[number] for number in numbers)),
+        whole=sum(each.numel() for each in held if each.is_floating_point()), **known,
     )  # fmt: skip
-    module = apply(module, setup)
-    names = settings.get("id2label") or {}
-    graph: Any = module.graph
-    usual: Mapping[str, Any] = {}
-    if own and graph.generates:
-        defaults = usual_of(folder)
-        usual = defaults.fields
-        if defaults.unmet and dims.main:
-            words = quoted("; ".join(defaults.unmet), 600)
-            _log.warning("generation_config.json asks for what is not obeyed: %s.", words)
-    return Loaded(
-        pooled_first=first,
-        model=module,
-        tokenizer=tokenizer,
-        start=start,
-        ends=ends,
-        usual=usual,
-        classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
-        labels=labels_of(graph, settings) if kept is None else kept,
-        languages=tuple(map(str, settings.get("languages") or ())),
-        white=float(white) if isinstance(white := settings.get("image_range"), int | float) else None,
-        whole_bytes=(whole or elements) * next(module.parameters()).element_size(),
-        bytes=elements * next(module.parameters()).element_size(),
-    )
+
+
+def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:
+    """The fields of `Decoding` that a folder asks for; warns of what it asks for in vain."""
+    defaults = usual_of(folder)
+    if defaults.unmet and dims.main:
+        words = quoted("; ".join(defaults.unmet), 600)
+        _log.warning("generation_config.json asks for what is not obeyed: %s.", words)
+    return defaults.fields
 
 
 def tokenizer_in(folder: Path) -> Tokenizer | None:

@@ -36,7 +36,7 @@ class Shares:
         self.cut, self.graph = cut, graph
         self._cuts: dict[str, Cut] = {}
         self._tokens: dict[str, _Tokens] = {}
-        documents, known = given.documents, {}
+        documents, known = given.documents, dict[str, Any]()
         for one in graph.inputs:
             if one.name not in given.tensors:
                 continue
@@ -55,7 +55,9 @@ class Shares:
             if graph.input_of(run).name in known:
                 there = enumerate(self._tokens.get(name) for name in run.memories)
                 memories = [(number, tokens) for number, tokens in there if tokens is not None]
-                self._tokens[run.name] = _Tokens(*known[graph.input_of(run).name], memories, given.sees)
+                self._tokens[run.name] = _Tokens(
+                    *known[graph.input_of(run).name], memories=memories, sees=given.sees
+                )
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""

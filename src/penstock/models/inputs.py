@@ -177,7 +177,7 @@ def texts_of(graph: Graph, run: Run, given: Inputs) -> dict[str, Any]:
     there = [one for one in graph.inputs_through(run) if one.name in given.tensors]
     hides = [graph.hides_later(run, one) for one in there]
     continued = all(hides) and run.name in {one.name for one in graph.written}
-    facts = {
+    facts: dict[str, Any] = {
         "lengths": lengths_of(graph, run, given), "documents": documents_of(graph, run, given),
         "prefixes": prefixes_of(graph, run, given), "past": given.past if continued else None,
     }  # fmt: skip

@@ -149,7 +149,9 @@ class TokenStack(nn.Module):
         """The tokens that are no padding, one sample after the other, where attention can compute them so."""
         if given.documents is not None or given.past is not None or not self._removes_padding(given):
             return None
-        return Unpadded.of(given.lengths, x.shape[1], type_of_scores(x), varlen=self._knows_lengths(x))  # type: ignore[arg-type]
+        dtype, varlen = type_of_scores(x), self._knows_lengths(x)
+        unpadded: Unpadded | None = Unpadded.of(given.lengths, x.shape[1], dtype, varlen=varlen)
+        return unpadded
 
     def _with_routing(
         self, context: Context, x: Tensor, shape: torch.Size, given: RunInputs, unpadded: Unpadded | None

@@ -280,17 +280,10 @@ def _request(
         raise ConfigError("stream_options are for stream=true; give both or neither.")
     choices = _field(body, "n", Annotated[int, Range(1, MOST_CHOICES)], 1)
     return TextRequest(
-        prompts=tuple(prompts),
-        decoding=decoding,
-        max_tokens=max_tokens,
-        choices=choices,
-        best_of=choices,
-        stop=tuple(stop),
-        label=label,
-        stream=_field(body, "stream", bool, False),
-        usage=options.get("include_usage") is True,
-        token_ids=_field(body, "return_token_ids", bool, False),
-    )
+        prompts=tuple(prompts), decoding=decoding, max_tokens=max_tokens, choices=choices, best_of=choices,
+        stop=tuple(stop), label=label, stream=_field(body, "stream", bool, False),
+        usage=options.get("include_usage") is True, token_ids=_field(body, "return_token_ids", bool, False),
+    )  # fmt: skip
 
 
 def _decimal(amount: Any) -> str:

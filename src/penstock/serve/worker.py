@@ -157,22 +157,12 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
     from penstock.config.model import vocabulary_of
-    from penstock.decode.engine import Engine, Request
-    from penstock.decode.static import Compiled
-    from penstock.infer.encode import Embedder
-    from penstock.infer.load import loaded
-    from penstock.infer.score import Scorer
     from penstock.models.convert import model_in
-    from penstock.models.experts import MixtureOfExperts
-    from penstock.parallel import ALONE
-    from penstock.parallel.hosts import rounds_of
-    from penstock.serve.balance import Balance
-    from penstock.serve.led import Led, LedVectors, join, plan_of
+    from penstock.serve.led import plan_of
 
-    where, device = settings["model"], settings["device"]
     degrees = plan_of(settings)
     plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=degrees.tp, dp=degrees.dp, ep=degrees.ep)
-    config = model_in(where)
+    config = model_in(settings["model"])
     about: dict[str, Any] = {
         "writes": config is None or config.graph.writer is not None,
         "vocabulary": 0 if config is None else vocabulary_of(config),
@@ -182,66 +172,85 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     if config is not None and config.graph.classes is not None and plan.gpus == 1:
         classes = _Classes(settings, plan)
         about["classes"] = classes.names
-    if config is not None and config.graph.writer is None:
-        if settings["compile"] != "none":
+    if about["writes"]:
+        return _opened_writer(settings, limits, plan, config, about, classes)
+    return _opened_encoder(settings, plan, config, about, classes)
+
+
+def _opened_encoder(
+    settings: dict[str, Any], plan: Any, config: Any, about: dict[str, Any], classes: Any
+) -> Opened:
+    """A model that makes no tokens: vectors of texts, or classes of images."""
+    from penstock.decode.engine import Request
+    from penstock.infer.encode import Embedder
+    from penstock.serve.led import LedVectors, join
+
+    where, device = settings["model"], settings["device"]
+    if settings["compile"] != "none":
+        raise ConfigError(
+            f"compile={settings['compile']} is for steps that make tokens, which this model does not; leave it out."
+        )
+    if config.graph.vision:
+        if classes is None:
             raise ConfigError(
-                f"compile={settings['compile']} is for steps that make tokens, which this model does not; leave it out."
+                f"{where} reads images, of which penstock serve tells classes, on one device: give a classifier of "
+                "images, and leave --tp out. `penstock sample` makes images."
             )
-        if config.graph.vision:
-            if classes is None:
-                raise ConfigError(
-                    f"{where} reads images, of which penstock serve tells classes, on one device: give a classifier of "
-                    "images, and leave --tp out. `penstock sample` makes images."
-                )
-            return Opened(None, None, Request, about | {"images": True, "context": 1}, classes=classes)
-        if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
-            device = join(settings)[1]
-        embedder = Embedder(where, plan, weights=settings["weights"], device=device)
-        vectors = LedVectors(embedder)
-        about |= {"context": config.graph.runs[0].max_tokens}
-        ranks = None if embedder.dims.alone else vectors
-        return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
-    dims = ALONE
-    if plan.gpus > 1:
-        dims, device = join(settings)
+        return Opened(None, None, Request, about | {"images": True, "context": 1}, classes=classes)
+    if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
+        device = join(settings)[1]
+    embedder = Embedder(where, plan, weights=settings["weights"], device=device)
+    vectors = LedVectors(embedder)
+    about |= {"context": config.graph.runs[0].max_tokens}
+    ranks = None if embedder.dims.alone else vectors
+    return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
+
+
+def _opened_writer(
+    settings: dict[str, Any], limits: Limits, plan: Any, config: Any, about: dict[str, Any], classes: Any
+) -> Opened:
+    """A model that makes tokens, with the engine that does."""
+    from penstock.decode.engine import Engine, Request
+    from penstock.decode.static import Compiled
+    from penstock.infer.load import loaded
+    from penstock.infer.score import Scorer
+    from penstock.models.experts import MixtureOfExperts
+    from penstock.parallel import ALONE
+    from penstock.parallel.hosts import rounds_of
+    from penstock.serve.balance import Balance
+    from penstock.serve.led import Led, join
+
+    dims, device = join(settings) if plan.gpus > 1 else (ALONE, settings["device"])
     hosted = _hosted(settings, config) if plan.ep > 1 else ()
     start = loaded(
-        where, plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims, slots=hosted,
-        only=settings["labels"],
+        settings["model"], plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims,
+        slots=hosted, only=settings["labels"],
     )  # fmt: skip
-    own, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
+    own, tokens, graph = -(-limits.slots // dims.data_world), settings["tokens"], start.model.graph
     if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
-        most = start.model.graph.written[-1].max_tokens + 1
+        most = graph.written[-1].max_tokens + 1
         tokens = own * limits.blocks(min(settings["context"] or most, most))
+    compiled = None if settings["compile"] == "none" else Compiled(start.model)
     engine = Engine(
-        start.model, slots=own, context=settings["context"], cache=settings["cache"],
-        tokens=tokens, block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends,
-        compiled=None if settings["compile"] == "none" else Compiled(start.model),
+        start.model, slots=own, context=settings["context"], cache=settings["cache"], tokens=tokens,
+        block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends, compiled=compiled,
     )  # fmt: skip
-    if settings["compile"] != "none":
+    if compiled is not None:
         engine.warm()
-    remembered = start.model.graph.remembered
-    source = remembered[0].max_tokens if remembered else 0
     rounds, balance = rounds_of(start.model), None
     if rounds is not None and dims.main:
         balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)
         names = [name for name, module in start.model.named_modules() if isinstance(module, MixtureOfExperts)]
         about["mixtures"] = names
     led = None if dims.alone else Led(engine, dims, balance)
-    decodes = dims.alone and start.model.graph.form == "causal tokens"
-    return Opened(
-        led or engine,
-        None,
-        Request,
-        about | {
-            "context": engine.context, "source": source, "usual": _served(start.usual, dims.main),
-            "labels": list(start.labels.names), "labels_in_prompts": start.labels.in_prompts,
-        },
-        Scorer(start.model) if decodes else None,
-        led,
-        None if balance is None or led is None else led.experts_news,
-        classes,
-    )  # fmt: skip
+    about |= {
+        "context": engine.context, "source": graph.remembered[0].max_tokens if graph.remembered else 0,
+        "usual": _served(start.usual, dims.main), "labels": list(start.labels.names),
+        "labels_in_prompts": start.labels.in_prompts,
+    }  # fmt: skip
+    scores = Scorer(start.model) if dims.alone and graph.form == "causal tokens" else None
+    news = None if balance is None or led is None else led.experts_news
+    return Opened(led or engine, None, Request, about, scores, led, news, classes)
 
 
 def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:

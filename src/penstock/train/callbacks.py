@@ -51,12 +51,9 @@ class Callback:
 
 
 _METHODS = {
-    "start": "on_start",
-    "resume": "on_start",
-    "steps": "on_step",
-    "evaluation": "on_evaluation",
+    "start": "on_start", "resume": "on_start", "steps": "on_step", "evaluation": "on_evaluation",
     "checkpoint": "on_save",
-}
+}  # fmt: skip
 
 
 def call_method(callback: Callback, record: Record) -> None:
@@ -126,13 +123,9 @@ class WandB(_Tracker):
         identity = _identity(output, "wandb")
         settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
         self._run = self._wandb.init(
-            project=getattr(settings, "project", None) or "penstock",
-            name=output.name,
-            dir=str(output),
-            id=identity,
-            resume="allow" if identity else None,
-            config=_facts(record),
-        )
+            project=getattr(settings, "project", None) or "penstock", name=output.name, dir=str(output),
+            id=identity, resume="allow" if identity else None, config=_facts(record),
+        )  # fmt: skip
         _remember(output, "wandb", self._run.id)
 
     def log(self, values: dict[str, float], step: int) -> None:

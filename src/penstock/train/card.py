@@ -37,14 +37,10 @@ def card(
     }
     recipe = " ".join(changes(Recipe(), config.recipe, "recipe")).replace("--recipe.", "")
     rows = {
-        "model": f"{title(config.model)}, {parameters:,} parameters",
-        "from": base and shown(base),
-        "data": data,
-        "steps": f"{steps:,} of {config.plan.global_batch} samples, seed {config.seed}",
-        "recipe": recipe or "the defaults",
-        "Plan": f"`{config.plan.line()}`",
-        "machine": machine,
-    }
+        "model": f"{title(config.model)}, {parameters:,} parameters", "from": base and shown(base),
+        "data": data, "steps": f"{steps:,} of {config.plan.global_batch} samples, seed {config.seed}",
+        "recipe": recipe or "the defaults", "Plan": f"`{config.plan.line()}`", "machine": machine,
+    }  # fmt: skip
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items() if value)
     result = "The data had no validation split."
     if evaluation is not None:

@@ -73,13 +73,9 @@ class RichDisplay(Display):
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            TextColumn("[bold]train"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
+            TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(), console=console,
+        )  # fmt: skip
         self._bar: TaskID | None = None
 
     def begin(self, total: int, step: int, task: Task) -> None:

@@ -13,20 +13,17 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock import checkpoint
-from penstock.boundary.files import explained, own_file, write_text
-from penstock.boundary.hub import local_weights
+from penstock.boundary.files import explained
 from penstock.build import build
 from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import main_first
-from penstock.checkpoint.rewrite import folder_beside
-from penstock.config.load import dump_toml
 from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
@@ -35,17 +32,16 @@ from penstock.errors import CheckpointError, ConfigError, NoValidation
 from penstock.launch import ELASTIC
 from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
-from penstock.models import create
-from penstock.models.convert.load import require_fitting
-from penstock.models.convert.upcycle import Upcycling
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
 from penstock.parallel.agree import Ballot, average
 from penstock.planner import Prediction, predict
 from penstock.planner.ideal import least_of_step
+from penstock.planner.learning import Learning
 from penstock.probe import resolve_device
 from penstock.probe.rates import measure_link
 from penstock.tasks import Task, task_of
+from penstock.tasks.task import Fullness
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
@@ -61,10 +57,11 @@ from penstock.train.prepare import (
     fit_to_started_ranks,
     learning_of,
     machine_of,
-    require_calibrated,
+    prepare_folder,
+    report_unused,
+    require_start,
     require_teacher,
     with_teachers_vocabulary,
-    write_beside,
 )
 from penstock.train.profile import StepProfiler
 from penstock.train.resume import (
@@ -72,7 +69,6 @@ from penstock.train.resume import (
     export,
     find_checkpoint,
     hold_output,
-    link_latest,
     requests_to_stop,
     require_no_stop,
     restore_newest,
@@ -167,48 +163,14 @@ class _Run:
         self.records = records
         self.ballot = Ballot(dims)
 
-        # What is trained, on what, and how long that should take.
-        config = with_teachers_vocabulary(config)
-        self.task = task_of(config.model, config.task, init_from=config.reads_like)
-        defaults, augment = Augment(), config.recipe.augment
-        for name in (field.name for field in fields(defaults)):
-            changed = getattr(augment, name) != getattr(defaults, name)
-            if dims.main and changed and name not in self.task.augments:
-                _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
-        train_source = self.task.open(config.data, config.model, "train")
-        self.val_source = self._validation(config)
-        self.data = train_source.title
-        self.config = config = replace(config, model=self.task.fit(config.model, train_source))
-        require_teacher(config, train_source)
+        train_source = self._open(config)
+        config = self.config
         stored = find_checkpoint(config, dims, resume=resume)
         if not stored:
-            require_calibrated(config)
-        if config.init_from and not stored:
-            weights = local_weights(config.init_from)
-            require_fitting(
-                create(config.model, device="meta"), weights, new_head=True, upcycling=Upcycling()
-            )
-        # Measured by one: ranks that measure at the same time disturb each other, and would predict differently. And
-        # measured here: data and weights that cannot be read are refused without waiting for it.
-        self.machine = main_first(lambda: machine_of(config, device))
-        if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
-            self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
-        require(config.plan, config.model, self.machine, run=True)
-        self.calendar = Calendar(config, len(train_source))
-        learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
-        full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
-        learns = learning_of(config)
-        self.learns = learns.parameters
-        self.prediction = predict(
-            full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
-        )
-
+            require_start(config)
+        full, learns = self._predict(train_source)
         if dims.main:
-            write_text(own_file(self.output, "run.toml"), dump_toml(config))
-            link_latest(self.output)
-            tokenizer = getattr(train_source, "tokenizer", None) is not None
-            beside = own_file(self.output, folder_beside(self.output, tokenizer).name)
-            write_beside(config.model, train_source, beside)
+            prepare_folder(self.output, config, train_source)
         self.saves = Saves(self.output / "checkpoints", config, dims)
 
         # The model, its samples, and whoever looks at its losses.
@@ -235,6 +197,44 @@ class _Run:
 
         self.batches: list[Any] = []
         """Batches of the latest step."""
+        self._add_meters(full, learns, profile=profile)
+        records.rewind(self.step if stored else -1, again=self._recorded_again())
+
+    def _open(self, config: RunConfig) -> Source:
+        """The training data; with them `config` gets the sizes that follow from data and teacher."""
+        config = with_teachers_vocabulary(config)
+        self.task = task_of(config.model, config.task, init_from=config.reads_like)
+        if self.dims.main:
+            report_unused(config, self.task)
+        train_source = self.task.open(config.data, config.model, "train")
+        self.val_source = self._validation(config)
+        self.data = train_source.title
+        self.config = replace(config, model=self.task.fit(config.model, train_source))
+        require_teacher(self.config, train_source)
+        return train_source
+
+    def _predict(self, train_source: Source) -> tuple[Fullness, Learning]:
+        """How long the run should take, and whether machine and schedule allow it. Measured here: data and weights that
+        cannot be read are refused without waiting for it."""
+        config, device = self.config, self.device
+        # By one: ranks that measure at the same time disturb each other, and would predict differently.
+        self.machine = main_first(lambda: machine_of(config, device))
+        if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
+            self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
+        require(config.plan, config.model, self.machine, run=True)
+        self.calendar = Calendar(config, len(train_source))
+        learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
+        full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
+        learns = learning_of(config)
+        self.learns = learns.parameters
+        self.prediction = predict(
+            full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
+        )
+        return full, learns
+
+    def _add_meters(self, full: Fullness, learns: Learning, *, profile: bool) -> None:
+        """Everything that measures steps and waits for no device."""
+        config, device, dims = self.config, self.device, self.dims
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
             self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful_work(full),
@@ -248,7 +248,6 @@ class _Run:
             ),
             wanted=profile and dims.main,
         )  # fmt: skip
-        records.rewind(self.step if stored else -1, again=self._recorded_again())
 
     @property
     def step(self) -> int:

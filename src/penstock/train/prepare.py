@@ -7,18 +7,21 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock.boundary.files import own_file, write_text
 from penstock.boundary.hub import local_weights
+from penstock.checkpoint.rewrite import folder_beside
 from penstock.config.formats import PRODUCTS
+from penstock.config.load import dump_toml
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.recipes import require_alike
-from penstock.config.run import EPOCHS, RunConfig
+from penstock.config.run import EPOCHS, Augment, RunConfig
 from penstock.data import Source
 from penstock.data.text.open import found_in
 from penstock.disk import write_file
@@ -26,13 +29,16 @@ from penstock.errors import ConfigError, EnvironmentProblem
 from penstock.launch import ELASTIC
 from penstock.models import create
 from penstock.models.convert.files import described
+from penstock.models.convert.load import require_fitting
 from penstock.models.convert.pretrained import read_config
+from penstock.models.convert.upcycle import Upcycling
 from penstock.models.lora import add_adapters, gives_classes
 from penstock.models.rounded import rounded_in
 from penstock.optim.groups import freeze
 from penstock.parallel import fit_to_ranks, launched
 from penstock.planner.learning import WHOLE, Learning
 from penstock.probe import machine_for
+from penstock.tasks import Task
 
 _log = logging.getLogger(__name__)
 
@@ -148,6 +154,40 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
             f"Name one of its kind, or leave machine out."
         )
     return machine
+
+
+def require_start(config: RunConfig) -> None:
+    """Refuse a run from the first step whose products were not calibrated, or whose first weights do not fit."""
+    require_calibrated(config)
+    if config.init_from:
+        model, weights = create(config.model, device="meta"), local_weights(config.init_from)
+        require_fitting(model, weights, new_head=True, upcycling=Upcycling())
+
+
+def report_unused(config: RunConfig, task: Task) -> None:
+    """Warn of augmentations that are asked for and that the task does not make."""
+    defaults, augment = Augment(), config.recipe.augment
+    for name in (field.name for field in fields(defaults)):
+        if getattr(augment, name) != getattr(defaults, name) and name not in task.augments:
+            _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
+
+
+def link_latest(output: Path) -> None:
+    """Let `runs/latest` be a link to the newest run in `runs`. What else has that name is left alone."""
+    output = output.absolute()
+    link, name = output.with_name("latest"), output.name
+    if output.parent.name != "runs" or name == link.name or (link.exists() and not link.is_symlink()):
+        return
+    link.unlink(missing_ok=True)
+    link.symlink_to(name, target_is_directory=True)
+
+
+def prepare_folder(output: Path, config: RunConfig, source: Source) -> None:
+    """Write what a run's folder has before the first step."""
+    write_text(own_file(output, "run.toml"), dump_toml(config))
+    link_latest(output)
+    tokenizer = getattr(source, "tokenizer", None) is not None
+    write_beside(config.model, source, own_file(output, folder_beside(output, tokenizer).name))
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:

@@ -103,16 +103,6 @@ def hold_output(output: Path, stop: Requests, dims: ParallelDims) -> Iterator[Ru
         yield lock
 
 
-def link_latest(output: Path) -> None:
-    """Let `runs/latest` be a link to the newest run in `runs`. What else has that name is left alone."""
-    output = output.absolute()
-    link, name = output.with_name("latest"), output.name
-    if output.parent.name != "runs" or name == link.name or (link.exists() and not link.is_symlink()):
-        return
-    link.unlink(missing_ok=True)
-    link.symlink_to(name, target_is_directory=True)
-
-
 def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet.
 

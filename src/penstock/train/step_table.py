@@ -25,16 +25,11 @@ COLLECTIVES = "collectives"
 _COMPILED = "## Call CompiledFxGraph"
 _BACKWARD = ("autograd::engine::evaluate_function", "CompiledFunctionBackward")
 _INSIDE = (
-    ("Optimizer.step", "optimizer"),
-    ("aten::cross_entropy_loss", "loss"),
-    ("LogSoftmaxBackward", "loss"),
-    ("NllLoss", "loss"),
-    ("aten::embedding", "embedding"),
-    ("EmbeddingBackward", "embedding"),
-    ("aten::dropout", "dropout"),
-    ("aten::scaled_dot_product_attention", "attention"),
+    ("Optimizer.step", "optimizer"), ("aten::cross_entropy_loss", "loss"), ("LogSoftmaxBackward", "loss"),
+    ("NllLoss", "loss"), ("aten::embedding", "embedding"), ("EmbeddingBackward", "embedding"),
+    ("aten::dropout", "dropout"), ("aten::scaled_dot_product_attention", "attention"),
     ("ScaledDotProduct", "attention"),
-)
+)  # fmt: skip
 """Beginnings of names of operators, and the row that all that they call counts in."""
 _COMPUTING = (
     (("DirectAttention", "penstock::attend"), "attention"),

@@ -12,6 +12,7 @@ from penstock.boundary.files import quoted
 from penstock.config.convert import Checked, Range, nearest
 from penstock.config.graph import Graph
 from penstock.config.kinds import family_of
+from penstock.config.model_rules import model_problems
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 
@@ -97,7 +98,7 @@ class ModelFamily(Checked, where="model"):
         raise NotImplementedError
 
     def _problems(self) -> Iterator[str]:
-        yield from self.graph.problems()
+        yield from model_problems(self.graph)
 
     @property
     def tokens(self) -> int:

@@ -57,39 +57,13 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     Raises ConfigError with every option that our models cannot honour.
     """
     library = library_of(values.get("model_type"))
-    if values.get("model_type") in _TEXTS_OF:
-        inner = values.get("text_config")
-        if not isinstance(inner, dict):
-            raise ConfigError(
-                "config.json is of a model of images and texts, but has no text_config; add it."
-            )
-        _log.info("Of the %s in config.json the language model is read alone.", values["model_type"])
-        values = inner
+    values = _language_model(values)
     values = {library.renamed.get(name, name): value for name, value in values.items()}
     kind = _record(library.model_type)
     options = {name: value for name, value in values.items() if name in field_types(kind)}
     given: Any = from_dict(kind, options, origin="config.json")
     problems = list(islice(_refused(values, library), MOST_PROBLEMS))
-    settings: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for option in library.options:
-        for path in library.options[option][1]:
-            value = _value(given, option, library)
-            if option == "n_inner" and value is None:
-                value = 4 * given.n_embd
-            if option in library.mixtures:
-                value = _value(given, library.mixtures[option], library) // value
-                if value > 2:
-                    problems.append(
-                        f"config.json has a mixture in the second of every {value} blocks by {option}, but Penstock's "
-                        "stacks in the last; there must be one in each block or in every second."
-                    )
-            if path in settings and settings[path] != value:
-                problems.append(
-                    f"config.json has {option} {value!r} and {origin[path]} {settings[path]!r}, but Penstock's model "
-                    f"has one {path.rpartition('.')[2]} for both."
-                )
-            settings[path], origin[path] = value, option
+    settings = _settings(given, library, problems)
     if (methods := library.must.get("topk_method")) and "router_groups" in settings:
         whole = values.get("topk_method", methods[-1]) == "greedy"  # whatever the groups are
         groups = {name: 1 if whole else settings[name] or 1 for name in ("router_groups", "groups_per_token")}
@@ -120,6 +94,42 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     if both:
         settings.setdefault("decoder_sequence", settings["sequence"])
     return settled(_with(library.base, settings))
+
+
+def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of the language model, of a model that reads images too."""
+    if values.get("model_type") not in _TEXTS_OF:
+        return values
+    inner = values.get("text_config")
+    if not isinstance(inner, dict):
+        raise ConfigError("config.json is of a model of images and texts, but has no text_config; add it.")
+    _log.info("Of the %s in config.json the language model is read alone.", values["model_type"])
+    return inner
+
+
+def _settings(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
+    """Our fields by dotted path, of the options in config.json that stand for them; adds those that contradict each
+    other to the problems."""
+    settings: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for option, path in ((option, path) for option, (_, paths) in library.options.items() for path in paths):
+        value = _value(given, option, library)
+        if option == "n_inner" and value is None:
+            value = 4 * given.n_embd
+        if option in library.mixtures:
+            value = _value(given, library.mixtures[option], library) // value
+            if value > 2:
+                problems.append(
+                    f"config.json has a mixture in the second of every {value} blocks by {option}, but Penstock's "
+                    "stacks in the last; there must be one in each block or in every second."
+                )
+        if path in settings and settings[path] != value:
+            problems.append(
+                f"config.json has {option} {value!r} and {origin[path]} {settings[path]!r}, but Penstock's model "
+                f"has one {path.rpartition('.')[2]} for both."
+            )
+        settings[path], origin[path] = value, option
+    return settings
 
 
 def _own(library: Library) -> list[str]:

@@ -30,6 +30,7 @@ from penstock.models import Model, create
 from penstock.models.block import ZeroLinear
 from penstock.models.convert import from_pretrained
 from penstock.models.experts import mixtures_of
+from penstock.models.inputs import RunInputs
 from penstock.tasks import Denoise
 from penstock.tasks.denoise import NoisyBatch, texts_of, weights_of
 from penstock.tasks.noise import NoiseSchedule
@@ -152,7 +153,7 @@ def test_a_word_of_weight_two_is_seen_as_often_as_two() -> None:
         found = model(images, tokens, times, lengths, token_weights=weights)
         memory, x = model.text(model.embed(tokens[:1])), model.embed(images[:1], model.graph.inputs[0])
         condition = model.condition(times[:1])
-        again = model.denoiser(x, memory=memory[:, [0, 1, 1, 2]], condition=condition)
+        again = model.denoiser(x, RunInputs(memory=memory[:, [0, 1, 1, 2]], condition=condition))
         expected = model.pixels(again, model.graph.heads[0], condition)
     torch.testing.assert_close(alike, plain)
     torch.testing.assert_close(found[:1], expected)

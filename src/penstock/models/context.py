@@ -6,7 +6,8 @@ tokens: from the inputs to the heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Shares:
         self.cut, self.graph = cut, graph
         self._cuts: dict[str, Cut] = {}
         self._tokens: dict[str, _Tokens] = {}
-        documents, known = given.documents, dict[str, Any]()
+        documents: Any = given.documents
+        known: dict[str, Callable[..., _Tokens]] = {}
         for one in graph.inputs:
             if one.name not in given.tensors:
                 continue
@@ -45,8 +47,8 @@ class Shares:
             causal = any(run.causal for run in runs)
             own = self._cuts[one.name] = cut if causal else cut.unordered()
             count = values.shape[1] if isinstance(one, TokenInput) else one.length
-            lengths = given.lengths if one.name == graph.padded else None
-            known[one.name] = own, count, values.device, lengths, documents
+            lengths: Any = given.lengths if one.name == graph.padded else None
+            known[one.name] = partial(_Tokens, own, count, values.device, lengths, documents)
             if isinstance(one, TokenInput):
                 given.tensors[one.name] = own.take(values, 1)
                 if given.segments is not None:
@@ -55,9 +57,8 @@ class Shares:
             if graph.input_of(run).name in known:
                 there = enumerate(self._tokens.get(name) for name in run.memories)
                 memories = [(number, tokens) for number, tokens in there if tokens is not None]
-                self._tokens[run.name] = _Tokens(
-                    *known[graph.input_of(run).name], memories=memories, sees=given.sees
-                )
+                tokens_of = known[graph.input_of(run).name]
+                self._tokens[run.name] = tokens_of(memories=memories, sees=given.sees)
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""

@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A", bound="Around")
 
 _LAID = "penstock_laid"
-"""Attribute of a class that `class_over` made: what it laid over another."""
+"""Attribute of a class that `_class_over` made: what it laid over another."""
 ORDER = ("samples of an expert", "one call", "stages", "recomputation", "offload")
 """Kinds of `Around`, from the inside out: what is recomputed sees the samples of its expert, and the inputs that a
 recomputed block keeps are offloaded."""
@@ -72,19 +72,24 @@ def set_class(module: M, cls: type) -> M:
     return module
 
 
-def class_over(kind: Any, base: Any, **members: Any) -> Any:
+@functools.cache
+def _class_over(kind: Any, base: Any) -> Any:
     """A class that computes by `kind` and is else `base`, under the same name."""
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, _LAID: kind}
-    return type(base.__name__, (kind, base), {**named, **members})
-
-
-_cached = functools.cache(class_over)
+    return type(base.__name__, (kind, base), named)
 
 
 def swap(module: M, kind: type) -> M:
-    """Lay `kind` over a module's class, which `kind` calls as `super()`; under what stands in for it in precision."""
+    """Lay `kind` over a module's class, once, which `kind` calls as `super()`; under what stands in for it in
+    precision."""
     base: Any = module.__class__
-    return set_class(module, _cached(kind, base))
+    return module if isinstance(module, kind) else set_class(module, _class_over(kind, base))
+
+
+def class_under(module: nn.Module, kind: type) -> Any:
+    """The class of a module as it was before a subclass of `kind` was laid over it."""
+    laid = [cls for cls in type(module).__mro__ if issubclass(vars(cls).get(_LAID, object), kind)]
+    return laid[-1].__bases__[1] if laid else type(module)
 
 
 def restore(model: nn.Module, kind: type) -> None:

@@ -27,8 +27,9 @@ from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import Compute, Facts, mixtures_of
 from penstock.models.router import repeated
 from penstock.models.visits import spread
+from penstock.models.wrap import swap
 from penstock.parallel.dims import ParallelDims
-from penstock.parallel.parts import SplitModule, as_dtensor, cut_to_fit, swap_class
+from penstock.parallel.parts import SplitModule, as_dtensor, cut_to_fit
 from penstock.parallel.sequence import (
     Line,
     all_gather,
@@ -235,7 +236,7 @@ def split_experts(model: nn.Module, dims: ParallelDims) -> None:
             for name, parameter in list(linear.named_parameters(recurse=False)):
                 part = as_dtensor(parameter.detach(), 0, 1, mesh)
                 setattr(linear, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-            swap_class(linear, SplitModule)
+            swap(linear, SplitModule)
             linear.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
 
 

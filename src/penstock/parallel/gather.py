@@ -21,7 +21,8 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
-from penstock.parallel.parts import split_from
+from penstock.models.wrap import class_under
+from penstock.parallel.parts import OfRanks
 from penstock.precision.forward import precision_on
 from penstock.precision.lists import fp32_modules_of
 from penstock.precision.settings import half_type, relisted
@@ -119,7 +120,7 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
     if not roles_known:
         return linear and next(module.children(), None) is None
     # A class with a forward of its own may do more with its weight, such as standardise it.
-    return any(split_from(module).forward is base.forward for base in roles_known)
+    return any(class_under(module, OfRanks).forward is base.forward for base in roles_known)
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:

@@ -18,7 +18,7 @@ from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share
 from penstock.models.rounded import RoundedWeight
-from penstock.models.wrap import class_over, set_class
+from penstock.models.wrap import swap
 from penstock.optim.tensors import local, whole
 from penstock.parallel import sequence
 from penstock.parallel.dims import ParallelDims
@@ -26,8 +26,6 @@ from penstock.parallel.sequence import Line
 from penstock.shards import FIRST, Cut, cut_like, cuts
 
 M = TypeVar("M", bound=nn.Module)
-SPLIT_FROM = "penstock_split_from"
-"""Attribute of a swapped class: the class that it was."""
 
 
 def as_dtensor(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
@@ -60,26 +58,24 @@ def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             state[prefix + key] = whole(sharded, part)
 
 
-class SplitModule:
-    """A module whose parameters read as this rank's parts."""
+class OfRanks:
+    """The base of all that is laid over a module of which each rank computes a part."""
 
     _parameters: dict[str, Any]
     penstock_line: Line
-    penstock_spread: tuple[str, ...] = ()
     forward: Callable[..., Any]
 
     def replaced_by(self, new: M) -> M:
         """Let `new`, which keeps this rank's part of a split linear's weights in another form, add up or gather over
         ranks what it gives, as this module does. Where this one does neither, `new` stays as it is.
         """
-        kinds: tuple[Any, ...] = (SplitInputs, SplitWords)
+        kinds: tuple[Any, ...] = (AddedUp, Gathered)
         for kind in kinds:
             if isinstance(self, kind):
                 kept = ("penstock_line", "penstock_words")
                 new.__dict__.update({name: self.__dict__[name] for name in kept if name in self.__dict__})
-                base: Any = type(new)
-                set_class(new, _class(kind, base, reads=False))
-        if isinstance(self, SplitInputs):
+                swap(new, kind)
+        if isinstance(self, AddedUp):
             new.__dict__["whole_rows"] = functools.partial(sequence.largest, line=self.penstock_line)
         return new
 
@@ -128,7 +124,7 @@ def _rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> Rounde
     return RoundedWeight(cut_like(held, weight.numbers), scales, part(weight.offsets), weight.input_scale)
 
 
-def _reader(name: str) -> Callable[[Any], Any]:
+def _reader(name: str) -> Any:
     def read(self: Any) -> Any:
         parameter = self._parameters[name]
         if not hasattr(parameter, "placements"):
@@ -137,7 +133,7 @@ def _reader(name: str) -> Callable[[Any], Any]:
         # While `fully_shard` has it sharded further, nobody computes with it.
         return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
 
-    return read
+    return property(read)
 
 
 def _split(parameter: Any) -> bool:
@@ -145,13 +141,24 @@ def _split(parameter: Any) -> bool:
     return parameter.device_mesh.mesh_dim_names in ((name,) for name in FIRST)
 
 
-class SplitInputs(SplitModule):
+class SplitModule(OfRanks):
+    """A module whose parameters read as this rank's parts."""
+
+    penstock_spread: tuple[str, ...] = ()
+    weight, bias = _reader("weight"), _reader("bias")
+
+
+class AddedUp(OfRanks):
     """A linear whose outputs are parts of a sum over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         line = self.penstock_line
         out = super().forward(*args, **kwargs)
         return sequence.scatter(out, line) if line.sequence else sequence.reduce(out, line)
+
+
+class SplitInputs(AddedUp, SplitModule):
+    """A linear of which each rank has some inputs."""
 
 
 class SplitTable(SplitModule):
@@ -166,7 +173,7 @@ class SplitTable(SplitModule):
         return sequence.reduce(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.penstock_line)
 
 
-class SplitWords(SplitModule):
+class Gathered(OfRanks):
     """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
 
     penstock_words: Share
@@ -177,10 +184,13 @@ class SplitWords(SplitModule):
         return sequence.columns(out, self.penstock_line, self.penstock_words.whole) if made else out
 
 
-class SplitNorm:
+class SplitWords(Gathered, SplitModule):
+    """An output over the vocabulary, of whose weight each rank has some rows."""
+
+
+class SplitNorm(OfRanks):
     """An RMS norm over the features of all heads, of which this rank has some: the weight is whole on each."""
 
-    penstock_line: Line
     weight: nn.Parameter
     eps: float
 
@@ -194,14 +204,14 @@ class SplitNorm:
         return (normed * self.weight[line.index * own :][:own]).to(x.dtype)
 
 
-class SumGradient:
+class SumGradient(OfRanks):
     """A module whose first argument all ranks need, and to whose gradient each of them adds."""
 
     penstock_enters: Line
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         line, name = self.penstock_enters, "" if args else next(iter(kwargs))
-        forward: Any = super().forward  # type: ignore[misc]
+        forward = super().forward
 
         def call(x: Tensor) -> Any:
             return forward(x, *args[1:], **kwargs) if args else forward(**{**kwargs, name: x})
@@ -217,25 +227,3 @@ def _in_product_type(x: Tensor) -> Tensor:
     with torch.no_grad():
         dtype = nn.functional.linear(x.new_empty(0, 1), x.new_empty(1, 1)).dtype
     return x.to(dtype)
-
-
-_READ = ("weight", "bias")
-
-
-@functools.cache
-def _class(kind: type, base: type, *, reads: bool = True) -> type:
-    members: dict[str, Any] = {SPLIT_FROM: getattr(base, SPLIT_FROM, base)}
-    if reads and issubclass(kind, SplitModule):
-        members |= {name: property(_reader(name)) for name in _READ}
-    return class_over(kind, base, **members)  # type: ignore[no-any-return]
-
-
-def swap_class(module: nn.Module, kind: type) -> nn.Module:
-    """Lay a kind of split module over a module's class, once."""
-    base: Any = type(module)
-    return module if isinstance(module, kind) else set_class(module, _class(kind, base))
-
-
-def split_from(module: nn.Module) -> Any:
-    """The class of a module, as it was before its layer was split."""
-    return getattr(type(module), SPLIT_FROM, type(module))

@@ -29,11 +29,10 @@ from penstock.containers import tensors
 from penstock.kernels.split_linear import SplitBackward
 from penstock.models.anatomy import ELSEWHERE, WHOLE, anatomy_of, closest_part
 from penstock.models.roles import Linear, walk
-from penstock.models.wrap import Around, put_around
+from penstock.models.wrap import Around, put_around, swap
 from penstock.optim.clip import grad_norm
 from penstock.optim.tensors import local
 from penstock.parallel.dims import ParallelDims
-from penstock.parallel.parts import swap_class
 from penstock.parallel.sequence import Line
 from penstock.parallel.stage_cut import Carried, StageCut, places_of
 from penstock.parallel.stand_in import Blank, Left, entry, exit_, passing, tap
@@ -386,4 +385,4 @@ def split_backwards(model: nn.Module) -> None:
         for role in walk(stack.blocks):
             module = modules.get(role.name)
             if isinstance(role, Linear) and type(module) is nn.Linear:
-                swap_class(module, SplitBackward)
+                swap(module, SplitBackward)

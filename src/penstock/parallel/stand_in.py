@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
-from penstock.models.wrap import set_class
-from penstock.parallel.parts import split_from
+from penstock.models.wrap import class_under, set_class
+from penstock.parallel.parts import OfRanks
 from penstock.parallel.sequence import divide
 from penstock.parallel.stage_cut import Carried
 from penstock.parallel.tensor import BEGINS, ENDS
@@ -171,7 +171,7 @@ class Blank:
             }
             self._copy = copy.deepcopy(self.module, dict(pairs))
             for copied, original in zip(self._copy.modules(), self.module.modules(), strict=True):
-                set_class(copied, split_from(original))
+                set_class(copied, class_under(original, OfRanks))
                 for name, value in self.running.emptied.get(original, {}).items():
                     setattr(copied, name, nn.Parameter(value, requires_grad=False))
             self._copy.to("meta")

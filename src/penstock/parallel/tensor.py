@@ -50,6 +50,7 @@ from penstock.models.roles import (
     walk,
 )
 from penstock.models.rounded import CLIP
+from penstock.models.wrap import swap
 from penstock.optim.tensors import local
 from penstock.parallel import sequence
 from penstock.parallel.data import broadcast
@@ -64,7 +65,6 @@ from penstock.parallel.parts import (
     SumGradient,
     as_dtensor,
     cut_to_fit,
-    swap_class,
 )
 from penstock.parallel.sequence import Line
 
@@ -211,7 +211,7 @@ class _Splitter:
         self._sees_a_part(*role.norms, *role.latents)
         if getattr(self._module(role.name), "norms_heads_together", False):
             for norm in role.norms:
-                swap_class(self._module(norm.name), SplitNorm).__dict__["penstock_line"] = line
+                swap(self._module(norm.name), SplitNorm).__dict__["penstock_line"] = line
 
     def _perceptron(self, role: Perceptron, line: Line) -> None:
         for linear in (role.up, role.gate):
@@ -260,7 +260,7 @@ class _Splitter:
 
     def _enters(self, name: str, line: Line) -> None:
         module = self._module(name)
-        swap_class(module, SumGradient).__dict__["penstock_enters"] = line
+        swap(module, SumGradient).__dict__["penstock_enters"] = line
 
     def _vocabulary(self) -> bool:
         """Split the tables of tokens, and the outputs that have as many rows; whether there are such outputs."""
@@ -307,9 +307,7 @@ class _Splitter:
         end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
             if hasattr(self._module(head.name), "penstock_words") and not (line.sequence and into_words):
-                swap_class(self._module(head.name), SumGradient).__dict__["penstock_enters"] = self._outside(
-                    line
-                )
+                swap(self._module(head.name), SumGradient).__dict__["penstock_enters"] = self._outside(line)
         if not line.sequence:
             if memory:
                 end.register_forward_hook(functools.partial(_after, lambda x: sequence.copy(x, line)))
@@ -364,7 +362,7 @@ class _Splitter:
             raise ConfigError(
                 f"plan.tp cannot split {role.name}, whose bias another module holds; use plan.tp=1."
             )
-        swap_class(module, SplitModule if kind is object else kind)
+        swap(module, SplitModule if kind is object else kind)
         if line is not None:
             module.__dict__["penstock_line"] = line
         module.__dict__["penstock_spread"] = tuple(n for n in spread if module._parameters.get(n) is not None)

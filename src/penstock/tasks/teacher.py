@@ -92,7 +92,8 @@ class Teacher:
         inside = slice(None) if self.scores else slice(-1, None) if self.attention else slice(0)
         with _looking(self.model, inside) as teacher, _looking(uncompiled(model), inside) as student:
             loss = self._outputs_loss(task, model, batch)
-            given = dict(zip(self.student.arguments, task.inputs(batch)))
+            plain: Any = uncompiled(model)
+            given = plain.given(task.inputs(batch))
             hidden, attention, scores = list[Tensor](), list[Tensor](), list[Tensor]()
             for name, run in student.items():
                 lengths = lengths_of(self.model.graph, self.student.run(name), given)

@@ -24,6 +24,7 @@ from penstock.boundary.files import explained
 from penstock.build import build
 from penstock.checkpoint import Checkpoint
 from penstock.checkpoint.coordinator import main_first
+from penstock.config.machine import Machine
 from penstock.config.recipes import require_startable
 from penstock.config.rules import require
 from penstock.config.run import Augment, RunConfig
@@ -151,6 +152,11 @@ def train(
 
 class _Run:
     """One start of a run: from being built, or rebuilt, until it ends or is stopped."""
+
+    config: RunConfig
+    task: Task
+    machine: Machine
+    calendar: Calendar
 
     def __init__(
         self, config: RunConfig, device: torch.device, dims: ParallelDims, records: Records, *, resume: bool,

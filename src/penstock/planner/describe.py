@@ -6,7 +6,6 @@ operators between the inputs and the blocks, and between these and the loss, are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -16,6 +15,7 @@ from penstock.config.fused import FUSED, FusedName
 from penstock.config.gains import variants_that_pay
 from penstock.config.graph import (
     ClassHead,
+    Condition,
     FeatureHead,
     Graph,
     PatchInput,
@@ -30,10 +30,10 @@ from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
-from penstock.kernels.choices import fuses_rows, logit_bytes, loss_budget, loss_piece, rows_in_chunk
 from penstock.planner.blocks import before_split, list_block, modulation, turning_copies
 from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
+from penstock.planner.loss import list_words
 from penstock.planner.operators import Op, Workload
 from penstock.planner.shapes import blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
@@ -129,76 +129,84 @@ def totals(model: ModelConfig) -> Workload:
 
 def _entrance(to: Lister, graph: Graph) -> int:
     """List the operators before the blocks; return the number of their parameters that the exit uses too."""
-    t, e = to.terms, to.terms.stream
     # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
     tables = {
-        one.table: -(-one.vocabulary * graph.width_of(one) // t.tp) for one in graph.inputs_of(TokenInput)
+        one.table: -(-one.vocabulary * graph.width_of(one) // to.terms.tp)
+        for one in graph.inputs_of(TokenInput)
     }
-    entering = [run for run in graph.runs if graph.enters(run)]
-    every = [one for run in entering for one in graph.inputs_through(run)]
-    read = [one.table for one in every if isinstance(one, TokenInput)]
     tied = [head.tied for head in graph.heads_of(WordHead) if head.tied]
+    _shared_tables(to, graph, tables, tied)
+    if graph.condition is not None:
+        _condition(to, graph, graph.condition)
+    listed: set[str] = set()
+    for run in graph.runs:
+        one = graph.input_of(run) if graph.enters(run) else None
+        if isinstance(one, PatchInput):
+            _stem(to, one, run)
+        else:
+            _embedding(to, graph, run, one, tables, tied, listed)
+    return sum(tables[table] for table in dict.fromkeys(tied))
+
+
+def _shared_tables(to: Lister, graph: Graph, tables: dict[str, int], tied: list[str]) -> None:
+    """Adding up the gradients of tables that several inputs or heads use."""
+    every = [one for run in graph.runs if graph.enters(run) for one in graph.inputs_through(run)]
+    used = [*(one.table for one in every if isinstance(one, TokenInput)), *tied]
     for table, entries in tables.items():
-        shared = [*read, *tied].count(table) - 1
-        if shared:
-            added = 0 if _touches_rows(t, table, tied) else shared * entries * e
+        if shared := used.count(table) - 1:
+            added = 0 if _touches_rows(to.terms, table, tied) else shared * entries * to.terms.stream
             to.behind(
                 Op("embedding.shared", "pointwise", False, n=entries, read=2 * added, written=added, launches=shared,
                    module="shared_table")
             )  # fmt: skip
-    if graph.condition is not None:
-        d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
-        with to.inside("condition"):
-            to.gemm(
-                "condition.up", t.samples, d, graph.condition.frequencies, bias=True, first=True, narrow=False
-            )
-            to.activate("condition.activation", t.samples * d, "silu", (t.product, t.product))
-            to.gemm("condition.down", t.samples, d, d, bias=True, narrow=False)
-        if graph.condition.classes:
-            size, moved = (graph.condition.classes + 1) * d, t.samples * d * e
-            classes = Op("condition.classes", "copy", n=d, read=moved, written=moved, weights=size, tensors=1)
-            to.table(classes, 3 * moved, moved, cleared=size * e)
-    listed: set[str] = set()
-    for run in graph.runs:
-        one, through = _entered(graph, run), graph.inputs_through(run)
-        if isinstance(one, PatchInput):
-            _stem(to, one, run)
-            continue
-        stack, d = run.stack, run.stack.width
-        rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
-        before = graph.width_before(run)
-        if before != stack.width:
-            to.gemm("bridge", rows, stack.width, before, bias=stack.bias, narrow=False)
-        weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
-        entries = 0
-        if one is not None:
-            entries = tables[one.table]
-            for each in (other for other in through if isinstance(other, TokenInput)):
-                weights += [tables[each.table]] if each.table not in listed else []
-                weights += [each.segments * d] if each.segments else []
-                listed.add(each.table)
-            weights += [run.rows * d] if stack.positions == "learned" else []
-        if weights or one is not None:
-            moved = rows * d * e if one is not None else 0.0
-            to.table(
-                Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
-                # The gradient is as large as the table, and cleared before rows are added to it.
-                3 * moved, moved,
-                cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else entries * e, tables=weights,
-            )  # fmt: skip
-        if t.tp > 1 and one is not None:
-            to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
-        _shared_out(to, rows * stack.width)
-        if run.embedding_norm:
-            to.norm("embedding_norm", rows, stack.width, stack.norm_kind, cast=not stack.norm_first)
-        if stack.dropout and one is not None:
-            to.dropout("embedding.dropout", rows * d, e)
-    return sum(tables[table] for table in dict.fromkeys(tied))
 
 
-def _entered(graph: Graph, run: Run) -> TokenInput | PatchInput | None:
-    """The input whose vectors a run gets; None where it reads another run."""
-    return graph.input_of(run) if graph.enters(run) else None
+def _condition(to: Lister, graph: Graph, condition: Condition) -> None:
+    """The vector of each sample that modulates norms, of its time and its class."""
+    t, e = to.terms, to.terms.stream
+    d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
+    with to.inside("condition"):
+        to.gemm("condition.up", t.samples, d, condition.frequencies, bias=True, first=True, narrow=False)
+        to.activate("condition.activation", t.samples * d, "silu", (t.product, t.product))
+        to.gemm("condition.down", t.samples, d, d, bias=True, narrow=False)
+    if condition.classes:
+        size, moved = (condition.classes + 1) * d, t.samples * d * e
+        classes = Op("condition.classes", "copy", n=d, read=moved, written=moved, weights=size, tensors=1)
+        to.table(classes, 3 * moved, moved, cleared=size * e)
+
+
+def _embedding(
+    to: Lister, graph: Graph, run: Run, one: TokenInput | None, tables: dict[str, int], tied: list[str],
+    listed: set[str],
+) -> None:  # fmt: skip
+    """The vectors of the tokens of an input, `one`, and what comes with them; or those that another run made. Tables
+    that are `listed` already are not listed again."""
+    t, e, stack, d = to.terms, to.terms.stream, run.stack, run.stack.width
+    rows, before = t.samples * graph.samples(run) * graph.length(run) / t.cp, graph.width_before(run)
+    if before != d:
+        to.gemm("bridge", rows, d, before, bias=stack.bias, narrow=False)
+    weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
+    entries, moved = (0, 0.0) if one is None else (tables[one.table], rows * d * e)
+    for each in () if one is None else graph.inputs_through(run):
+        assert isinstance(each, TokenInput)
+        weights += [tables[each.table]] if each.table not in listed else []
+        weights += [each.segments * d] if each.segments else []
+        listed.add(each.table)
+    weights += [run.rows * d] if one is not None and stack.positions == "learned" else []
+    if weights or one is not None:
+        to.table(
+            Op("embedding", "copy", n=d, read=moved, written=moved, weights=sum(weights), tensors=len(weights)),
+            # The gradient is as large as the table, and cleared before rows are added to it.
+            3 * moved, moved,
+            cleared=0.0 if one is not None and _touches_rows(t, one.table, tied) else entries * e, tables=weights,
+        )  # fmt: skip
+    if t.tp > 1 and one is not None:
+        to.add(Op("sum", "allreduce", read=rows * d * e, axis="tensor"))
+    _shared_out(to, rows * d)
+    if run.embedding_norm:
+        to.norm("embedding_norm", rows, d, stack.norm_kind, cast=not stack.norm_first)
+    if stack.dropout and one is not None:
+        to.dropout("embedding.dropout", rows * d, e)
 
 
 def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
@@ -282,7 +290,7 @@ def _exit(to: Lister, graph: Graph) -> None:
         run = graph.run(head.run)
         rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if isinstance(head, WordHead):
-            _words(to, head, run, rows * t.words * head.target_share, again=head.tied in tied)
+            list_words(to, head, run, rows * t.words * head.target_share, again=head.tied in tied)
             tied |= {head.tied} - {""}
             continue
         _shared_out(to, rows * run.stack.width, last=True)
@@ -307,102 +315,6 @@ def _pixels(to: Lister, graph: Graph, run: Run) -> None:
         to.move("head.images", rows * pixels, (t.product, 4), kind="copy")
     with to.inside("loss"):
         to.move("loss", rows * pixels, (12, 8), (12, 8), kept=rows * pixels * 4.0, group="output", launches=3)
-
-
-def _words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = False) -> None:
-    """The output over a vocabulary of `rows` tokens, and its loss; `again`, by a table that another output has read."""
-    t, c, last, d = to.terms, to.terms.product, run.stack, run.stack.width
-    if head.transform:
-        # The head of masked language models: a dense layer, its activation and a norm.
-        size = rows * d
-        with to.inside("head"):
-            to.gemm("head.dense", rows, d, d, bias=last.bias, narrow=False, group="output")
-            to.activate("head.activation", size, last.mlp, (c, c), (2 * c, c), kept=size * c, group="output")
-        to.norm("head.norm", rows, last.width, last.norm_kind)
-    if head.scaled:
-        to.move("head.scale", rows * d, (c, c))
-    before_split(to, rows, d, hides=False)
-    columns = -(-head.vocabulary // t.tp)
-    if t.chunked:
-        with to.inside("loss"), to.words(columns):
-            _chunked_loss(to, head, rows, columns, d)
-        return
-    biased, learns = head.bias, not head.tied
-    # The gradient takes the place of the logits, which stay until the products of the output have read it.
-    in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
-    with to.inside("head"), to.words(columns):
-        to.gemm(
-            "head", rows, columns, d, bias=biased, narrow=False, group="output",
-            kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
-            was_cast=again,
-        )  # fmt: skip
-        if head.cap:
-            size = rows * columns
-            to.move(
-                "head.cap", size, (3 * c, 3 * c), (4 * c, 3 * c), kept=size * c, group="output", launches=3
-            )
-    with to.inside("loss"):
-        _loss_in_place(to, rows, columns) if in_place else _loss(to, rows, columns)
-
-
-def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int) -> None:
-    """The output and its loss, of some rows at a time, as `penstock.kernels.linear_cross_entropy` makes them. Gradients
-    are made along with the loss, which is when all activations are there. They are listed as the first of the backward
-    pass: the logits of one chunk and the sum of the weights' gradients are then alive beside all that is kept.
-    """
-    t, c = to.terms, to.terms.product
-    # One kernel reads the logits of a chunk twice and writes their gradient over them.
-    fused = _fuses_rows(t)
-    copies = 2 if head.cap else 1  # slopes of the cap lie beside capped logits
-    most = rows_in_chunk(loss_budget(t.device) // copies, columns, int(c), fused=fused)
-    alive = logit_bytes(int(c), fused=fused) * columns * copies
-    chunks = math.ceil(rows / most)
-    some, size, weights = rows / chunks, rows * columns, columns * d
-    biases, learns = columns if head.bias else 0, not head.tied
-    learned = weights * learns + biases
-    cast = 2.0 * weights if t.casts else 0.0
-    # Products of several chunks are added up in fp32; a half product is made first.
-    summed = c < 4 and chunks > 1
-    added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if summed else 0.0)
-    held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if summed else 0.0) + cast
-
-    # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
-    moved = size * 13.0 * c * bool(head.cap)  # to cap, for the slopes and to multiply by them
-    moved += size * (
-        2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0)
-    )
-    if cast:
-        to.add(Op("cast.weights", "copy", read=4.0 * weights, written=cast))
-    to.add(
-        Op("loss.softmax", "softmax", read=size * c, written=0.0 if fused else size * 4.0, elements=size,
-           launches=chunks if fused else 2 * chunks)
-    )  # fmt: skip
-    to.add(
-        Op("head", "gemm", True, chunks, some, columns, d, (rows * d + chunks * weights) * c, size * c, weights=learned,
-           tensors=learns + (biases > 0), launches=chunks, module="head", linear="head"),
-        Op("loss.gradient", "pointwise", False, read=max(0.0, moved - held), written=held,
-           launches=(1 if fused else 6) * chunks),
-        Op("head.input", "gemm", False, chunks, some, d, columns, (size + chunks * weights) * c, rows * d * c,
-           launches=chunks, linear="head"),
-        Op("head.weight", "gemm", False, chunks, columns, d, some, (size + rows * d) * c + added, weights=weights,
-           launches=chunks, linear="head"),
-        *[Op("head.bias", "reduce", False, read=size * 4.0, weights=biases, launches=chunks)] * bool(biases),
-        Op("loss.scale", "pointwise", False, read=rows * d * c + 8.0 * weights, written=rows * d * c, in_place=True),
-    )  # fmt: skip
-    _of_all_words(to, rows)
-
-
-def _fuses_rows(terms: OpTerms) -> bool:
-    """Whether loss and gradient of logits are made in their place: see `penstock.kernels.logit_rows`."""
-    return terms.tp == 1 and terms.software.loss == "penstock" and fuses_rows(terms.device, terms.compute)
-
-
-def _of_all_words(to: Lister, rows: float) -> None:
-    """Communication for the loss where devices split the vocabulary: each row's greatest logit, then its sum of
-    exponentials and the logit of its target."""
-    if to.terms.tp > 1:
-        to.add(Op("loss.greatest", "allreduce", read=rows * 4.0, axis="tensor"))
-        to.add(Op("loss.sums", "allreduce", read=rows * 8.0, axis="tensor"))
 
 
 def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
@@ -435,56 +347,6 @@ def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
         "unit", t.samples * head.features, (4, 4), (8, 4), kind="norm", weights=learned,
         tensors=int(learned > 0),
     )  # fmt: skip
-
-
-def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
-    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: by one kernel for each pass, or, of half logits on a
-    CPU that no kernel takes, with casts of some rows that stay in its caches."""
-    size, c = rows * columns, to.terms.product
-    piece = max(columns, min(loss_piece(to.terms.device), size))
-    alive = 0.0 if _fuses_rows(to.terms) else piece * (8.0 if c < 4 else 4.0)
-    logs = Op("loss.softmax", "softmax", read=size * c, elements=size, row=columns, launches=2)
-    to.add(
-        logs,
-        logs._replace(
-            name="loss.gradient", forward=False, read=max(0.0, 2 * size * c - alive), written=alive, launches=3,
-            in_place=True,
-        ),
-    )  # fmt: skip
-
-
-def _loss(to: Lister, rows: float, columns: int) -> None:
-    """Cross-entropy: a cast to fp32, log-softmax, its gradient and the cast back, each an operator of its own unless
-    the whole model is compiled."""
-    t, size, c = to.terms, rows * columns, to.terms.product
-    if t.whole:
-        in_rows = t.host and _fuses_rows(t)
-        back = c, c + (2 if c == 2 and not in_rows else 0)
-        to.move(
-            "loss", size, (c if in_rows else 2 * c, 0), back, kind="softmax", kept=size * c, group="output",
-            row=columns,
-        )  # fmt: skip
-    else:
-        megatron = t.software.loss == "megatron"
-        if c < 4:
-            # But for Megatron's, the training loop still holds the output in half precision when its gradient is made.
-            kept = 0 if megatron else size * c
-            to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=kept, group="output")
-        if megatron:
-            # The greatest, the difference from it, exponentials, their sum, the division by it: each reads all logits,
-            # and three write them. Backward scales the quotients.
-            to.move(
-                "loss.softmax", size, (20, 12), (4, 4), kind="softmax", kept=4 * size, group="output", row=columns,
-                launches=5,
-            )  # fmt: skip
-        else:
-            # Over tensor parallel devices the exponentials are kept as well as the logarithms.
-            kept = size * (8 if t.tp > 1 else 4)
-            to.move(
-                "loss.softmax", size, (4, 4), (8, 4), kind="softmax", kept=kept, group="output", row=columns
-            )
-            to.move("loss.pick", rows, (4, 4), (4, 4 * columns), kind="copy")
-    _of_all_words(to, rows)
 
 
 def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:

@@ -51,14 +51,9 @@ class MasterWeights:
     """
 
     def __init__(
-        self,
-        models: Iterable[nn.Module],
-        optimizers: Iterable[Optimizer],
-        dtype: torch.dtype,
-        *,
-        norms: str = "fp32",
-        lists: OpLists | None = None,
-    ) -> None:
+        self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], dtype: torch.dtype, *,
+        norms: str = "fp32", lists: OpLists | None = None,
+    ) -> None:  # fmt: skip
         self.dtype = dtype
         trained = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
         self._masters: dict[Parameter, Parameter] = {}
@@ -84,13 +79,9 @@ class MasterWeights:
         """The gradient that a half weight and its master had in common when they were last looked at."""
 
     def _halve(
-        self,
-        name: str,
-        module: nn.Module,
-        trained: Mapping[int, Optimizer],
-        swapped: dict[int, Parameter],
+        self, name: str, module: nn.Module, trained: Mapping[int, Optimizer], swapped: dict[int, Parameter],
         frozen: list[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         has_weights = False
         stored = Fp32State(self.dtype)
         for key, parameter in own_parameters(module):

@@ -44,19 +44,10 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        initial: float = 2.0**16,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-        interval: int = 2000,
-        floor: float = 1.0,
-        ceiling: float = 2.0**24,
-        hysteresis: int = 1,
-        dynamic: bool = True,
-        agree: Agree | None = None,
-    ) -> None:
+        self, device: torch.device | str = "cpu", *, initial: float = 2.0**16, growth: float = 2.0,
+        backoff: float = 0.5, interval: int = 2000, floor: float = 1.0, ceiling: float = 2.0**24,
+        hysteresis: int = 1, dynamic: bool = True, agree: Agree | None = None,
+    ) -> None:  # fmt: skip
         problems = []
         if not 0.0 < floor <= initial <= ceiling:
             problems.append(

@@ -37,15 +37,9 @@ class Session:
     """The state that the models, optimizers and losses of one `accelerate` call share."""
 
     def __init__(
-        self,
-        numerics: Numerics,
-        models: list[nn.Module],
-        optimizers: list[Optimizer],
-        *,
-        losses: int,
-        scaler: Mapping[str, Any],
-        agree: Agree | None,
-    ) -> None:
+        self, numerics: Numerics, models: list[nn.Module], optimizers: list[Optimizer], *, losses: int,
+        scaler: Mapping[str, Any], agree: Agree | None,
+    ) -> None:  # fmt: skip
         self.numerics = numerics
         self.models = models
         self.agree = agree

@@ -29,20 +29,11 @@ __all__ = [
 ]  # fmt: skip
 
 _OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
-    "images": lambda _: classification_loss,
-    "denoise": Denoise,
-    "next_token": NextToken,
-    "chat": Chat,
-    "preferences": Preferences,
-    "masked_words": MaskedWords,
-    "sentences": Sentences,
-    "pairs": Pairs,
-    "span_corruption": SpanCorruption,
-    "translation": Translation,
-    "embedding": Embedding,
-    "captions": Captioning,
-    "universal": Universal,
-}
+    "images": lambda _: classification_loss, "denoise": Denoise, "next_token": NextToken, "chat": Chat,
+    "preferences": Preferences, "masked_words": MaskedWords, "sentences": Sentences, "pairs": Pairs,
+    "span_corruption": SpanCorruption, "translation": Translation, "embedding": Embedding,
+    "captions": Captioning, "universal": Universal,
+}  # fmt: skip
 
 
 def enrol(name: str, form: str, task: type[TextTask]) -> None:

@@ -81,12 +81,9 @@ class Captioning(TextTask):
     shown = (
         "image→text {image_to_text:.1%} (chance {image_to_text_chance:.1%})",
         "text→image {text_to_image:.1%} (chance {text_to_image_chance:.1%})",
-        "unseen words {unseen_words:.1%}",
-        "captions {captions:.1%}",
-        "translations {translations:.1%}",
-        "unseen pairs {unseen_pairs:.1%}",
-        "loss {loss:.4f}",
-    )
+        "unseen words {unseen_words:.1%}", "captions {captions:.1%}", "translations {translations:.1%}",
+        "unseen pairs {unseen_pairs:.1%}", "loss {loss:.4f}",
+    )  # fmt: skip
     _made: PrepareCaptions
     """Made by `prepare`, with all names of its source."""
 

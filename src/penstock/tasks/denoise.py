@@ -109,13 +109,9 @@ class PrepareNoise:
             ratios = ratios.float().view(-1, 1, 1, 1)
             weights = ratios if weights is None else ratios * weights
         return NoisyBatch.of(
-            self._graph,
-            self._schedule.target(self._head.predicts, x0, noise, t),
-            weights,
-            images=self._schedule.add_noise(x0, noise, t),
-            times=times,
-            **more,
-        )
+            self._graph, self._schedule.target(self._head.predicts, x0, noise, t), weights,
+            images=self._schedule.add_noise(x0, noise, t), times=times, **more,
+        )  # fmt: skip
 
 
 class Denoise(Task):
@@ -176,8 +172,8 @@ class Denoise(Task):
 
 
 def conditions_of(
-    graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str]
-) -> dict[str, NDArray[Any]]:
+    graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str],
+) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arguments of the model for images of each of these names, (names + 1, …), and last for images of none of them:
     the names as texts, whose words have `factors` of their attention, or numbers of classes. Raises ConfigError as
     `texts_of` and `weights_of` do."""
@@ -221,8 +217,8 @@ def texts_of(
 
 
 def weights_of(
-    graph: Graph, texts: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str]
-) -> NDArray[np.float32]:
+    graph: Graph, texts: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str],
+) -> NDArray[np.float32]:  # fmt: skip
     """The weights of the tokens of `texts_of`, (texts + 1, N): the factor of the word that a token is of, and 1 of all
     others. `factors` are such as `seven=2`, and the last of those that a token is of counts. Raises ConfigError where
     the model reads no texts, one spells a special token, or none has one of the words."""

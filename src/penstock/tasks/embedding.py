@@ -114,9 +114,6 @@ class PrepareTwo:
         lengths = np.concatenate([fields["first_length"], fields["second_length"]])
         tokens = tokens[:, : rounded(int(lengths.max()), tokens.shape[1])]
         return TextBatch(
-            inputs=(on_device(tokens, device), on_device(np.maximum(lengths, 1), device)),
-            ids=host.ids,
-            tokens=int(lengths.sum()),
-            places=on_device(host.positions, device),
-            most=self.kept,
-        )
+            inputs=(on_device(tokens, device), on_device(np.maximum(lengths, 1), device)), ids=host.ids,
+            tokens=int(lengths.sum()), places=on_device(host.positions, device), most=self.kept,
+        )  # fmt: skip

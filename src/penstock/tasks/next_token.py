@@ -110,12 +110,9 @@ class PrepareNextToken:
             targets = unseen(targets, prefixes)
             more = None, on_device(prefixes, device)
         return TextBatch(
-            inputs=(*all_on_device(device, tokens, documents, targets), *more),
-            ids=host.ids,
-            tokens=real,
-            count=counted(targets),
-            bytes=real * self.bytes_per_token,
-        )
+            inputs=(*all_on_device(device, tokens, documents, targets), *more), ids=host.ids, tokens=real,
+            count=counted(targets), bytes=real * self.bytes_per_token,
+        )  # fmt: skip
 
 
 def draw_prefixes(seed: int, positions: NDArray[np.int64], share: float, tokens: int) -> NDArray[np.int64]:

@@ -36,13 +36,9 @@ class Sentences(TextTask):
     unit = "sentences"
     ranked_by = ("accuracy", "pearson", "loss")
     shown = (
-        "accuracy {accuracy:.2%}",
-        "F1 {f1:.3f}",
-        "Matthews {matthews:.3f}",
-        "Pearson {pearson:.3f}",
-        "Spearman {spearman:.3f}",
-        "loss {loss:.4f}",
-    )
+        "accuracy {accuracy:.2%}", "F1 {f1:.3f}", "Matthews {matthews:.3f}", "Pearson {pearson:.3f}",
+        "Spearman {spearman:.3f}", "loss {loss:.4f}",
+    )  # fmt: skip
     form: Literal["single", "pair"] = "single"
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -160,10 +156,7 @@ class PrepareSentences:
             segments = on_device(second.astype(np.int64), device)
         labels = host.samples["label"]
         return TextBatch(
-            inputs=(on_device(tokens, device), on_device(lengths, device), segments),
-            ids=host.ids,
-            tokens=int(lengths.sum()),
-            labels=labels.to(device, non_blocking=True),
-            places=on_device(host.positions, device),
-            most=self.samples,
-        )
+            inputs=(on_device(tokens, device), on_device(lengths, device), segments), ids=host.ids,
+            tokens=int(lengths.sum()), labels=labels.to(device, non_blocking=True),
+            places=on_device(host.positions, device), most=self.samples,
+        )  # fmt: skip

@@ -55,17 +55,9 @@ class Teacher:
     """
 
     def __init__(
-        self,
-        model: Model,
-        student: ModelConfig,
-        *,
-        share: float,
-        temperature: float,
-        hidden: float = 0.0,
-        attention: float = 0.0,
-        scores: float = 0.0,
-        hard: bool = False,
-    ) -> None:
+        self, model: Model, student: ModelConfig, *, share: float, temperature: float, hidden: float = 0.0,
+        attention: float = 0.0, scores: float = 0.0, hard: bool = False,
+    ) -> None:  # fmt: skip
         """`model` is changed in place."""
         self.model, self.hidden, self.attention, self.scores = model, hidden, attention, scores
         self.share, self.temperature, self.hard = share, temperature, hard

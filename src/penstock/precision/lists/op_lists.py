@@ -231,16 +231,11 @@ class OpLists:
         return {name: policy for policy in POLICIES for name in self.named(policy)}
 
     def with_(
-        self,
-        *,
-        half: Iterable[str | Function] = (),
-        fp32: Iterable[str | Function] = (),
-        promote: Iterable[str | Function] = (),
-        keep: Iterable[str | Function] = (),
-        banned: Mapping[str | Function, str] | None = None,
-        fp32_modules: Iterable[ModuleChoice] = (),
+        self, *, half: Iterable[str | Function] = (), fp32: Iterable[str | Function] = (),
+        promote: Iterable[str | Function] = (), keep: Iterable[str | Function] = (),
+        banned: Mapping[str | Function, str] | None = None, fp32_modules: Iterable[ModuleChoice] = (),
         half_modules: Iterable[ModuleChoice] = (),
-    ) -> OpLists:
+    ) -> OpLists:  # fmt: skip
         """These lists and more. Operations are given by name or as functions, and leave the list that they were in.
 
         Raises:

@@ -6,23 +6,14 @@ width, A features of the device's query heads, K those of its KV heads, M hidden
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from penstock.config.activations import ACTIVATIONS, KERNELS
-from penstock.config.layer import ExpertMixture, Latent, Layer
+from penstock.config.layer import ExpertMixture
 from penstock.config.stack import Stack
+from penstock.planner.attention import attend
 from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
-from penstock.planner.operators import BIASED, Op
+from penstock.planner.operators import Op
 from penstock.planner.shapes import BlockKind
-from penstock.planner.terms import Form
-
-WARP_SOFTMAX = 1024
-"""Numbers of a row up to which torch's softmax keeps it in registers (its `PersistentSoftmax.cuh`)."""
-ROTARY_EAGER_BYTES = 8
-"""Traffic of a rotation written as single operators, one way and per rotated number: it computes in fp32."""
-
 
 _NUMBER = 8
 """Bytes of the number of an expert or of a visit."""
@@ -57,7 +48,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
         queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
     before_split(to, rows, d)
     with to.inside("attention"):
-        _attend(to, block, queries, seen, causal=block.causal and not t.cached, computed=rows)
+        attend(to, block, queries, seen, causal=block.causal and not t.cached, computed=rows)
     _after_split(to, rows, d)
     _branch(to, "branch1", block, stream_rows, normed=fuses)
     if block.cross:
@@ -66,7 +57,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
         memory = round(block.cross * t.real) if t.unpads(stack, block.cross) else block.cross
         before_split(to, rows, d)
         with to.inside("cross"):
-            _attend(to, block, rows, memory, cross=True, computed=rows)
+            attend(to, block, rows, memory, cross=True, computed=rows)
         _after_split(to, rows, d)
         _branch(to, "cross_branch", block, stream_rows, normed=fuses)
     if not (layer.parallel or fuses or inside):
@@ -149,274 +140,6 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
         to.add(scatter, scatter._replace(name="gather", kind="gather", forward=False))
     elif t.tp > 1:
         to.add(Op("sum", "allreduce", read=moved, axis="tensor"))
-
-
-def _attend(
-    to: Lister, block: BlockKind, rows: float, seen: int, *, cross: bool = False, causal: bool = False,
-    computed: float,
-) -> None:  # fmt: skip
-    """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
-    t, layer, c = to.terms, block.layer, to.terms.product
-    d, f, name = block.stack.width, layer.head_width, "attention.cross" if cross else "attention"
-    heads, kv_heads = max(1, layer.heads // t.tp), max(1, layer.kv_heads // t.tp)
-    a, kv, inner = heads * f, kv_heads * f, heads * layer.value_width
-    form, window = t.form(block, rows, seen, cross=cross, causal=causal)
-    if cross:
-        others = max(1.0, t.samples * block.share * seen / t.cp)
-        to.gemm(f"{name}.q", rows, a, d, bias=layer.qkv_bias, learned=(d + layer.qkv_bias) * a)
-        # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
-        wide = block.cross_width
-        cast = others * wide * c if t.stream == 4 and c == 2 and not t.fused else 0.0
-        to.gemm(f"{name}.kv", others, 2 * kv, wide, bias=layer.qkv_bias, kept=cast, pieces=(kv, kv))
-    elif layer.latent:
-        others = rows + t.samples * t.cached
-        _make_latents(to, block, layer.latent, computed, heads)
-        if t.cached:
-            _attend_latents(to, block, layer.latent, rows, seen, heads)
-            return
-        to.gemm(f"{name}.kv_up", computed, heads * (f - layer.rotary_width) + inner, layer.latent.kv_rank)
-        to.move(f"{name}.join", rows * 3 * a, (c, c), kind="copy")
-    else:
-        others = rows + t.samples * t.cached
-        to.gemm(
-            f"{name}.qkv", computed, a + 2 * kv, d, bias=layer.qkv_bias and layer.key_bias, pieces=(a, kv, kv)
-        )
-        if layer.shifted:
-            to.move(f"{name}.shift", computed * (a + 2 * kv), (c, c), weights=a + kv, tensors=1)
-        if computed < rows:
-            to.move(f"{name}.pad", rows * (a + 2 * kv), (c, c), kind="copy")
-    queries, keys, own = rows * a, others * kv, rows * (a + 2 * kv)
-    kept = (queries + 2 * keys) * c
-    # The gradients of queries, keys and values become one of the packed projection.
-    to.behind(Op(f"{name}.stack", "copy", False, read=kept, written=kept))
-    if layer.rotary and not cross:
-        share, joins = layer.rotary.share, layer.rotary.share < 1.0
-        each = c * share if t.fused else ROTARY_EAGER_BYTES * share + c * joins
-        turned = rows * (heads + 1) * layer.rotary_width if layer.latent else rows * (a + kv)
-        to.move("rotary", turned, (each, each), launches=1 if t.fused else 6 + 2 * joins)
-    if heads != kv_heads and not cross and not layer.rotary:
-        # The queries of a group are copied together, and keys and values stay where the projection has put them.
-        kept += queries * c
-    if layer.qk_norm:
-        normed, each, whole = rows * (a + kv), layer.norm.tensors, layer.qk_norm_whole
-        learned = each * f * (layer.heads + layer.kv_heads if whole else 2)
-        # The queries of a group are copied together.
-        copied = queries * c if heads != kv_heads and not cross and not t.fused else 0.0
-        copied = normed * c if whole and not t.fused else copied
-        to.move(
-            f"{name}.qk_norm", normed, (c, c), (2 * c, c), kind="norm", group="attention", weights=learned,
-            tensors=2 * each,
-            kept=_kept_by_head_norms(to, layer, form, own, normed, copied, rows * (2 if whole else heads + kv_heads)),
-        )  # fmt: skip
-        if whole and t.tp > 1:  # sums of squares of queries and of keys, both ways
-            sums = Op("qk_norm.sums", "allreduce", read=rows * 4.0, axis="tensor")
-            to.add(*(sums._replace(forward=ahead) for ahead in (True, True, False, False)))
-        kept = normed * c + (rows * kv * c if form == "plain" and t.copies else 0.0)
-    if form == "plain" and heads != kv_heads:
-        kept = 3 * queries * c  # keys and values are written again for each query that shares them
-    gathered, made = 2.0 * keys * c * t.cp, 2 * keys * c
-    if t.cp > 1 and t.gathers_keys:
-        # The backward kernel makes gradients of all of them, beside them.
-        made = 2 * gathered
-        gather = Op("gather", "gather", read=gathered, axis="context")
-        scatter = gather._replace(name="scatter", kind="scatter", forward=False)
-        to.add(gather, scatter, gather._replace(forward=False))
-    elif t.cp > 1:
-        ring = Op("ring", "ring", read=gathered, axis="context", hides=True)
-        to.add(ring, ring._replace(forward=False), ring._replace(forward=False))
-    again = queries * c if block.inputs > 1 else 0.0  # what kernels keep is put together, and kept once more
-    # A mask of numbers hides what is ahead, and no kernel leaves it out.
-    added = form == "fused" and block.stack.biased and not cross and not t.host
-    core = Op(
-        name, "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=(f + layer.value_width) / 2,
-        read=queries * c + 2 * keys * (t.cache or c), written=queries * c, elements=queries,
-        kept=kept + rows * heads * 4.0 + again, group="attention", causal=causal and not added, window=window,
-        function=BIASED * added,
-    )  # fmt: skip
-    if form == "fused":
-        read, written = (4 * queries + 2 * keys) * c, queries * c + made
-        behind = [core._replace(forward=False, read=read, written=written)]
-        if added and block.stack.positions == "relative":  # each sample's gradients, and their sum
-            numbers = core.batch * core.m * core.n * c
-            behind.append(Op("attention.bias", "reduce", False, read=numbers, written=numbers, scratch=True))
-        to.add(core, *behind)
-        # Outputs are scaled by what the kernel's sums of exponentials say; behind, their mean gradient is made.
-        _sinks(to, layer, core, queries, (c, c), (2 * c + 4, 4), launches=5, cross=cross)
-    elif form == "plain":
-        _composed(to, block, core, form, keys, own, kept, cross=cross)
-    else:
-        # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless these
-        # are fp32 in place.
-        values = keys * 4.0 if c != 4 or t.copies else 0.0 if layer.qk_norm else own * c
-        _composed(to, block, core, form, keys, own, (queries + keys) * 4.0 + values, cross=cross)
-    if t.cp > 1:
-        _add_parts(to, f"{name}.parts", queries, 2 * keys, causal=block.causal and not cross)
-    if computed < rows:
-        to.move(f"{name}.unpad", computed * a, (c, c), kind="copy")
-    # A fused kernel keeps its outputs itself.
-    beside = computed * a * c if form == "fused" else 0.0
-    if layer.value_width < f and form != "plain":  # the kernel's output has more, which it keeps
-        to.move(
-            f"{name}.values", computed * inner, (c, c), kind="copy", kept=computed * a * c, group="attention"
-        )
-    to.gemm(f"{name}.out", computed, d, inner, bias=layer.bias, group="attention", beside=beside)
-
-
-def _make_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, heads: int) -> None:
-    """The queries of `rows` tokens, by way of their latent, and the latents of keys and values with their norms."""
-    t, d, norm = to.terms, block.stack.width, replace(block.layer.norm, eps=latent.norm_eps)
-    again = 0.0 if t.stream == t.product else None  # another product keeps the same input
-    if latent.query_rank:
-        to.gemm("attention.q_down", rows, latent.query_rank, d)
-        to.norm("attention.q_norm", rows, latent.query_rank, norm)
-    to.gemm("attention.q_up", rows, heads * latent.head_width, latent.query_rank or d)
-    to.gemm("attention.kv_down", rows, latent.kept, d, kept=again)
-    to.norm("attention.kv_norm", rows, latent.kv_rank, norm)
-
-
-def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, seen: int, heads: int) -> None:
-    """Attention of `rows` to kept latents, between products with the matrices that would make keys and values."""
-    t, c, width = to.terms, to.terms.product, latent.kept
-    kept, queries = (rows + t.samples * t.cached) * width, rows * heads * width
-
-    def product(name: str, inner: int, outer: int) -> Op:
-        read, written = rows * heads * inner + heads * inner * outer, rows * heads * outer
-        return Op(name, "bmm", batch=heads, m=rows, n=outer, k=inner, read=read * c, written=written * c)
-
-    to.move("rotary", rows * (heads + 1) * latent.rotary_width, (c, c), launches=1 if t.fused else 6)
-    to.add(product("attention.to_keys", latent.plain_width, latent.kv_rank))
-    to.add(
-        Op(
-            "attention", "attention", batch=t.samples * heads, m=rows / t.samples, n=seen, k=width,
-            read=queries * c + kept * (t.cache or c), written=queries * c, elements=queries
-        ),
-    )  # fmt: skip
-    to.add(product("attention.to_values", latent.kv_rank, latent.value_width))
-    to.gemm("attention.out", rows, block.stack.width, heads * latent.value_width, group="attention")
-
-
-def _sinks(
-    to: Lister, layer: Layer, core: Op, size: float, *moved: tuple[float, float], cross: bool, **more: Any
-) -> None:  # fmt: skip
-    """Sinks of self-attention, if it has any: operators over `size` numbers that put them into its softmax."""
-    if layer.sinks and not cross:
-        heads = max(1, layer.heads // to.terms.tp)
-        to.move(f"{core.name}.sinks", size, *moved, weights=heads, tensors=1, **more)
-
-
-def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
-    """Weighing and adding up the parts of attention to each device's keys, and their gradients, in place, as
-    `penstock.kernels.context` does. Of a part other than its own, a causal mask leaves a device all of its queries with
-    half of the keys, or half of the queries. `queries` and `keys` are a device's elements, values among the latter.
-    """
-    t, c = to.terms, to.terms.product
-    sees = 0.75 * (t.cp + 1) if causal else t.cp
-    # Single operators in fp32: cast, weigh both, add, put in place; behind: add, put in place, and of keys clear, cast
-    # and add those that came. One kernel adds a part where it belongs.
-    ahead, behind, own = (3 * c,) * 3 if t.software.adds_parts else (40 + c, 16 + c, 24 + 5 * c)
-    moved = queries * sees * behind + keys * t.cp * own
-    launches = 1 if t.software.adds_parts else 5
-    to.add(
-        Op(name, "pointwise", read=queries * sees * ahead, launches=launches * t.cp),
-        Op(name, "pointwise", False, read=moved, launches=2 * launches * t.cp),
-    )
-
-
-def _kept_by_head_norms(
-    to: Lister, layer: Layer, form: Form, own: float, normed: float, copied: float, rows: float
-) -> float:
-    """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
-    rows; `copied` bytes of queries were copied before.
-    """
-    t, c = to.terms, to.terms.product
-    if layer.norm.kind == "layer":
-        return own * c + copied + 2 * rows * t.statistic
-    if t.fused or not (t.host or t.software.norms_apart):
-        return own * c + copied + rows * t.statistic
-    # torch composes them in fp32, and keeps what they normalised beside their inputs. Values stay in the projection,
-    # unless attention copies them.
-    values = 0.0 if form != "fused" and t.copies else own * c
-    if c == 4:
-        return (values if layer.qk_norm_whole else own * c) + copied + normed * 4 + rows * 4
-    # Their inputs were cast.
-    return values + normed * 8 + rows * 4
-
-
-def _composed(
-    to: Lister, block: BlockKind, core: Op, form: Form, keys: float, own: float, kept: float, *, cross: bool
-) -> None:
-    """The operators that the fused kernel `core` would replace: scores, softmax and values.
-
-    `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
-    """
-    t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
-    scores = core.batch * core.m * (core.window or core.n)
-    group, each = "scores", 4.0 if form == "math" else c
-    if t.copies:
-        to.move(f"{name}.split", own, (c, c), kind="copy")
-
-    def product(
-        ending: str, m: float, n: int, k: float, read: float, written: float, forward: bool = False
-    ) -> Op:
-        """A product that reads and writes `read` and `written` elements."""
-        return Op(
-            f"{name}.{ending}", "bmm", forward, core.batch, m, n, k, read * each, written * each,
-            window=core.window, scores=True,
-        )  # fmt: skip
-
-    tokens, seen, f = core.m, core.n, int(core.k)
-    to.add(
-        product("scores", tokens, seen, f, queries + keys, scores, True)._replace(
-            kept=kept, group="attention", given=core.read
-        ),
-        product("scores.left", tokens, f, seen, scores + keys, queries),
-        product("scores.right", seen, f, tokens, scores + queries, keys),
-    )
-    if block.stack.biased and not cross:
-        to.move(f"{name}.bias", scores, (each, each), (0, 0), scores=True)
-    if block.layer.score_cap is not None:
-        kept = scores * each
-        to.move(
-            f"{name}.cap", scores, (2 * each,) * 2, (3 * each, 2 * each), kept=kept, group=group, launches=2,
-            scores=True,
-        )  # fmt: skip
-    # Scores are written once more, beside a column of sinks.
-    _sinks(
-        to, block.layer, core, scores, (each, each), (each, 2 * each), launches=2, cross=cross, scores=True
-    )
-    _softmax(to, core, scores, each, group)
-    if block.stack.weights_dropout:
-        to.dropout(f"{name}.dropout", scores, each, group, kept=each, torchs=form == "math", scores=True)
-    to.add(
-        product("values", tokens, f, seen, scores + keys, queries, True),
-        product("values.left", tokens, seen, f, queries + keys, scores),
-        product("values.right", seen, f, tokens, scores + queries, keys),
-    )
-    to.move(f"{name}.merge", queries, (c, c), kind="copy")
-
-
-def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> None:
-    """Softmax with its mask: in one kernel, or each in its own. The product before it scales as it writes."""
-    t, name = to.terms, core.name
-    softmax = f"{name}.softmax"
-    if t.software.softmax_apart:
-        to.move(f"{name}.cast", scores, (each, 4), (4, each), scores=True)
-        to.move(f"{name}.scale", scores, (4, 4), scores=True)
-        to.move(
-            softmax, scores, (4, 4), (8, 4), kind="softmax", kept=4 * scores, group=group, row=core.n,
-            scores=True,
-        )  # fmt: skip
-        to.move(f"{name}.round", scores, (4, each), (each, 4), kept=scores * each, group=group, scores=True)
-        return
-    unfused = not t.fused and not t.host
-    if core.causal and unfused:
-        # The mask is read again for each head.
-        to.move(f"{name}.mask", scores, (2 * each, each), (0, 0), scores=True)
-    read = (2 if unfused and core.n > WARP_SOFTMAX else 1) * each
-    to.move(
-        softmax, scores, (read, each), (2 * read, each), kind="softmax", kept=scores * each, group=group, row=core.n,
-        scores=True,
-    )  # fmt: skip
 
 
 def _mlp(

@@ -46,12 +46,9 @@ class _Search:
         rows, device = len(prompts), prompts.tokens.device
         self.decoding = decoding
         self.terms = Terms(
-            size=decoding.beams,
-            steps=decoding.max_tokens,
-            stops=tuple(stops),
-            length_penalty=decoding.length_penalty,
-            stopping=decoding.early_stopping,
-        )
+            size=decoding.beams, steps=decoding.max_tokens, stops=tuple(stops),
+            length_penalty=decoding.length_penalty, stopping=decoding.early_stopping,
+        )  # fmt: skip
         self.beams = Beams.first(rows, self.terms.size, dtype, device)
         self.parents: list[Tensor] = []
         self.choices: list[Tensor] = []

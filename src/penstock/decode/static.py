@@ -170,16 +170,10 @@ def _mark_changing(tensors: StepTensors) -> None:
     from torch._dynamo import maybe_mark_dynamic  # late: reading it takes a second
 
     changing: list[tuple[Any, tuple[int, ...]]] = [
-        (tensors.tokens, (0, 1)),
-        (tensors.places, (0,)),
-        (tensors.columns, (0, 1)),
-        (tensors.column_places, (0, 1)),
-        (tensors.seen, (0, 1, 2)),
-        (tensors.memory_mask, (0, 3)),
-        (tensors.layers, (0, 2)),
-        (tensors.memory, (0, 2)),
-        (tensors.tables, (1,)),
-    ]
+        (tensors.tokens, (0, 1)), (tensors.places, (0,)), (tensors.columns, (0, 1)),
+        (tensors.column_places, (0, 1)), (tensors.seen, (0, 1, 2)), (tensors.memory_mask, (0, 3)),
+        (tensors.layers, (0, 2)), (tensors.memory, (0, 2)), (tensors.tables, (1,)),
+    ]  # fmt: skip
     for group, dims in changing:
         for tensor in all_tensors(group):
             several = [dim for dim in dims if tensor.shape[dim] > 1]

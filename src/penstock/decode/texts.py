@@ -101,12 +101,9 @@ class Texts:
         columns = longest + steps * side_by_side
         columns = columns if compiled is None else bucket(columns)
         self.past = KVCache(
-            Columns(rows, columns),
-            rows=1 if prompts.even else rows,
-            columns=columns,
-            positions=columns,
+            Columns(rows, columns), rows=1 if prompts.even else rows, columns=columns, positions=columns,
             device=prompts.tokens.device,
-        )
+        )  # fmt: skip
         self.filled = longest
         self.lengths = prompts.lengths[:1, None] if prompts.even else prompts.lengths[:, None]
         """(B, 1) or (1, 1), positions of the next tokens."""
@@ -158,12 +155,9 @@ class Texts:
         self.lengths = self.lengths + 1
 
     def _run(
-        self,
-        tokens: Tensor,
-        rows: Tensor | None,
-        source: Tensor | None = None,
+        self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None,
         values: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         lengths = None if source is None else self.prompts.source_lengths
         if self.prompts.values is not None:
             return run_pass_with(self.model, self.past, tokens, rows, values or {})

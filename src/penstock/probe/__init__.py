@@ -81,24 +81,13 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
         faster_alone = alone_speedup(where) if world > 1 and on_cpu else 0.0
     best = _best_rates(samples)
     machine = Machine(
-        name=machine_name(where),
-        device="cuda" if where.type == "cuda" else "cpu",
-        avx512=this_cpu().avx512,
-        kind=kind_of(where.type),
-        source="measured",
-        peak_flops=best,
-        achievable_flops=dict(best),
-        memory_bytes=memory_bytes(where),
-        memory_bytes_per_second=bandwidth,
-        launch_seconds=launch,
-        operator_seconds=operator,
-        page_seconds=page,
-        sustained_share=share,
-        alone_speedup=faster_alone,
-        gemm=tuple(samples),
-        kernels=tuple(kernels),
+        name=machine_name(where), device="cuda" if where.type == "cuda" else "cpu", avx512=this_cpu().avx512,
+        kind=kind_of(where.type), source="measured", peak_flops=best, achievable_flops=dict(best),
+        memory_bytes=memory_bytes(where), memory_bytes_per_second=bandwidth, launch_seconds=launch,
+        operator_seconds=operator, page_seconds=page, sustained_share=share, alone_speedup=faster_alone,
+        gemm=tuple(samples), kernels=tuple(kernels),
         notes=(_version_note(), f"peaks are measured, with {torch.get_num_threads()} CPU threads"),
-    )
+    )  # fmt: skip
     machine = _with_datasheet(machine if link is None else machine.linked(link, world), where)
     return replace(machine, notes=(*machine.notes, words)) if words else machine
 
@@ -139,16 +128,13 @@ def _best_of(first: Machine, second: Machine) -> Machine:
     }
     best = _best_rates(gemm.values())
     return replace(
-        second,
-        peak_flops=second.peak_flops | best,
-        achievable_flops=second.achievable_flops | best,
+        second, peak_flops=second.peak_flops | best, achievable_flops=second.achievable_flops | best,
         memory_bytes_per_second=max(first.memory_bytes_per_second, second.memory_bytes_per_second),
         launch_seconds=min(first.launch_seconds, second.launch_seconds),
         operator_seconds=min(first.operator_seconds, second.operator_seconds),
-        page_seconds=min(first.page_seconds, second.page_seconds),
-        gemm=tuple(gemm.values()),
+        page_seconds=min(first.page_seconds, second.page_seconds), gemm=tuple(gemm.values()),
         kernels=tuple(kernels.values()),
-    )
+    )  # fmt: skip
 
 
 def _best_rates(samples: Iterable[GemmSample]) -> dict[str, float]:
@@ -231,14 +217,11 @@ def _with_datasheet(machine: Machine, device: torch.device) -> Machine:
     # A type that could not be computed here is left out, even if the datasheet has it.
     peaks = {name: sheet.peak_flops.get(name, rate) for name, rate in machine.peak_flops.items()}
     return replace(
-        machine,
-        peak_flops=peaks,
-        link_bytes_per_second=sheet.link_bytes_per_second,
-        devices_per_node=sheet.devices_per_node,
-        node_bytes_per_second=sheet.node_bytes_per_second,
+        machine, peak_flops=peaks, link_bytes_per_second=sheet.link_bytes_per_second,
+        devices_per_node=sheet.devices_per_node, node_bytes_per_second=sheet.node_bytes_per_second,
         power_watts=sheet.power_watts,
         notes=(_version_note(), f"peaks, links and power are the datasheet's ({sheet.name})", *sheet.notes),
-    )
+    )  # fmt: skip
 
 
 def _version_note() -> str:

@@ -34,13 +34,9 @@ Shape = tuple[int, int, int]
 # (m, k) @ (k, n). Square shapes give the peak. The others are a ViT's: rows of tokens times the weights of the MLP's
 # two layers and of attention's three projections, and products so small that their launch costs more than their sums.
 _CPU_SHAPES: dict[str, Shape] = {
-    "square": (2048, 2048, 2048),
-    "mlp in": (1576, 1536, 384),
-    "mlp out": (1576, 384, 1536),
-    "square half": (1024, 1024, 1024),
-    "qkv": (1576, 1152, 384),
-    "tiny": (64, 64, 64),
-}
+    "square": (2048, 2048, 2048), "mlp in": (1576, 1536, 384), "mlp out": (1576, 384, 1536),
+    "square half": (1024, 1024, 1024), "qkv": (1576, 1152, 384), "tiny": (64, 64, 64),
+}  # fmt: skip
 _CPU_QUICK = ("square half", "mlp in", "mlp out")
 _LAYERS = ("mlp in", "mlp out", "qkv")
 """Shapes whose gradients are measured too, on a CPU."""
@@ -49,16 +45,10 @@ _RAGGED = "mlp in"
 _VOCABULARY: Shape = (128, 32001, 512)
 """Shape of a layer that makes logits, which a CPU computes in the types of such layers. Its rows are ragged too."""
 _CUDA_SHAPES: dict[str, Shape] = {
-    "square": (8192, 8192, 8192),
-    "deep": (2048, 2048, 13312),
-    "mlp in": (25216, 3072, 768),
-    "mlp out": (25216, 768, 3072),
-    "wide mlp in": (25216, 5120, 1280),
-    "wide mlp out": (25216, 1280, 5120),
-    "square half": (4096, 4096, 4096),
-    "qkv": (25216, 2304, 768),
-    "medium": (1024, 1024, 1024),
-}
+    "square": (8192, 8192, 8192), "deep": (2048, 2048, 13312), "mlp in": (25216, 3072, 768),
+    "mlp out": (25216, 768, 3072), "wide mlp in": (25216, 5120, 1280), "wide mlp out": (25216, 1280, 5120),
+    "square half": (4096, 4096, 4096), "qkv": (25216, 2304, 768), "medium": (1024, 1024, 1024),
+}  # fmt: skip
 _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
 _LOAD_SECONDS = 60.0
 """Time after which a GPU's clock has settled under its power limit."""

@@ -218,13 +218,9 @@ class Chart:
         return True
 
     def x_axis(
-        self,
-        label: str,
-        marks: Sequence[float],
-        write: Callable[[float], str] | None = None,
-        *,
+        self, label: str, marks: Sequence[float], write: Callable[[float], str] | None = None, *,
         grid: bool = False,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Numbers below the plot, each with a tick or, with `grid`, a line across; the label below them.
 
         Returns how low it reaches. Numbers without room are left out.
@@ -236,15 +232,9 @@ class Chart:
                 at, self.y.stop if grid else bottom + 5, at, bottom, stroke="--line" if grid else "--edge"
             )
             self.text(
-                at,
-                bottom + 18,
-                words,
-                size=SMALL,
-                anchor="middle",
-                fill="--muted",
-                optional=True,
+                at, bottom + 18, words, size=SMALL, anchor="middle", fill="--muted", optional=True,
                 inside=True,
-            )
+            )  # fmt: skip
         lines = wrap(label, self.width - 8) if label else []
         for row, words in enumerate(lines):
             middle = (self.x.start + self.x.stop) / 2

@@ -241,18 +241,11 @@ def _bar(rows: _Rows, index: int, bar: Bar, write: Callable[[float], str]) -> No
 
 
 def lines(
-    drawn: Sequence[Line],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    log: bool = False,
+    drawn: Sequence[Line], *, title: str, x_label: str, y_label: str, log: bool = False,
     x_marks: Sequence[float] | None = None,
     band: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
-    band_label: str = "",
-    width: float = WIDE,
-    alone: bool = False,
-) -> str:
+    band_label: str = "", width: float = WIDE, alone: bool = False,
+) -> str:  # fmt: skip
     """Lines, a colour each and the bold ones in black, on the band between a lower and an upper line.
 
     With `log` both axes are logarithmic. Points that are no finite numbers are left out, and a line that leaves the
@@ -338,14 +331,9 @@ def _line(chart: Chart, line: Line, look: Entry, x_label: str) -> None:
 
 
 def stacked_bars(
-    stacks: Sequence[Stack],
-    *,
-    title: str,
-    unit: str,
-    limit: float | None = None,
-    words: Mapping[str, str] | None = None,
-    width: float = WIDE,
-) -> str:
+    stacks: Sequence[Stack], *, title: str, unit: str, limit: float | None = None,
+    words: Mapping[str, str] | None = None, width: float = WIDE,
+) -> str:  # fmt: skip
     """Horizontal bars of one scale, the largest parts first, each part with its colour; `limit` is a line across.
 
     Parts below half a per cent of the longest bar are summed up as "other". Raises ValueError without any bar.

@@ -24,23 +24,17 @@ def environment() -> dict[str, Any]:
     it; None outside a repository), `command` that started the process, and `time` (UTC).
     """
     return {
-        "machine": machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "command": command(),
+        "machine": machine(), "versions": versions(), "commit": commit(), "command": command(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    }  # fmt: skip
 
 
 def machine() -> dict[str, Any]:
     """The hardware as the operating system reports it; `threads` is torch's number, if it is loaded."""
     hardware: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.release()}",
-        "processor": processor(),
-        "cores": _cores(),
-        "memory_bytes": memory_bytes(),
-        "gpus": _gpus(),
-    }
+        "system": f"{platform.system()} {platform.release()}", "processor": processor(), "cores": _cores(),
+        "memory_bytes": memory_bytes(), "gpus": _gpus(),
+    }  # fmt: skip
     torch = sys.modules.get("torch")
     if torch is not None:
         hardware["threads"] = int(torch.get_num_threads())

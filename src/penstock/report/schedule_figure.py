@@ -26,14 +26,9 @@ _TINTS = (42, 24)
 
 
 def schedule_figure(
-    simulation: Simulation,
-    *,
-    title: str,
-    unit: str = "",
-    memory_unit: str = "",
-    width: float = WIDE,
+    simulation: Simulation, *, title: str, unit: str = "", memory_unit: str = "", width: float = WIDE,
     alone: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """One `<svg>` element; `alone` makes it a file of its own. `unit` and `memory_unit` name those of the costs.
 
     Raises `ConfigError` for more than 20,000 actions, which no page shows.

@@ -82,14 +82,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         raise ConfigError(waits(schedule, [len(done) for done in starts]))
     busy = tuple(end - lost for end, lost in zip(clocks, waited))
     return Simulation(
-        schedule=schedule,
-        costs=costs,
-        makespan=max(clocks, default=0),
-        ideal=ratio(sum(busy), len(busy)),
-        busy=busy,
-        peak_memory=_peaks(schedule, costs),
-        starts=tuple(map(tuple, starts)),
-    )
+        schedule=schedule, costs=costs, makespan=max(clocks, default=0), ideal=ratio(sum(busy), len(busy)),
+        busy=busy, peak_memory=_peaks(schedule, costs), starts=tuple(map(tuple, starts)),
+    )  # fmt: skip
 
 
 _Box = list[Any]
@@ -235,15 +230,10 @@ class Measured(Simulation):
         )
         peaks = tuple(map(_most_held, schedule.ranks))
         return cls(
-            schedule=schedule,
-            costs=Costs(),
-            makespan=end - first,
-            ideal=ratio(sum(busy), len(busy)),
-            busy=busy,
-            peak_memory=peaks,
-            starts=tuple(tuple(span.start - first for span in spans) for spans in ranks),
-            spans=moved,
-        )
+            schedule=schedule, costs=Costs(), makespan=end - first, ideal=ratio(sum(busy), len(busy)),
+            busy=busy, peak_memory=peaks,
+            starts=tuple(tuple(span.start - first for span in spans) for spans in ranks), spans=moved,
+        )  # fmt: skip
 
     def timeline(self) -> list[Span]:
         """Every action with its rank, start and end, by rank and then by time."""

@@ -203,8 +203,7 @@ class TokenStack(nn.Module):
             if given.memory_seen is not None:
                 given.past.see(given.memory_seen)
             return given.past.context(self, x, given.memory)
-        sizes, batches, causal = self.sizes, given.batches, self._is_causal(given)
-        lengths, prefixes, documents = given.lengths, given.prefixes, unpadded or given.documents
+        sizes, causal = self.sizes, self._is_causal(given)
         turns: dict[str, Any] = rotations(self.turns, places, sequence_first=self.sequence_first)
         bias = None
         if self.relative is not None:
@@ -212,35 +211,42 @@ class TokenStack(nn.Module):
         elif sizes.positions == "alibi":
             bias = alibi(sizes.heads, tokens, tokens, x.device)[:, self.heads]
 
+        described = (given.lengths, given.prefixes, given.documents, unpadded, bias)
+        mask = near = None  # the kernel's own causal mask, or none, is enough
+        if any(self.windows) or len(given.batches) > 1 or any(one is not None for one in described):
+            mask, near = self._masks(x, tokens, given, unpadded or given.documents, bias, causal=causal)
+        context = Context(mask=mask, near=near, causal=causal if given.batches else None, **turns)
+        return context if given.memory is None else self._beside(context, given.memory, given, x)
+
+    def _masks(
+        self, x: Tensor, tokens: int, given: RunInputs, documents: Tensor | Unpadded | None, bias: Tensor | None,
+        *, causal: bool,
+    ) -> tuple[Tensor | AttentionMask | None, Tensor | AttentionMask | None]:  # fmt: skip
+        """The masks of blocks that attend to all tokens, and of those with a window."""
+        lengths, prefixes = given.lengths, given.prefixes
         known: dict[str, Any] = {
             "varlen": self._knows_lengths(x), "samples": x.shape[0], "device": x.device,
             "dtype": type_of_scores(x), "lengths": lengths, "prefixes": prefixes,
         }  # fmt: skip
 
         def seen(window: int | None) -> Tensor | AttentionMask | None:
-            if len(batches) < 2:
+            if len(given.batches) < 2:
                 return self._sight(tokens, window, bias, documents, causal=causal, **known)
             assert not isinstance(documents, Unpadded)
             sights, first = [], 0
-            for samples, hides in batches:
+            for samples, hides in given.batches:
                 some = slice(first, first + samples)
                 first += samples
                 own = None if lengths is None or hides else lengths[some]
                 inside = None if documents is None else documents[some]
                 alone = {**known, "samples": samples, "lengths": own}
                 alone["prefixes"] = None if prefixes is None or not hides else prefixes[some]
-                sights.append(
-                    AlikeSamples(
-                        samples, hides, self._sight(tokens, window, bias, inside, causal=hides, **alone)
-                    )
-                )
+                sight = self._sight(tokens, window, bias, inside, causal=hides, **alone)
+                sights.append(AlikeSamples(samples, hides, sight))
             return Batches(sights)
 
-        context = Context(
-            mask=seen(None) if 0 in self.windows else None,
-            near=seen(sizes.window) if any(self.windows) else None, causal=causal if batches else None, **turns,
-        )  # fmt: skip
-        return context if given.memory is None else self._beside(context, given.memory, given, x)
+        near = seen(self.sizes.window) if any(self.windows) else None
+        return seen(None) if 0 in self.windows else None, near
 
     def _sight(
         self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,

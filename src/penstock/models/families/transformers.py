@@ -119,23 +119,17 @@ def _llama(names: Collection[str], config: Any) -> Stacks:
     parts: tuple[Role, ...] = (
         Norm("input_layernorm"),
         _attention(
-            "self_attn",
-            inner,
-            "self_attn.o_proj",
-            config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            norms=(Norm("self_attn.q_norm"), Norm("self_attn.k_norm")),
+            "self_attn", inner, "self_attn.o_proj", config.num_attention_heads,
+            kv_heads=config.num_key_value_heads, norms=(Norm("self_attn.q_norm"), Norm("self_attn.k_norm")),
         ),
         Norm("post_attention_layernorm"),
         _perceptron("mlp", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"),
         Experts(
-            "mlp",
-            router=Linear("mlp.gate"),
+            "mlp", router=Linear("mlp.gate"), count=getattr(config, "num_local_experts", 0),
             up=Linear("mlp.experts.gate_up_proj", "column", fused=(1, 1)),
             down=Linear("mlp.experts.down_proj", "row"),
-            count=getattr(config, "num_local_experts", 0),
         ),
-    )
+    )  # fmt: skip
     blocks, before = numbered(names, r"layers\.(\d+)"), (Embedding("embed_tokens", "token"),)
     return (stack(blocks, parts, before=before, after=(Norm("norm"),)),)
 

@@ -315,7 +315,7 @@ STEPS = (
     ),
     ApplyStep(
         "stages", _cut, (TRAINING, INFERENCE), settings=("pp", "virtual"), when=lambda s: s.dims.pp > 1,
-        why="A stage's rank lets go of what others hold before anything else is made of the model.",
+        why="A rank drops the blocks of other stages before anything else is put around them.",
     ),
     ApplyStep(
         "precision", lambda model, s: apply_precision(model, s.numerics, s.device), _TRAINED,
@@ -324,7 +324,7 @@ STEPS = (
     ApplyStep(
         "device", lambda model, s: model.to(s.device) if s.rows is None else move_present(model, s.device),
         (TRAINING, TEACHER, REFERENCE, INFERENCE),
-        why="What is left is all that this rank holds, in the type that it is held in.",
+        why="The model now has this rank's parameters alone, in the type that they stay in.",
     ),
     ApplyStep("mode", lambda model, _: model.train(), (TRAINING,), why="Before anything is compiled in one mode."),
     ApplyStep(
@@ -347,7 +347,7 @@ STEPS = (
     ),
     ApplyStep(
         "attach", lambda _, s: s.stages.attach(), (TRAINING,), when=lambda s: s.stages,
-        why="Calls of the model run stages from here on: behind what replaces the class's forward.",
+        why="From here on a call of the model runs stages: after all that replaces the forward of its class.",
     ),
     ApplyStep(
         "recompute", lambda model, s: recompute_blocks(model, s.plan, s.config, s.device), (TRAINING, SCRIPT),
@@ -357,7 +357,7 @@ STEPS = (
     ApplyStep(
         "offload", lambda model, s: offload_blocks(model, s.device, keep_last=s.stages is None),
         (TRAINING, SCRIPT), settings=("offload",), when=lambda s: s.plan.offload == "activations",
-        why="Around what recomputes, so that the inputs that blocks keep leave too.",
+        why="Around recomputation, so that the inputs that recomputed blocks keep are offloaded too.",
     ),
     ApplyStep(
         "compile", _compile, _COMPUTES, settings=("compile",), when=lambda s: s.plan.compile != "none",
@@ -366,7 +366,7 @@ STEPS = (
     ApplyStep(
         "shortlist", lambda model, s: shorten(model, s.shortlist), (INFERENCE,),
         when=lambda s: s.shortlist,
-        why="Before the output is stored, of which rows are taken.",
+        why="It takes rows of the output's weight, which is stored later.",
     ),
     ApplyStep(
         "rounded", lambda model, s: store_rounded(model, rounded_parts(model, s.rounded, s.dims)), (INFERENCE,),
@@ -377,6 +377,6 @@ STEPS = (
         "store", _store, (INFERENCE,), when=lambda s: s.weights != "plain",
         why="On the device, whose memory layout the weights get.",
     ),
-    ApplyStep("join", lambda model, _: join_blocks(model), (INFERENCE,), why="Of linears in their last form."),
+    ApplyStep("join", lambda model, _: join_blocks(model), (INFERENCE,), why="It joins linears in their final form."),
 )  # fmt: skip
 """The order. `penstock.build` goes on with what is made of parameters: shards, the optimizer, masters, replicas."""

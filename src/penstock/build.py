@@ -116,8 +116,8 @@ def build(
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
     # is freed as soon as this rank has its rows, so that no rank needs memory for all.
-    # With split layers or experts, the fp32 masters of O2 are the shards of `fully_shard`, which knows DTensors, of one
-    # rank.
+    # With split layers or experts, O2 shards too, over one rank if need be: its fp32 masters are then the shards, since
+    # `fully_shard` handles DTensors.
     divided = plan.tp > 1 or plan.ep > 1
     sharded = (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
     rows: dict[str, Tensor] | None = None
@@ -141,7 +141,7 @@ def build(
 
     loss = _with_companions(loss, module, setup)
 
-    # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and what is gathered of them is half.
+    # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and are gathered in half precision.
     split, stages = setup.split, setup.stages
     replicas: DataParallel | None = None
     partial_sums = None if split is None or plan.tp == 1 else lambda: list(partial_gradients(module, split))
@@ -156,19 +156,19 @@ def build(
     if numerics.masters == "copy" and half is not None and not sharded:
         masters = MasterWeights([module], [optimizer], half, norms=numerics.norms, lists=numerics.lists)
 
-    # Replicas watch the parameters that gradients come to, so these must be the last ones.
+    # Replicas hook the parameters that get gradients, so nothing may replace parameters after this.
     if split is not None and not sharded:
-        # The passes of `replicate` know no DTensors, so that gradients are averaged after them.
+        # `replicate` cannot hook DTensors, so their gradients are averaged after the passes.
         late = partial(gradients_of, optimizer)
         buffers = running_statistics(module)
         replicas = DataParallel(model=module, dims=dims, buffers=buffers, late=late, partial=partial_sums)
     elif dims.degree(*LOSS) > 1 and not sharded:
-        # Master weights take over each micro-batch's gradients before the next, so what they have added up is reduced.
-        # Passes of a pipeline's micro-batches take turns, so it is so there too.
+        # Master weights collect the gradients of each micro-batch before the next one, so their sum is averaged after
+        # the passes; so it is in a pipeline, where the passes of micro-batches take turns.
         later = stages is not None or (numerics.masters == "copy" and plan.accumulate > 1)
         replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if later else None)
 
-    # Averages and loss scale look at the finished parameters; the step ties all together.
+    # Averages read the finished parameters. The step ties all together.
     ema: EMA | None = None
     if recipe.ema_decay is not None:
         weights = None if masters is None else masters.named(module)

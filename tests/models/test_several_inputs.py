@@ -158,8 +158,7 @@ def test_a_prefix_is_seen_whole_and_hides_what_comes_behind(documents: Tensor | 
             assert torch.equal(gradient[sample].abs().sum(-1) > 0, wanted[place])
     for seen, hides in (([0, 0], True), ([9, 9], False)):
         found = model.shared(x, given._replace(prefixes=torch.tensor(seen), batches=((2, True),)))
-        plain = RunInputs(documents=documents, batches=((2, hides),))
-        torch.testing.assert_close(found, model.shared(x, plain))
+        torch.testing.assert_close(found, model.shared(x, RunInputs(None, documents, batches=((2, hides),))))
     near = visible(9, torch.device("cpu"), causal=True, window=3, prefixes=prefixes)
     assert near is not None
     alone = visible(9, torch.device("cpu"), causal=True, window=3)

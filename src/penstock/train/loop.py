@@ -110,8 +110,7 @@ def train(
 
     With `resume` false, the files of an earlier run there are set aside under other names and the run starts again.
     `callbacks` are called with each event (see `Callback`). With `profile`, a few of the first steps are profiled into
-    `config.output`/profile. With `trace`, one of the first steps of a pipeline is drawn into `config.output`/trace,
-    beside what was predicted.
+    `config.output`/profile.
 
     Under a launcher (`torchrun`) each of its processes calls this alike and is one rank of the Plan; rank 0 alone
     writes, and all return the same.

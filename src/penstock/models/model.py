@@ -215,8 +215,8 @@ class Model(nn.Module):
             facts |= texts_of(graph, run, given)
         if run.stack.experts:
             facts["routes"] = given.routes
-        if run.stack.mixes:
-            facts |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
+            if run.stack.mixes:
+                facts |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
         if run.modulated and graph.condition is not None:
             facts["condition"] = outputs[graph.condition.name]
         outputs[run.name] = getattr(self, run.name)(x, RunInputs(**facts))

@@ -678,7 +678,7 @@ NAMES_THAT_DECIDE = {
     ("planner/rates.py", "s.name"): "what a probe has measured",
     ("planner/serve.py", "source.name"): "an input of the graph",
     ("planner/stored.py", "sample.name"): "what a probe has measured",
-    ("planner/blocks.py", "core.name"): "names the operators that take the place of a kernel",
+    ("planner/attention.py", "core.name"): "names the operators that take the place of a kernel",
 }
 _SPLITS = """
     count endswith find index partition removeprefix removesuffix replace rfind rpartition rsplit split startswith

@@ -143,7 +143,7 @@ class _Attention:
         return 3 * self.queries * c if self.form == "plain" and grouped else kept
 
     def exchange_keys(self) -> float:
-        """What context parallel devices send of keys and values; returns the bytes of their gradients."""
+        """Keys and values between context parallel devices; returns the bytes of their gradients."""
         t, keys = self.t, self.keys * self.c
         gathered, made = 2.0 * keys * t.cp, 2 * keys
         if t.cp > 1 and t.gathers_keys:

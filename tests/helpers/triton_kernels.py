@@ -122,17 +122,6 @@ def compile_for(
     return count
 
 
-def assert_close_to_exact(found: Any, eager: Any, exact: Any, *, least: float = 0.0) -> None:
-    """Numbers are at most twice as far from the exact ones as eager's of the same type, in the norm of all; `least` is
-    an error, as a share of the exact ones, that is no concern."""
-    assert found.shape == exact.shape
-    assert found.dtype == eager.dtype, (found.dtype, eager.dtype)
-    if not exact.numel():
-        return
-    errors = [float((each.detach().double() - exact.detach()).norm()) for each in (found, eager)]
-    assert errors[0] <= 2 * errors[1] + least * float(exact.detach().norm()), errors
-
-
 def after_steps(loss: Callable[..., Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
     """Weights after 32 steps of gradient descent on their loss."""
     leaves = [weight.detach().clone().requires_grad_() for weight in weights]

@@ -29,25 +29,6 @@ def test_the_reference_is_the_definition() -> None:
     assert torch.autograd.gradcheck(plain_attention, (q, k, v))
 
 
-@pytest.mark.parametrize("backend", ON_CPU)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_backends_agree_forward_and_backward(backend: AttentionBackend, dtype: torch.dtype) -> None:
-    inputs = _qkv(dtype, tokens=33)
-    gradient = torch.randn(2, 3, 33, 8, dtype=dtype)
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    plain_attention(*wide).backward(gradient.double())
-    expected = plain_attention(*wide)
-    out = attention(*inputs, backend)
-    out.backward(gradient)
-    assert out.dtype == dtype
-    # bf16 keeps 8 bits, and rounds scores, weights and sums on the way: measured 0.008 of values around 1.
-    tolerance = {"rtol": 0.02, "atol": 0.02} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(out.double(), expected, **tolerance)
-    for narrow, full in zip(inputs, wide):
-        assert narrow.grad is not None
-        torch.testing.assert_close(narrow.grad.double(), full.grad, **tolerance)
-
-
 @pytest.mark.parametrize("backend", [*ON_CPU, "native"])
 @pytest.mark.parametrize("masked", [False, True])
 def test_capped_scores_are_the_definition_whatever_the_backend(

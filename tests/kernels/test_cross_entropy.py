@@ -13,70 +13,10 @@ from penstock.kernels import choices
 from penstock.kernels import cross_entropy as kernel
 from penstock.kernels.cross_entropy import cross_entropy
 
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def _reference(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-
-
-def _both(
-    dtype: torch.dtype, smoothing: float, targets: Tensor, columns: int, factor: float = 1.0
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss and the gradients of the factors of the logits, ours and torch's."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(len(targets), 16, dtype=dtype), torch.randn(columns, 16, dtype=dtype)
-    found = []
-    for loss_of in (cross_entropy, _reference):
-        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = loss_of(F.linear(a, b), targets, smoothing)
-        (loss * factor).backward()
-        assert a.grad is not None
-        assert b.grad is not None
-        found.append([loss.detach(), a.grad, b.grad])
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("dtype", TYPES)
-def test_it_is_torchs_loss_and_gradient(
-    dtype: torch.dtype, smoothing: float, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(kernel, "takes_rows", lambda logits: False)
-    monkeypatch.setitem(choices.LOSS_PIECE, "cpu", 300)  # some rows at a time, the last time fewer
-    targets = torch.randint(0, 101, (23,))
-    targets[::5] = kernel.IGNORED
-    ours, theirs = _both(dtype, smoothing, targets, 101, factor=0.25)
-    assert ours[0].dtype == theirs[0].dtype
-    torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_code_calls_the_same(
-    dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not native:
-        monkeypatch.setattr(kernel, "takes_rows", lambda logits: False)
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda logits, targets: cross_entropy(logits, targets, 0.1, 97), backend="aot_eager", fullgraph=True
-    )
-    targets = torch.randint(0, 97, (11,))
-    targets[2] = kernel.IGNORED
-    results = []
-    for dtype_here, loss_of in ((dtype, compiled), (torch.float64, _reference)):
-        logits = torch.randn(11, 101, generator=torch.Generator().manual_seed(0)).to(dtype).to(dtype_here)
-        logits.requires_grad_()
-        loss = loss_of(logits, targets) if loss_of is compiled else loss_of(logits[:, :97], targets, 0.1)
-        (loss * 0.5).backward()
-        assert logits.grad is not None
-        results.append((loss.detach().double(), logits.grad.double()))
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3}[dtype]
-    torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
 
 
 def test_masked_entries_count_nothing() -> None:
@@ -92,9 +32,25 @@ def test_masked_entries_count_nothing() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows_and_none_that_counts(rows: int) -> None:
-    ours, theirs = _both(torch.float32, 0.1, torch.full((rows,), kernel.IGNORED), 7)
-    assert ours[0] == 0
-    torch.testing.assert_close(ours, theirs)
+    logits, targets = torch.randn(rows, 7, requires_grad=True), torch.full((rows,), kernel.IGNORED)
+    loss = cross_entropy(logits * 1.0, targets, 0.1)
+    loss.backward()
+    assert loss == 0
+    assert logits.grad is not None
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_columns_that_pad_a_product_are_no_words(compiled: bool) -> None:
+    torch._dynamo.reset()
+    loss_of = torch.compile(cross_entropy, backend="aot_eager", fullgraph=True) if compiled else cross_entropy
+    made = torch.randn(11, 101)
+    made[:, 97:] = 0
+    ours, theirs = (made.clone().requires_grad_() for _ in range(2))
+    targets = torch.arange(11)
+    loss_of(ours * 1.0, targets, 0.1, 97).backward()
+    _reference(theirs[:, :97], targets, 0.1).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_large_logits_neither_overflow_nor_vanish() -> None:

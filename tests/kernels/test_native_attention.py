@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from helpers.native_kernels import changed_terms_are_seen, needs_compiler
+from helpers.operators import gradients
 from penstock.apply import compile_model
 from penstock.build import build
 from penstock.config.model import PRESETS
@@ -32,21 +35,8 @@ def inputs(samples: int, heads: int, groups: int, queries: int, keys: int, width
     return [q.bfloat16().permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)]
 
 
-def with_gradients(
-    tensors: list[Tensor], backend: str, scores: Scores, *, weights: Tensor | None = None
-) -> list[Tensor]:
-    """The result and the gradients of q, k, v, for the same random gradient of the result."""
-    leaves = [t.detach().requires_grad_() for t in tensors]
-    if weights is not None:  # weights after dropout, as factors
-        q, k, v = leaves
-        out = (torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) * weights) @ v
-    elif backend == "plain":
-        out = plain_attention(*leaves, scores)
-    else:
-        out = attention(*leaves, "native", scores)
-    given = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    out.backward(given.to(out.dtype))
-    return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+def native(scores: Scores) -> Callable[..., Tensor]:
+    return lambda q, k, v: attention(q, k, v, "native", scores)
 
 
 def errors(ours: list[Tensor], exact: list[Tensor]) -> list[float]:
@@ -81,8 +71,9 @@ def _hold_errors(case: str, *, padded: bool) -> None:
     if causal:  # the plain form has a causal mask of square scores only
         later = torch.ones(sizes[3], keys, dtype=torch.bool).tril(keys - sizes[3])
         plain = Scores(later[None, None] if scores.mask is None else later & scores.mask)
-    exact = with_gradients([t.double() for t in tensors], "plain", plain)
-    eager, ours = with_gradients(tensors, "plain", plain), with_gradients(tensors, "native", scores)
+    by_plain = partial(plain_attention, scores=plain)
+    exact, eager = gradients(by_plain, [t.double() for t in tensors]), gradients(by_plain, tensors)
+    ours = gradients(native(scores), tensors)
     for own, theirs in zip(errors(ours, exact), errors(eager, exact), strict=True):
         assert own <= 1.5 * theirs + 1e-3, (errors(ours, exact), errors(eager, exact))
 
@@ -91,10 +82,9 @@ def _hold_errors(case: str, *, padded: bool) -> None:
 @pytest.mark.parametrize(("samples", "queries"), [(0, 5), (2, 0)])
 def test_without_queries_nothing_is_learned(samples: int, queries: int) -> None:
     tensors = inputs(samples, 2, 2, queries, 7, 16)
-    out, *gradients = with_gradients(tensors, "native", Scores())
-    assert out.shape == tensors[0].shape
-    assert [each.shape for each in gradients] == [each.shape for each in tensors]
-    assert not any(each.any() for each in gradients)
+    found = gradients(native(Scores()), tensors)
+    assert [each.shape for each in found] == [each.shape for each in (tensors[0], *tensors)]
+    assert not any(each.any() for each in found[1:])
 
 
 @needs_pairs
@@ -120,8 +110,12 @@ def _hold_dropout() -> None:
     for one, other in neighbours:  # alike as often as by chance
         assert abs((one == other).double().mean() - share**2 - (1 - share) ** 2) < 0.02
     torch.manual_seed(3)
-    ours = with_gradients(tensors, "native", Scores(dropout=share))
-    exact = with_gradients([t.double() for t in tensors], "plain", Scores(), weights=kept / (1 - share))
+    ours = gradients(native(Scores(dropout=share)), tensors)
+
+    def of_the_kept(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) * kept / (1 - share) @ v
+
+    exact = gradients(of_the_kept, [t.double() for t in tensors])
     assert max(errors(ours, exact)) < 0.01
     torch.manual_seed(3)
     again = attention(*tensors, "native", Scores(dropout=share))
@@ -153,18 +147,6 @@ def test_a_packed_projection_is_read_in_place(sequence_first: bool) -> None:
         assert torch.equal(results[0][0], results[1][0])
         assert results[0][1] is not None
         assert torch.equal(results[0][1], results[1][1])
-
-
-@needs_pairs
-def test_the_operator_keeps_torchs_contract() -> None:
-    from penstock.kernels.native_attention import _attend, _attend_packed
-
-    q, k, v = (t.requires_grad_() for t in inputs(2, 2, 1, 19, 19, 32))
-    packed = torch.randn(5, 2, 2, 3, 16).bfloat16().requires_grad_()
-    torch.library.opcheck(
-        _attend_packed, (packed, None, torch.zeros(1, dtype=torch.int64), False, 0.0, 0.2, True)
-    )
-    torch.library.opcheck(_attend, (q, k, v, None, torch.zeros(1, dtype=torch.int64), True, 0.0, 0.2))
 
 
 @needs_pairs

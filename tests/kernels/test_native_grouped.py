@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.native_kernels import changed_terms_are_seen
+from helpers.operators import assert_close_to_exact
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError
 from penstock.kernels import native_grouped
@@ -65,8 +66,7 @@ def _hold(dtype: torch.dtype, cases: tuple[str, ...] = tuple(CASES)) -> None:
         for made, reference, factors in products:
             exact = reference(*(each.double() for each in factors), counts)
             eager = reference(*factors, counts)
-            error, most = (float((one.double() - exact).norm()) for one in (made, eager))
-            assert error <= 2 * most + 2e-7 * float(exact.norm()), (case, reference, error, most)
+            assert_close_to_exact(made, eager, exact, least=2e-7)
 
 
 @needs_kernels
@@ -114,17 +114,6 @@ def test_experts_learn_alike_in_eager_and_compiled_code(dtype: torch.dtype) -> N
         results.append([out.detach(), *grads])
     torch.testing.assert_close(results[1], results[0])
     assert all(torch.equal(one, other) for one, other in zip(results[1], results[2]))
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_operators_keep_torchs_contract(dtype: torch.dtype) -> None:
-    x, weight, grad = torch.randn(5, 6).to(dtype), torch.randn(2, 4, 6).to(dtype), torch.randn(5, 4).to(dtype)
-    ends = torch.tensor([2, 5], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.penstock.native_grouped.default, (x, weight, ends))
-    torch.library.opcheck(torch.ops.penstock.native_grouped_outer.default, (grad, x, ends))
-    leaves = x.requires_grad_(), weight.requires_grad_()
-    torch.library.opcheck(torch.ops.penstock.grouped.default, (*leaves, ends, False))
 
 
 @needs_kernels

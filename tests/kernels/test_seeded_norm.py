@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from helpers.triton_kernels import assert_close_to_exact
+from helpers.operators import assert_close_to_exact, gradients
 from penstock.config.model import PRESETS
 from penstock.errors import ConfigError
 from penstock.kernels.residual_norm import add_norm, drawn, seed_of
@@ -35,8 +35,8 @@ MUTANTS = [
 
 
 def seeded_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, p: float, centred: bool = True,
-    seed: Tensor | None = None,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, p: float,
+    centred: bool = True, seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The norm of a residual and a branch x, in the type of the branch, and their sum."""
     own, scale = seed_of(x.device, p)
@@ -48,24 +48,15 @@ def seeded_norm(
 
 
 def eager(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor, centred: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, mask: Tensor,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """torch's own operators; the mask is 0 or 1 / (1 − p)."""
     total = residual + x * mask.to(x.dtype)
     of = total.to(x.dtype)
     if centred:
         return F.layer_norm(of, of.shape[-1:], weight, bias, 1e-5), total
     return F.rms_norm(of, of.shape[-1:], weight, 1e-5), total
-
-
-def compared(run: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor | None]) -> list[Tensor]:
-    """Results and gradients under drawn gradients of both results."""
-    leaves = [None if each is None else each.detach().requires_grad_() for each in inputs]
-    results = run(*leaves)
-    generator = torch.Generator().manual_seed(3)
-    grads = [torch.randn(each.shape, generator=generator).to(each) for each in results]
-    torch.autograd.backward(results, grads)
-    return [*results, *(each.grad for each in leaves if each is not None and each.grad is not None)]
 
 
 def check(device: str) -> None:
@@ -93,13 +84,10 @@ def check(device: str) -> None:
         mask = torch.ones(shape, device=device, dtype=torch.float64)
         if level:
             mask = drawn(seed, x[..., 0].numel(), columns, level).view(shape).double() / (1 - level / 2**24)
-        inputs = [x, residual, weight, bias]
-        fused = compared(partial(seeded_norm, p=p, centred=centred, seed=seed), inputs)
-        exact = compared(
-            partial(eager, mask=mask, centred=centred), [None if t is None else t.double() for t in inputs]
-        )
-        plain = compared(partial(eager, mask=mask, centred=centred), inputs)
-        assert len(fused) == len(exact) == len(plain)
+        inputs = [one for one in (x, residual, weight, bias) if one is not None]
+        by_eager = partial(eager, mask=mask, centred=centred)
+        fused = gradients(partial(seeded_norm, p=p, centred=centred, seed=seed), inputs)
+        exact, plain = gradients(by_eager, [t.double() for t in inputs]), gradients(by_eager, inputs)
         for one, other, right in zip(fused, plain, exact, strict=True):
             assert_close_to_exact(one, other.to(one.dtype), right, least=1e-6)
         assert torch.equal((fused[1] == residual) | (mask > 0), torch.ones_like(mask, dtype=torch.bool))
@@ -134,24 +122,21 @@ def test_the_plain_form_is_as_exact_as_eager() -> None:
     check("cpu")
 
 
-@pytest.mark.slow
-def test_the_operator_is_one_to_torch() -> None:
-    """Its fake, its gradients, its place in a compiled graph, and recomputation."""
+def test_its_gradients_are_those_of_its_results() -> None:
     x, residual = (torch.randn(6, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight, bias = (torch.randn(10, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    seed, scale = torch.tensor([5]), 2**24 / (2**24 - LEVEL)
-    for kept, centred in itertools.product((None, seed), (True, False)):
-        rest = 1e-5, not centred, torch.float64
-        arguments = (
-            residual, x, kept, scale if kept is not None else 1.0, weight, bias if centred else None, *rest,
-        )  # fmt: skip
-        torch.library.opcheck(torch.ops.penstock.add_norm.default, arguments)
-        torch.autograd.gradcheck(
-            lambda *leaves, given=arguments: torch.ops.penstock.add_norm(
-                *leaves[:2], *given[2:4], leaves[2], *given[5:]
-            )[:2],
-            (residual, x, weight),
-        )
+    dropped = (None, 1.0), (torch.tensor([5]), 2**24 / (2**24 - LEVEL))
+    for kept, of in itertools.product(dropped, ((bias, 1e-5, False), (None, 1e-5, True))):
+
+        def made(x: Tensor, residual: Tensor, weight: Tensor, kept: Any = kept, of: Any = of) -> Any:
+            return torch.ops.penstock.add_norm(residual, x, *kept, weight, *of, torch.float64)[:2]
+
+        torch.autograd.gradcheck(made, (x, residual, weight))
+
+
+def test_a_recomputation_drops_the_same() -> None:
+    x, residual = (torch.randn(6, 10, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weight, bias = torch.randn(10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
 
     def sums(x: Tensor) -> Tensor:
         y, total = seeded_norm(x, residual, weight, bias, p=0.3)

@@ -132,8 +132,8 @@ def _attention(backend: Any) -> Operator:
     def inputs(*shape: int) -> list[Tensor]:
         return [torch.randn(shape) for _ in range(3)]
 
-    def ours(*qkv: Tensor) -> Tensor:
-        return attention(*qkv, backend)
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, backend)
 
     return Operator(ours, plain_attention, inputs, ((2, 3, 33, 8),), (DOUBLE, SINGLE, HALF), ("python",))
 

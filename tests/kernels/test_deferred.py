@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.watched import Watched
 from penstock.kernels.deferred import Deferred, make_at_once, put_off
 
 SAMPLES, TOKENS, WIDTH, WORDS = 3, 8, 4, 50
@@ -29,22 +29,6 @@ def _features() -> Tensor:
 def _targets() -> Tensor:
     torch.manual_seed(2)
     return torch.randint(0, WORDS, (SAMPLES, TOKENS)).masked_fill(torch.rand(SAMPLES, TOKENS) < 0.3, -100)
-
-
-class Largest(TorchDispatchMode):
-    """The most numbers of a tensor that is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.numbers = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.numbers = max(self.numbers, out.numel())
-        return out
 
 
 ROWS: dict[str, Callable[[Any], Any]] = {
@@ -119,11 +103,12 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(
 
     expected = ran()
     put_off(head)
-    with Largest() as largest:
+    sizes = [0]
+    with Watched(lambda func, args, out: sizes.append(out.numel() if isinstance(out, Tensor) else 0)):
         found = ran()
     torch.testing.assert_close(found, expected)
     chunked = name not in ("of each", "weighed")
-    assert (largest.numbers < SAMPLES * TOKENS * WORDS / 2) == chunked  # the weight has as many as four rows
+    assert (max(sizes) < SAMPLES * TOKENS * WORDS / 2) == chunked  # the weight has as many as four rows
 
 
 def test_classes_as_shares_and_other_layouts_are_made_of_logits() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.watched import Watched
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.sdpa import Switch, Watch, own_sdpa, set_sdpa
 from penstock.models.anatomy import set_switch
@@ -29,25 +29,14 @@ class Own(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
-class Names(TorchDispatchMode):
-    """Names of the operators that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.seen.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def _ran(module: nn.Module, x: Tensor, mask: Tensor | None = None) -> tuple[list[Tensor], set[str]]:
     """The result and the gradients of weights, and which operators computed them."""
     module.zero_grad()
-    with Names() as names:
+    names = set[str]()
+    with Watched(lambda func, *_: names.add(func.overloadpacket.__name__)):
         out = module(x, mask)
         out.square().sum().backward()
-    return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)], names.seen
+    return [out.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)], names
 
 
 @pytest.mark.parametrize("backend", ["plain", "math", "flash", "auto"])

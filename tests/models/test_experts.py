@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED, WORDS, batches, loss
-from helpers.op_dtypes import ProductDtypes
+from helpers.watched import ProductDtypes
 from penstock.apply import compile_model
 from penstock.build import Built, build
 from penstock.config.decoding import Weights

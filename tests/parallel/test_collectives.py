@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.layouts import LAYOUT_CASES
 from helpers.rank_pool import pool
+from helpers.watched import Watched
 from penstock.build import build
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
@@ -30,30 +30,23 @@ KINDS = {
 SAMPLES = 2
 
 
-class _Counting(TorchDispatchMode):
-    """Counts collectives by kind and bytes: of the whole that is added up, gathered or shared out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[tuple[str, int]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        kind = KINDS.get(func.overloadpacket.__name__)
-        if kind is not None and func.namespace == "_c10d_functional":
-            whole = out if kind == "gather" else args[0]
-            self.found[kind, whole.numel() * whole.element_size()] += 1
-        return out
-
-
 def _counted(name: str, line: str) -> Counter[tuple[str, int]]:
+    """Collectives by kind and bytes: of the whole that is added up, gathered or shared out."""
     case = LAYOUT_CASES[name]
     assert case.config is not None
     built = build(case.config, Plan.parse(line), loss=case.loss)
     batch = case.batches(0, SAMPLES)
-    with _Counting() as counting:
+    found: Counter[tuple[str, int]] = Counter()
+
+    def note(func: Any, args: Any, out: Any) -> None:
+        kind = KINDS.get(func.overloadpacket.__name__)
+        if kind is not None and func.namespace == "_c10d_functional":
+            whole = out if kind == "gather" else args[0]
+            found[kind, whole.numel() * whole.element_size()] += 1
+
+    with Watched(note):
         mean_loss(case.loss, built.model, batch).backward()  # type: ignore[no-untyped-call]
-    return counting.found
+    return found
 
 
 EVEN = ("llama", "bert", "bert of classes", "modernbert")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.equality import TINY, images, micro_batches, whole_weights
 from helpers.spawn import spawn
+from helpers.watched import Watched
 from penstock.build import build
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
@@ -28,19 +27,6 @@ CONV = ViTConfig(
 )  # fmt: skip
 
 
-class Heard(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _reductions(line: str) -> Counter[str]:
     """How often each collective ran in one step."""
     plan = Plan.parse(line)
@@ -48,9 +34,10 @@ def _reductions(line: str) -> Counter[str]:
     built = build(TINY, plan, recipe=Recipe(clip_norm=None), dims=dims)
     batches = micro_batches(images(0, plan.global_batch), plan, dims.rank)
     built.step(batches)
-    with Heard() as heard:
+    counts: Counter[str] = Counter()
+    with Watched(lambda func, *_: counts.update([func._schema.name] * (func.namespace == "c10d"))):
         built.step(batches)
-    return heard.counts
+    return counts
 
 
 def _counted(lines: list[str]) -> list[Counter[str]]:

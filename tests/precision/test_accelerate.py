@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from helpers.op_dtypes import ProductDtypes
+from helpers.watched import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
 from penstock.precision import master_parameters, plain, restore, scalers_of, unscale_

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from helpers.op_dtypes import ProductDtypes
 from helpers.sweeps import sweep
+from helpers.watched import ProductDtypes
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.script import Interception

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, Optimizer
 
 import penstock
-from helpers.op_dtypes import ProductDtypes
+from helpers.watched import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.script import Interception
 from penstock.script import pairing as pairing_module

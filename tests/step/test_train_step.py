@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import forked
-from penstock.build import Built, build
+from helpers.watched import Waits, host_counters
+from penstock.build import build
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -52,55 +52,6 @@ def batches(count: int = 1, *, device: str = "cpu", soft: bool = False) -> list[
     return out
 
 
-WAITS = (
-    "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2", "bincount",
-)  # fmt: skip
-
-
-class CountWaits(TorchDispatchMode):
-    """Counts what makes a host wait for a device: reading a value, shapes that depend on values, copies to the host."""
-
-    def __init__(self, counters: set[int]) -> None:
-        super().__init__()
-        self.counters = (
-            counters  # torch keeps the step counters of loop and foreach on the host, whatever the device
-        )
-        self.found: list[str] = []
-        self.patch = pytest.MonkeyPatch()
-
-    def __enter__(self) -> Any:
-        for name in ("cpu", "numpy", "tolist"):  # on a CPU these copy nothing, so that no operator shows them
-            own = getattr(Tensor, name)
-
-            def noted(tensor: Tensor, *args: Any, _name: str = name, _own: Any = own) -> Any:
-                self.found.append(_name)
-                return _own(tensor, *args)
-
-            self.patch.setattr(Tensor, name, noted)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.patch.undo()
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in WAITS and not (
-            args and isinstance(args[0], Tensor) and args[0].data_ptr() in self.counters
-        ):
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def counters_of(built: Built) -> set[int]:
-    states = built.optimizer.state.values()
-    return {
-        state["step"].data_ptr()
-        for state in states
-        if "step" in state and built.plan.optimizer in ("loop", "foreach")
-    }
-
-
 def counting(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """The summed loss, and a number of targets that only the device knows."""
     loss = F.cross_entropy(model(batch.images).float(), batch.targets, reduction="sum")
@@ -117,13 +68,13 @@ def test_never_waits_for_the_device(line: str, loss: Loss) -> None:
     built = build(TINY, plan, recipe=Recipe(ema_decay=0.9, clip_norm=0.5), loss=loss)
     data = batches(plan.accumulate, soft=loss is counting)
     built.step(data)  # creates the optimizer's state
-    with CountWaits(counters_of(built)) as counted:
+    with Waits(partial(host_counters, built.optimizer)) as waits:
         results = [built.step(data) for _ in range(3)]
-    assert counted.found == []
-    with CountWaits(set()) as counted:  # the count can fail
+    assert not waits.counts
+    with Waits() as waits:  # the count can fail
         assert results[-1].loss.item() > 0
         assert results[-1].loss.cpu().nonzero().numel() == 0
-    assert counted.found == ["_local_scalar_dense", "cpu", "nonzero"]
+    assert waits.counts == dict.fromkeys(("_local_scalar_dense", "cpu", "nonzero"), 1)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,10 @@
-"""Files and tar archives from outside, streamed: plain, or compressed with gzip, bzip2 or xz, which their content
-tells. What expands far more than data for training does is refused.
+"""Files and tar archives from outside, streamed: plain, or compressed with gzip, bzip2 or xz, recognised by their
+content. A file that expands far more than training data does is refused.
 
-Only a bounded part of an archive is ever held, counted in bytes expanded. Python's tarfile is not used: it holds names,
-extended headers and maps of holes of any size, and up to Python 3.11.9 its search in extended headers takes quadratic
-time. What archives of samples need is less: regular files with names, as POSIX (ustar, pax) and GNU tar write them.
+Only a bounded part of an archive is ever in memory, counted in decompressed bytes. Python's tarfile is not used: it
+holds names, extended headers and maps of holes of any size, and up to Python 3.11.9 its search in extended headers
+takes quadratic time. Archives of samples need less: regular files with names, as POSIX (ustar, pax) and GNU tar write
+them.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _DECODERS: dict[bytes, Callable[[], Any]] = {
 
 
 class _Expander(io.RawIOBase):
-    """A compressed file, read as what it expands to. Several compressed parts may follow each other, as from pigz."""
+    """The decompressed content of a file as a stream. Several compressed parts may follow each other, as from pigz."""
 
     def __init__(self, file: BinaryIO, make: Callable[[], Any]) -> None:
         self._file = file
@@ -133,9 +134,9 @@ _OTHERS = {
 def tar_members(path: AnyPath, limit: Callable[[str], int]) -> Iterator[tuple[str, bytes]]:
     """Name and content of each regular file in the tar archive `path`, in order.
 
-    `limit` is asked how many bytes a member of that name may have, before these are read; it raises DataError for one
-    that is not wanted. Raises DataError for members that are anything else, or lead out of the archive, and for an
-    archive that is cut off, broken, or holds more data about its members than reasonable.
+    `limit(name)` returns how many bytes that member may have, and is called before they are read; it raises DataError
+    for a member that is not wanted. Raises DataError for members that are not regular files or lead out of the archive,
+    and for an archive that is truncated, broken, or holds more metadata than is reasonable.
     """
     with open_regular(path, "The tar shard") as file:
         try:

@@ -1,8 +1,8 @@
-"""Files: the one place where a path that a user or another file named is opened for reading, and where errors of the
-system become sentences.
+"""Files: the one place that opens paths named by a user or by another file for reading, and that turns system errors
+into sentences.
 
 A path may lead to a folder, a pipe that nobody writes to, an endless device, a link to nothing, or three gigabytes of
-holes. So it is looked at before it is opened, only regular files are read, and never more than the caller can use.
+holes. So the path is checked before it is opened, only regular files are read, and never more than the caller can use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def open_regular(
 def read_bytes(
     path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
 ) -> bytes:
-    """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors as of `open_regular`."""
+    """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors are those of
+    `open_regular`."""
     with _refusing(path, what, error, remedy):
         return content(path, limit=limit)
 
@@ -102,7 +103,7 @@ def content(path: AnyPath, *, limit: int) -> bytes:
 def read_text(
     path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
 ) -> str:
-    """As `read_bytes`, for text in UTF-8, with or without a byte order mark."""
+    """Read text in UTF-8, with or without a byte order mark, as `read_bytes` reads bytes."""
     raw = read_bytes(path, what, limit=limit, error=error, remedy=remedy)
     try:
         return raw.decode("utf-8-sig")
@@ -114,8 +115,8 @@ def read_text(
 
 
 def visible_files(root: AnyPath) -> Iterator[str]:
-    """Paths of all files in a folder and below it that are not hidden, nor in a hidden folder. Raises OSError for a
-    folder that may not be listed."""
+    """Paths of all files in a folder and below it, except hidden files and hidden folders. Raises OSError for a folder
+    that may not be listed."""
     # Not `Path.rglob`, which passes over such folders silently.
     for folder, folders, files in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if name[0] != "."]
@@ -141,7 +142,7 @@ def write_bytes(path: AnyPath, data: bytes) -> None:
         if file.exists() and not file.is_file():  # such as /dev/stdout
             file.write_bytes(data)
             return
-        # Whoever reads meanwhile sees the file of before or the new one.
+        # A reader meanwhile sees either the old file or the new one.
         replace_file(Path(os.path.realpath(file)), lambda partial: partial.write_bytes(data))
     except OSError as problem:
         raise EnvironmentProblem(
@@ -150,8 +151,8 @@ def write_bytes(path: AnyPath, data: bytes) -> None:
 
 
 def own_file(folder: AnyPath, name: str) -> Path:
-    """The path of a file, or folder, that Penstock itself names in a folder of its own, such as a run's. To be asked
-    before each write. Raises EnvironmentProblem where a part of `name` is a link: writing would change another file.
+    """The path of a file or folder that Penstock names itself in a folder of its own, such as a run's. Call it before
+    each write. Raises EnvironmentProblem where a part of `name` is a link: writing would change another file.
     """
     path = Path(folder)
     for part in Path(name).parts:
@@ -165,7 +166,7 @@ def own_file(folder: AnyPath, name: str) -> Path:
 
 
 def require_folder(path: AnyPath) -> None:
-    """Make a folder, and see that files can be made in it, before hours of work whose results go there."""
+    """Make a folder and check that files can be made in it, before hours of work whose results go there."""
     with naming(path):
         os.makedirs(path, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -174,7 +175,7 @@ def require_folder(path: AnyPath) -> None:
 
 @contextlib.contextmanager
 def naming(path: AnyPath) -> Iterator[None]:
-    """Give the path to an error of the system inside that has none, as those of writing have none."""
+    """Add the path to system errors raised inside that have none; errors of writing have none."""
     try:
         yield
     except OSError as problem:
@@ -184,8 +185,8 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 
 def explained(problem: OSError) -> EnvironmentProblem | None:
-    """An error of the system about files and disks, as a sentence with path and remedy; None for any other, such as
-    those of connections.
+    """A system error about files and disks as a sentence with path and remedy; None for other errors, such as those of
+    connections.
     """
     if problem.errno not in _CAUSES or isinstance(problem.filename, int):
         return None
@@ -219,8 +220,8 @@ def remedy_for(problem: OSError) -> str:
 
 
 def quoted(value: object, longest: int = 80) -> str:
-    """Anything from outside, to be shown in a message: in quotes, its control characters and terminal escapes spelled
-    out, its middle left out where it is long.
+    """A value from outside as a message shows it: in quotes, with control characters and terminal escapes spelled out,
+    and without its middle where it is long.
     """
     text = value if isinstance(value, str) else str(value)
     if len(text) > longest:
@@ -230,7 +231,7 @@ def quoted(value: object, longest: int = 80) -> str:
 
 
 def shown(path: AnyPath) -> str:
-    """A path as it is; in quotes where it would not be seen well (see `quoted`)."""
+    """A path as it is, or in quotes where it has spaces or characters that a terminal would not show (see `quoted`)."""
     text = os.fspath(path)
     return text if text.isprintable() and 0 < len(text) <= 500 else quoted(text)
 
@@ -247,7 +248,8 @@ def _refusing(path: AnyPath, what: str, error: type[PenstockError], remedy: str)
 
 def _opened(path: AnyPath, limit: int | None) -> BinaryIO:
     try:
-        # A look before it is opened, for opening some devices does something; and one after, for it may be another now.
+        # Checked before it is opened, because opening some devices has effects, and again after, because the path may
+        # have changed.
         _refuse_others(os.stat(path))
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:

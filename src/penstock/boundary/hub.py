@@ -27,8 +27,8 @@ OFFLINE = (
 
 
 def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool]) -> Path | None:
-    """The folder in the cache with the `files` (names or patterns) of `name` on the hub, to which they are fetched
-    once: `google/vit-base-patch16-224`, with `@REVISION` if you like. None where what is there is not `enough`.
+    """The cache folder with the `files` (names or patterns) of a model on the hub, downloaded once. `name` is like
+    `google/vit-base-patch16-224`, optionally with `@REVISION`. None where the folder does not hold `enough`.
 
     Raises:
         ConfigError: there is no such name on the hub. EnvironmentProblem: there is no network, or the extra `hf` is
@@ -47,9 +47,9 @@ def hub_folder(name: str, files: Sequence[str], *, enough: Callable[[Path], bool
 
 
 def local_weights(source: str | Path) -> Path:
-    """A path as it is, or of a run's folder that of its export; of a name on the hub (`google/vit-base-patch16-224`,
-    with `@REVISION` if you like) the folder in the cache, to which it is fetched once. Only safetensors, what says
-    how to use them, and a tokenizer's files are fetched.
+    """The folder of weights that a path or a name means: a path itself, the export of a run's folder, or for a name on
+    the hub (`google/vit-base-patch16-224`, optionally with `@REVISION`) the cache folder, into which it is downloaded
+    once. Only safetensors, configurations and a tokenizer's files are downloaded.
 
     Raises:
         ConfigError: neither a path nor a model on the hub, one without safetensors, or a checkpoint.
@@ -89,7 +89,7 @@ def _cached(hub: Any, options: dict[str, object], enough: Callable[[Path], bool]
 
 
 def _fetched(hub: Any, options: dict[str, object]) -> Path:
-    """Fetch the files. A network that is not there is noticed at once, and one that is silent after ten seconds."""
+    """Download the files. A missing network is noticed at once, and a silent one after ten seconds."""
     from huggingface_hub import errors
 
     name = str(options["repo_id"])
@@ -109,7 +109,7 @@ def _fetched(hub: Any, options: dict[str, object]) -> Path:
 
 
 def _alike(name: str) -> str:
-    """` Did you mean runs/digits?`, where a path so written has such a neighbour; else an empty string."""
+    """A hint such as ` Did you mean runs/digits?` where a similar path exists; else an empty string."""
     path = Path(name)
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)

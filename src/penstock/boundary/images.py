@@ -36,7 +36,7 @@ class Header(NamedTuple):
     width: int
     height: int
     components: int
-    """Colour components of a JPEG (1, 3 or 4); 0 where the decoder will tell."""
+    """Colour components of a JPEG (1, 3 or 4); 0 for other formats, whose decoder knows."""
     orientation: int
     """EXIF orientation 1..8; 1 is upright, as is a TIFF, which its decoder turns."""
 
@@ -46,7 +46,7 @@ class Header(NamedTuple):
 
 
 def check_image(data: bytes, max_pixels: int) -> Header:
-    """The header of an image that may be decoded. Raises Unreadable for any other."""
+    """Return the header of an image that is safe to decode. Raises Unreadable for any other."""
     header = read_header(data)
     check_size(header, len(data), max_pixels)
     if header.format == "JPEG":

@@ -13,7 +13,7 @@ from penstock.errors import PenstockError
 
 SEAL: Final = "sha256"
 _BOUNDS = Bounds(bytes=1 << 26, values=1 << 21, infinite=True)
-"""The seal is looked at before the numbers are."""
+"""The seal is verified before the numbers are parsed."""
 
 
 def sealed(body: Mapping[str, Any]) -> bytes:
@@ -26,7 +26,7 @@ def sealed(body: Mapping[str, Any]) -> bytes:
 def read_manifest(
     path: AnyPath, where: str, *, error: type[PenstockError], remedy: str = ""
 ) -> tuple[dict[str, Any], bool]:
-    """The table in the manifest `path`, and whether it carries a seal, which is then right.
+    """The table in the manifest `path`, and whether it carries a seal; a seal that is there was verified.
 
     Raises:
         PenstockError: as `error`: it cannot be read, is no table, or does not match its seal. The message begins with

@@ -1,5 +1,5 @@
-"""Files that are run or believed, such as compiled kernels and measurements in a cache: whether another user may have
-written them. As ssh does with its own files, only what this user and root alone can write is trusted."""
+"""Whether another user may have written files that are run or believed, such as compiled kernels and measurements in a
+cache. Like ssh with its own files, only files that nobody but this user and root can write are trusted."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.boundary.files import AnyPath, shown
 
 
 def distrust(path: AnyPath) -> str:
-    """Why `path` may hold what another user wrote: a sentence without its full stop; empty where it cannot. What does
-    not exist yet is judged by the folders above it, up to this user's home.
+    """Why another user may have written `path`: a sentence without its full stop, empty where nobody can have. A path
+    that does not exist yet is judged by the folders above it, up to this user's home.
     """
     whole, home = Path(os.path.abspath(path)), os.path.expanduser("~")
     for way in dict.fromkeys((whole, Path(os.path.realpath(whole)))):
@@ -24,7 +24,7 @@ def distrust(path: AnyPath) -> str:
             for state in states:
                 if state.st_uid not in (0, os.geteuid()):
                     return f"{shown(part)} belongs to {_name(state.st_uid)}"
-            # Nobody can replace what others own in a folder with the sticky bit, such as /tmp.
+            # In a folder with the sticky bit, such as /tmp, nobody can replace a file that somebody else owns.
             sticky = part != way and state.st_mode & stat.S_ISVTX
             if _others_write(state) and not sticky:
                 return f"other users may write {shown(part)} (`chmod go-w {shown(part)}` forbids it)"

@@ -1,4 +1,4 @@
-"""Packages that come with an extra: the one place where their absence becomes a sentence."""
+"""Optional packages: the one place that turns their absence into an error that names the extra."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from penstock.errors import EnvironmentProblem
 
 
 def package(name: str, need: str, extra: str) -> Any:
-    """The package or module `name`. Raises EnvironmentProblem where it cannot be imported: `need`, and how to install
-    the extra of Penstock that brings it."""
+    """Import the package or module `name`. Raises EnvironmentProblem where it is missing; the message is `need` and how
+    to install the extra of Penstock that includes it."""
     try:
         importlib.import_module(name.partition(".")[0])
         return importlib.import_module(name)

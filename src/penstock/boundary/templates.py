@@ -1,4 +1,4 @@
-"""Texts that templates from outside make, rendered by a process that has little time and little memory."""
+"""Rendering of templates from outside, in a process with little time and little memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _PROGRAM = Path(__file__).with_name("render.py")
 
 
 class _Renderer:
-    """The process, which starts with the first text, and again after a template has ended it. A forked process has one
-    of its own."""
+    """The process that renders. It starts with the first text, and again after a template has ended it. A forked
+    process starts its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -72,8 +72,8 @@ def check_template(template: str) -> None:
 
 
 def render(template: str, values: dict[str, Any]) -> str:
-    """The text that a template makes of values. Raises ConfigError for one that does not take them, or that needs more
-    than `SECONDS`, 512 MiB or 2²⁴ characters for it."""
+    """Render a template with values. Raises ConfigError for a template that does not accept them, or that needs more
+    than `SECONDS`, 512 MiB or 2²⁴ characters."""
     return _answer(template, values)
 
 

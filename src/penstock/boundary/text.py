@@ -1,4 +1,4 @@
-"""Text files from outside: line by line or element by element, of which none may be endless, plain or compressed."""
+"""Text files from outside, plain or compressed, read line by line or element by element; each has a limit."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def read_lines(
 ) -> Iterator[Line]:
     """The lines of the file `path`, with or without a byte order mark, numbered from 1.
 
-    `encoding` is a text encoding that Python knows. A line that is too long or no UTF-8 comes with its problem, and
-    the next follows. What breaks the file itself is the problem of the last line. At most `longest` bytes are held.
-    Raises DataError for what is no file.
+    `encoding` is a text encoding that Python knows. A line that is too long or not UTF-8 has its `problem` set, and
+    reading goes on. A fault of the file itself is the problem of the last line. At most `longest` bytes are in memory.
+    Raises DataError for a path that is no file.
     """
     return _read(path, what, encoding, partial(_lines, longest=longest))
 
@@ -42,8 +42,8 @@ def read_lines(
 def read_json_texts(
     path: AnyPath, what: str, *, longest: int = LINE_BYTES, encoding: str = "utf-8"
 ) -> Iterator[Line]:
-    """The texts of JSON in the file `path`: its lines, or of a file that is one list, the elements of that, numbered
-    from 1. Otherwise as `read_lines`."""
+    """The JSON texts in the file `path`, numbered from 1: its lines, or the elements of a file that is one list. Limits
+    and errors are those of `read_lines`."""
     head = next(_read(path, what, encoding, _beginning)).text
     split = _elements if head.lstrip("\ufeff \t\r\n").startswith("[") else _lines
     return _read(path, what, encoding, partial(split, longest=longest))
@@ -52,7 +52,7 @@ def read_json_texts(
 def _read(
     path: AnyPath, what: str, encoding: str, split: Callable[[io.BufferedIOBase], Iterator[Line]]
 ) -> Iterator[Line]:
-    """The parts of a file, expanded and in UTF-8, and what breaks it as the last of them."""
+    """The parts of a file, decompressed and in UTF-8; the last one is the fault that ended reading, if any."""
     number = 0
     with open_regular(path, what) as file:
         try:
@@ -145,7 +145,7 @@ def _decoded(number: int, raw: bytes) -> Line:
 
 
 def _other_encoding(number: int, raw: bytes, place: int) -> str:
-    """The byte that is no UTF-8, and the encoding that it is likely to be of."""
+    """Name the byte that is not UTF-8, and the encoding that the file probably has."""
     if number == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return "it begins as UTF-16 does; set data.encoding to utf-16"
     bad = f"byte {place + 1:,} is 0x{raw[place]:02x}"

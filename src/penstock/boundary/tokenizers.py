@@ -1,6 +1,7 @@
-"""Bounds on what a tokenizer from outside costs: the texts that its parts make of small ones, and the time of its
-regular expressions. The package `tokenizers` gives a match up after 10,000,000 steps back (Oniguruma's limit), but a
-text can have many that are nearly as long, and nothing ends a call: that of a text which takes too long goes on."""
+"""Limits on the cost of a tokenizer from outside: how long its parts may make a text, and how long its regular
+expressions may take. The package `tokenizers` abandons a match after 10,000,000 backtracking steps (Oniguruma's limit),
+but a text can have many matches that take nearly as long, and nothing can end a call: after the time limit it goes on
+in its thread."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ SECONDS, PER_SECOND = 10.0, 10_000
 _SHORT = 200
 """Characters that cannot take long, for each match has its limit."""
 RETRIES = "retry-limit-in-match over"
-"""Oniguruma's word for a match that has taken too many steps."""
+"""Oniguruma's message for a match that has taken too many steps."""
 
 
 def in_time(work: Callable[[], T], characters: int, name: str) -> T:
-    """Run `work`, which reads this many characters, for its result. Raises DataError where it takes too long."""
+    """Return the result of `work`, which reads this many characters. Raises DataError where it takes too long."""
     if characters <= _SHORT:
         return work()
     result: Future[T] = Future()
@@ -44,7 +45,7 @@ def in_time(work: Callable[[], T], characters: int, name: str) -> T:
 
 
 def slow(name: str, problem: str) -> DataError:
-    """The error of a tokenizer with a regular expression without bounds."""
+    """The error for a tokenizer whose regular expression takes unbounded time."""
     return DataError(
         f"The tokenizer {quoted(name)} {problem}: a regular expression in its tokenizer.json takes too many steps. Use "
         "another tokenizer, or simplify the expression."
@@ -52,8 +53,7 @@ def slow(name: str, problem: str) -> DataError:
 
 
 def require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
-    """Raise DataError for a normaliser or a decoder, as its `tokenizer.json` has it, that makes huge texts of small
-    ones."""
+    """Raise DataError for a normaliser or a decoder (of `tokenizer.json`) that makes huge texts from small ones."""
     for part in parts:
         factor, added = _growth(part)
         if factor > MOST_GROWTH or added > MOST_ADDED:
@@ -65,7 +65,7 @@ def require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
 
 
 def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
-    """How many characters a part of a tokenizer may make of one, and how many more it adds to a text."""
+    """The most characters that a part of a tokenizer makes of one character, and how many it adds to each text."""
     factor, added = 1.0, 0.0
     for step in part.get("normalizers") or part.get("decoders") or ():
         more, beside = _growth(step)

@@ -1,4 +1,4 @@
-"""Trees of values from outside: JSON, TOML and YAML. What they may hold is limited before their parser could suffer.
+"""Trees of values from outside: JSON, TOML and YAML. Their content is limited before it reaches a parser.
 
 A tree here is a table whose entries are text, numbers, true, false, none, lists and tables. Every parser of this module
 returns one within its `Bounds`, or raises the caller's error and nothing else. Parsers recurse into each level and
@@ -20,7 +20,7 @@ from penstock.boundary.files import AnyPath, quoted, read_bytes, shown
 from penstock.errors import ConfigError, PenstockError
 
 LEVELS = 64
-"""Tables and lists that may lie inside each other, and parts of a dotted key."""
+"""Most levels of nested tables and lists, and most parts of a dotted key."""
 INTEGERS = range(-(1 << 63), 1 << 64)
 """Whole numbers of 64 bits, with a sign or without."""
 
@@ -211,7 +211,8 @@ def _load_json(text: str, bounds: Bounds) -> Any:
 
 
 def _count_levels(outside: str, bounds: Bounds) -> None:
-    """Refuse what nests too deep or holds too much. `outside` is the text without its strings and comments."""
+    """Refuse a text that nests too deep or holds too many values. `outside` is the text without its strings and
+    comments."""
     if outside.count(",") + outside.count("[") + outside.count("{") >= bounds.values:
         raise _too_many(bounds)
     level = 0
@@ -260,7 +261,7 @@ def _load_yaml(text: str, bounds: Bounds) -> Any:
 
 @functools.cache
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader, which refuses too much as soon as it is read, before anything is built of it."""
+    """PyYAML's safe loader with limits, which are checked while it reads, before any value is built."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -301,7 +302,7 @@ def _yaml_loader() -> Any:
                 self._open.append(begun)
 
         def _end(self, ended: _Size) -> None:
-            """Add a finished value to the one that it is in."""
+            """Add a finished value to the size of the value around it."""
             if len(self._open) + ended.levels > LEVELS:
                 raise _too_deep()
             if self._open:

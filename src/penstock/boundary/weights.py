@@ -54,9 +54,8 @@ def read_header(
 ) -> dict[str, TensorInfo]:
     """Every tensor of the safetensors file `path`.
 
-    Raises:
-        CheckpointError: its header is none, a tensor is of a dtype that no weights have, or its tensors are not the
-            file's bytes exactly once. The message is `PATH refused: reason. remedy`.
+    Raises CheckpointError where the header is not valid, a tensor has a dtype that weights do not have, or the tensors do
+    not cover the file's bytes exactly once. The message is `PATH refused: reason. remedy`.
     """
     where = f"{shown(path)} {refused}"
     with open_regular(path, "The weights file", error=CheckpointError, remedy=remedy) as file:
@@ -134,8 +133,7 @@ def read_weight_map(path: Path, *, remedy: str) -> dict[str, str]:
 def read_index(path: Path, *, remedy: str) -> dict[str, Any]:
     """A `model.safetensors.index.json`, whose `weight_map` says which file of its folder holds each tensor.
 
-    Raises:
-        CheckpointError: it is no such index, or names what is no safetensors file's name.
+    Raises CheckpointError where the file is no such index, or names something other than safetensors files.
     """
     raw = read_bytes(path, "The index", limit=_INDEX.bytes, error=CheckpointError, remedy=remedy)
     where = f"The index {shown(path)}"

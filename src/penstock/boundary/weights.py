@@ -54,8 +54,8 @@ def read_header(
 ) -> dict[str, TensorInfo]:
     """Every tensor of the safetensors file `path`.
 
-    Raises CheckpointError where the header is not valid, a tensor has a dtype that weights do not have, or the tensors do
-    not cover the file's bytes exactly once. The message is `PATH refused: reason. remedy`.
+    Raises CheckpointError where the header is not valid, a tensor has a dtype that weights do not have, or the tensors
+    do not cover the file's bytes exactly once. The message is `PATH refused: reason. remedy`.
     """
     where = f"{shown(path)} {refused}"
     with open_regular(path, "The weights file", error=CheckpointError, remedy=remedy) as file:

@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _restored() -> Iterator[None]:
-    """Undo what a script leaves as its own when it ends, for a caller that goes on."""
+    """Restore what a script changed in this process, for a caller that goes on after it."""
     main_module, argv, path = sys.modules["__main__"], list(sys.argv), list(sys.path)
     try:
         yield
@@ -168,7 +168,7 @@ def _main(typed: Sequence[str]) -> int:
 
 
 def _show(error: CycloptsError) -> None:
-    """Print the problem of the command line; for an unknown option, also the one that may have been meant."""
+    """Print what is wrong with the command line; for an unknown option, also the option that was probably meant."""
     if not isinstance(error, UnknownOptionError):
         words = str(error)
         if len(words) <= _LONGEST and words.replace("\n", "").isprintable():
@@ -189,14 +189,14 @@ def _end(error: PenstockError) -> int:
 
 
 def _drop_output() -> None:
-    """Redirect stdout, which takes no more, so that Python's own flush at exit does not fail."""
+    """Redirect a closed stdout, so that Python's own flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError):  # a caller's own stream may be no file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for arguments of ours that are far too many, or that no message could show. What follows `--`
-    is a program's own.
+    """Raise ConfigError for far too many arguments of ours, or for one that no message could show. Arguments after `--`
+    belong to another program.
     """
     own_words = list(itertools.takewhile(lambda word: word != "--", words))
     if len(own_words) > _MOST_WORDS:
@@ -212,7 +212,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def before_script(tokens: Sequence[str]) -> list[str]:
-    """The command line with `--` before the script of `run` or `tune`, so that all that follows goes to the script."""
+    """The command line with `--` before the script of `run` or `tune`, so that all later arguments go to the script."""
     if not tokens or tokens[0] not in _WITH_VALUE:
         return list(tokens)
     place = 1

@@ -42,15 +42,14 @@ def configured(
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
     The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.
-    `positional` names a setting that may also be its first argument. `flags` are settings that are true where
-    they are named; others that are true or false take a value. `aliases` are other words for the beginnings of
-    options, between spaces where there are several. With `first`, `--help` lists these settings alone, and `--help-all`
-    the others too.
-    `--help` does not list settings of families other than the default's, which are as many again.
+    `positional` names a setting that may also be the first argument. `flags` are settings that are true where they are
+    named; other booleans take a value. `aliases` are other prefixes of options, separated by spaces. With `first`,
+    `--help` lists these settings alone, and `--help-all` the others too. `--help` does not list settings of families
+    other than the default's, which are as many again.
 
-    The function is called with the loaded configuration first, then with the words behind the positional setting if it
-    takes any (`*words`), and with its own options by keyword. A `loader` takes the same
-    arguments as `penstock.config.load.load`, for verbs whose defaults depend on other settings.
+    The function is called with the loaded configuration, the words after the positional setting if it takes any
+    (`*words`), and its own options by keyword. A `loader` has the arguments of `penstock.config.load.load`, for verbs
+    whose defaults depend on other settings.
     """
     every = list(settings(cls))
     shown = [setting for setting in every if not setting.families]
@@ -117,9 +116,9 @@ def _hidden(option: inspect.Parameter) -> inspect.Parameter:
 
 
 def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:
-    """`load`, which in place of a preset's name also takes a folder, a config.json, or a name on the hub, for the model
-    that it describes, also behind `hf:`, and timm's name behind `timm:`. Its name and its folder become the settings
-    `name` and `weights`, and `package.module:function` the setting `factory`, where there are such."""
+    """Load settings as `load` does, where the model may also be a folder, a config.json or a name on the hub, each with
+    or without `hf:`, or timm's name after `timm:`. The model's name and folder become the settings `name` and
+    `weights`, and `package.module:function` the setting `factory`, where these settings exist."""
     settings, known = dict(overrides), {field.name for field in fields(cls)}
     named = settings.get("model")
     given = named if isinstance(named, str) else ""
@@ -150,7 +149,7 @@ def _options(
     aliases: Mapping[str, str],
     needed: tuple[str, ...],
 ) -> Iterator[inspect.Parameter]:
-    """The listed settings, the positional one first, then those that are most needed, in a group for each part."""
+    """The listed settings, the positional one first, then the most needed ones, grouped by part."""
     parts = {setting.key.partition(".")[0] for setting in shown if "." in setting.key}
     groups: dict[str, Group] = {}
     order = [positional, *needed, *(setting.key for setting in shown)]
@@ -187,7 +186,7 @@ def _joined(words: list[str], kind: Any) -> Any:
 
 
 def _unlisted(part: str, names: list[str]) -> inspect.Parameter:
-    """The option for what `--help` does not list of a part: `--part.NAME VALUE` with any of the names."""
+    """The option that accepts the unlisted settings of a part: `--part.NAME VALUE` with any of their names."""
 
     def check(_: Any, values: dict[str, str] | None) -> None:
         for name in values or ():

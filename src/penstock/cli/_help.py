@@ -33,11 +33,11 @@ _MORE = "\n\nThese are the options that most need; `{} --help-all` lists all of 
 
 
 def describe_by_docstring(app: App, words: Sequence[str]) -> list[str]:
-    """Have the help page of the verb that the command line `words` names begin with the verb's docstring. Returns the
-    words for the parser, which knows no `--help-all`: of a verb with many options `--help` lists those that most need.
+    """Let the help page of the verb in the command line `words` begin with the verb's docstring. Returns the words for
+    the parser, which has no `--help-all`: for a verb with many options `--help` lists the most needed ones.
 
-    Verbs are imported late, so each is registered with the line that lists it. Without this, the line is all that its
-    own page says.
+    Verbs are imported late, so each is registered with one line of description. Without this, that line would be the
+    whole help page.
     """
     chain, commands, _ = app.parse_commands([word for word in words if word not in (*app.help_flags, ALL)])
     command = commands[-1]
@@ -76,7 +76,8 @@ def unknown_option_message(error: UnknownOptionError) -> str:
 
 
 def _near(word: str, names: Collection[str]) -> Iterator[str]:
-    """The options that `word` may mean: by its name elsewhere, by the last part of a dotted name, or by their look."""
+    """The options that `word` may mean: by its name in other programs, by the last part of a dotted name, or by similar
+    spelling."""
     elsewhere = ELSEWHERE.get(word, "")
     if elsewhere and elsewhere.partition(" ")[0] in (*names, "penstock"):
         yield elsewhere

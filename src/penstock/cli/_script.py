@@ -28,8 +28,8 @@ _HERE = str(Path(__file__).parent)
 def run_script(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
     """Run a file, folder or zip archive with a `__main__.py`, or with `module` a module, as `python` would.
 
-    `__main__`, `sys.argv` and `sys.path` stay the script's, for its threads and atexit functions. Passes on whatever
-    the script raises, SystemExit included. Raises ConfigError if there is no such script.
+    `__main__`, `sys.argv` and `sys.path` stay the script's, for its threads and atexit functions. Exceptions of the
+    script, SystemExit too, are not caught. Raises ConfigError if there is no such script.
     """
     if not module and not Path(target).exists():
         raise ConfigError(
@@ -96,7 +96,7 @@ def place_in_script(error: BaseException) -> str | None:
 
 @contextmanager
 def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
-    """Call `then` right after the first import of the module `name`, or now if that has happened.
+    """Call `then` right after the first import of the module `name`, or now if it is imported already.
 
     Importing torch before a script would ignore what the script may still set in its environment.
     """
@@ -114,8 +114,8 @@ def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module as the finders after it do, so that it may be looked up without being imported, by any thread and
-    any number of times; what they find calls a function once the module was imported.
+    """Finder that asks the finders after it, so that a module may be looked up without being imported, by any thread
+    and any number of times; the spec that it returns calls a function once the module was imported.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:

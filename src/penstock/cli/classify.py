@@ -91,7 +91,8 @@ def classify(
 def _with_progress(
     predictions: Iterator[ClassPrediction], total: int, *, shown: bool
 ) -> Iterator[ClassPrediction]:
-    """The same predictions, with a bar on a terminal, else a line at times, on stderr."""
+    """Yield the predictions unchanged, and show progress on stderr: a bar on a terminal, otherwise a line now and
+    then."""
     from rich.console import Console
     from rich.progress import track
 

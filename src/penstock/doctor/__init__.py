@@ -71,7 +71,7 @@ def healthy(findings: list[Finding]) -> bool:
 
 
 def _run(words: list[str]) -> tuple[int, str]:
-    """Exit code and error output of a command; 1 and why, where it could not be run."""
+    """Exit code and error output of a command; 1 and the reason where it could not be run."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=SUBPROCESS_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as failure:
@@ -80,8 +80,8 @@ def _run(words: list[str]) -> tuple[int, str]:
 
 
 def _program(area: str, name: str, program: str, detail: str, failed: str, remedy: str) -> Finding:
-    """Whether a short program runs in a Python of its own, so that a crash does not end this one. Where it does not,
-    the last line of its traceback follows `failed`."""
+    """Whether a short program runs in a Python process of its own, so that a crash does not end this one. Where it
+    fails, the last line of its traceback follows `failed`."""
     code, error = _run([sys.executable, "-c", program])
     if code == 0:
         return Finding(area, name, "ok", detail)

@@ -55,11 +55,11 @@ _BUSY = 1.2
 def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bool = False) -> Machine:
     """Measure `device` (`auto`: the current GPU, else the CPU) in a minute or two, or in seconds with `quick`.
 
-    Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and
-    what collectives take if torch.distributed is initialised with several ranks (then every rank must call this at
-    once, unless `alone`). On a GPU with a datasheet here, `peak_flops`, links and power are the datasheet's, and
-    `achievable_flops` is measured, and unless `quick` also the share of it that a minute of load sustains. Elsewhere
-    the peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
+    Returns a Machine with `source="measured"`: GEMM rates per type and shape, memory bandwidth, launch latency, and the
+    times of collectives if torch.distributed is initialised with several ranks (then every rank must call this at once,
+    unless `alone`). For a GPU whose datasheet is known, `peak_flops`, links and power come from the datasheet and
+    `achievable_flops` is measured; unless `quick`, so is the share of it that a minute of load sustains. Otherwise the
+    peak is the best rate measured. Raises `EnvironmentProblem` if there is no such device.
     """
     where = resolve_device(device)
     connected = distributed.is_available() and distributed.is_initialized() and not alone
@@ -93,11 +93,12 @@ def probe(device: str | torch.device = "auto", *, quick: bool = False, alone: bo
 
 
 def machine_for(device: str | torch.device = "auto") -> Machine:
-    """The Machine of `device`: as `penstock probe` measured it, else from its datasheet, else measured quickly now.
+    """The Machine of `device`: the one that `penstock probe` stored, else its datasheet, else a quick measurement made
+    now.
 
-    A quick measurement is kept in the cache folder, so that it is made once per machine and torch version. It is
-    repeated if a CPU is now much faster, because then it was busy. One rank of a group may call this: it measures
-    nothing that needs the others.
+    A quick measurement is stored in the cache folder, so that it is made once per machine and torch version. It is
+    repeated where a CPU is now much faster, because the CPU was busy then. One rank of a group may call this alone:
+    nothing is measured that needs the others.
     """
     where = resolve_device(device)
     name = machine_name(where)
@@ -121,7 +122,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
 
 
 def _best_of(first: Machine, second: Machine) -> Machine:
-    """The better of two measurements of each figure of a CPU: others can only slow it down."""
+    """Each figure of a CPU from the better of two measurements: other programs can only slow it down."""
     gemm = {(s.dtype, s.form, s.m, s.n, s.k): s for s in sorted(first.gemm + second.gemm, key=_rate)}
     kernels = {
         (s.name, s.dtype, s.tokens, s.features): s for s in sorted(first.kernels + second.kernels, key=_rate)
@@ -151,7 +152,7 @@ def _rate(sample: GemmSample | KernelSample) -> float:
 
 
 def _was_busy(kept: Machine, where: torch.device) -> bool:
-    """Whether a product is so much faster now that other programs must have run while `kept` was measured."""
+    """Whether a matrix product is so much faster now that other programs must have run while `kept` was measured."""
     best = max(
         (sample for sample in kept.gemm if sample.dtype == "fp32" and sample.form == "forward"),
         key=lambda sample: sample.flops_per_second,
@@ -165,7 +166,8 @@ def _was_busy(kept: Machine, where: torch.device) -> bool:
 
 
 def keep(machine: Machine) -> Path | None:
-    """Store a measured Machine in the cache folder. Logs a folder that cannot be written, and returns None."""
+    """Store a measured Machine in the cache folder. Returns None, and logs the reason, where the folder cannot be
+    written."""
     try:
         return save_machine(machine, cache_path(machine.name))
     except PenstockError as error:

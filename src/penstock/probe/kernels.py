@@ -117,9 +117,9 @@ def cases(rows: tuple[int, ...] = (512, 4096)) -> list[Case]:
 
 
 def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
-    """Times of one case: rounds interleaved, each form once in each, in an order that is reversed every other round.
+    """Times of one case, in interleaved rounds: each form once a round, in an order that is reversed every other round.
 
-    They are of the processor, so that other work on the machine counts little: set one thread before.
+    They are processor times, so that other work on the machine counts little: set one thread before.
     """
     torch.compiler.reset()
     forms: dict[str, Callable[..., Any]] = {
@@ -156,8 +156,8 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
 def measure_all(
     rounds: int, rows: tuple[int, ...] = (512, 4096), report: Callable[[KernelTime], None] = lambda time: None
 ) -> list[KernelTime]:
-    """All operators, sizes and types, on one thread and with memory that stays mapped, as a step has it; `report` is
-    called with each as it is there."""
+    """Measure all operators, sizes and types on one thread, with memory that stays mapped as in a training step;
+    `report` is called with each result as soon as it is measured."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     set_host_memory(keep=True)
@@ -174,7 +174,7 @@ def measure_all(
 
 
 def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """The table that `penstock.config.gains` keeps: of each variant and type the geometric mean over its sizes."""
+    """The table that `penstock.config.gains` stores: the geometric mean over sizes for each variant and type."""
     table: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
     for key in dict.fromkeys((one.operator, one.variant, one.dtype) for one in times):
         name, variant, dtype = key

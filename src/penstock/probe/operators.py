@@ -1,8 +1,8 @@
-"""Costs of a training step's operators on a CPU besides products and memory: exponentials, sums, dispatch.
+"""Costs of a training step's operators on a CPU, other than matrix products and memory: exponentials, sums, dispatch.
 
-On a CPU the exponentials of GELU and softmax and the sums of norms take longer than moving their numbers. Attention's
-products are too small to reach the rate of large ones. And every operator of a training step pays for its module, its
-views and autograd's bookkeeping.
+On a CPU the exponentials of GELU and softmax and the sums of norms take longer than moving their elements. Attention's
+matrix products are too small to reach the rate of large ones. And every operator of a training step pays for its
+module, its views and autograd's bookkeeping.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class _Kernels:
                 )
 
     def token_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
-        """Fused attention of one query for each pair, whose time is mostly that of beginning each pair."""
+        """Fused attention with one query per pair, which spends most of its time starting each pair."""
         for tokens, features, pairs in shapes:
             q, k, v = (self.random(1, pairs, count, features) for count in (1, tokens, tokens))
             spent = self.seconds(partial(F.scaled_dot_product_attention, q, k, v))
@@ -190,7 +190,7 @@ class _Kernels:
             )
 
     def block_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
-        """Attention as blocks in int8 compute it in one call."""
+        """Attention in one call, as int8 blocks compute it."""
         for tokens, features, pairs in shapes:
             qkv = self.random(tokens, pairs * 3 * features)
             spent = self.seconds(partial(attend_samples, qkv, features, [tokens]))
@@ -203,7 +203,7 @@ class _Kernels:
 def _fused(
     product: Tensor, bias: Tensor, gradient: Tensor, function: Mlp
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """An activation as `plan.fuse` computes it, with the bias, and its gradient with that of the bias."""
+    """An activation with its bias as `plan.fuse` computes it, and the gradients of both."""
     with torch.enable_grad():
         leaves = product.clone().requires_grad_(), bias.clone().requires_grad_()
         out = bias_activation(*leaves, function)
@@ -225,7 +225,7 @@ def _softmax(scores: Tensor) -> dict[str, Callable[[], object]]:
 
 
 class _Layer(nn.Module):
-    """A Transformer's operators, so small that only their overhead takes time."""
+    """A Transformer block so small that only the overhead of its operators takes time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -114,7 +114,7 @@ def _fp8_operands(shape: Shape, device: torch.device, generator: torch.Generator
 
 
 def _kinds(device: torch.device) -> list[_Kind]:
-    """Every way to multiply that this device may have. One that it lacks fails in its first product."""
+    """Every way to multiply that this device may support. An unsupported one fails in its first matrix product."""
     fp32 = _float_operands(torch.float32)
     kinds = [_Kind("fp32", fp32, F.linear)]
     if device.type == "cpu":
@@ -180,7 +180,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
 
 
 def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
-    """Layers that store their weights for inference on this CPU, in few bits or laid out for it, as they compute."""
+    """Rates of layers that store their weights for inference on this CPU, in few bits or in a layout of their own."""
     generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
     rows = _STORED_ROWS_QUICK if quick else _STORED_ROWS
     shapes = [
@@ -201,7 +201,8 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
 
 
 def reading_samples(budget: float) -> Iterator[KernelSample]:
-    """How fast such layers read their weights from memory: those of one row, several that fit no cache in turn."""
+    """How fast such layers read their weights from memory: several layers in turn, too large for a cache, with one row
+    of inputs."""
     x, linear = _linear((1, _READ_SIDE, _READ_SIDE), "fp32", torch.Generator().manual_seed(0))
     count = _READ_BYTES // (4 * _READ_SIDE**2)
     try:
@@ -213,7 +214,7 @@ def reading_samples(budget: float) -> Iterator[KernelSample]:
 
 
 def _stored_kinds() -> list[tuple[Products, ProductForm, Dtype]]:
-    """How layers store their weights for inference, with the form of their samples and the type of inputs."""
+    """Ways in which layers store their weights for inference, with the form of their samples and the type of inputs."""
     kinds: list[tuple[Products, ProductForm, Dtype]] = [
         (name, "stored", "fp32")
         for name, row in PRODUCTS.items()
@@ -236,7 +237,7 @@ def _linear(shape: Shape, dtype: Dtype, generator: torch.Generator) -> tuple[Ten
 def _gradient_samples(
     kind: _Kind, shape: Shape, generator: torch.Generator, budget: float
 ) -> Iterator[GemmSample]:
-    """The two products of a linear layer's backward pass, whose factors are stored as autograd passes them."""
+    """The two matrix products of a linear layer's backward pass, with factors stored as autograd passes them."""
     cpu = torch.device("cpu")
     x, weight = kind.operands(shape, cpu, generator)
     m, n, k = shape
@@ -250,8 +251,8 @@ def _gradient_samples(
 
 
 def sustained(device: torch.device, samples: list[GemmSample]) -> tuple[float, str]:
-    """The share of its burst that this GPU sustains in its largest bf16 product, or fp16 where it has no bf16, and a
-    line about it."""
+    """The share of its burst rate that this GPU sustains in its largest bf16 matrix product (fp16 where it has no
+    bf16), and a line that reports it."""
     kinds = {kind.name: kind for kind in _kinds(device)}
     name = "bf16" if any(sample.dtype == "bf16" for sample in samples) else "fp16"
     burst = max((s for s in samples if s.dtype == name), key=lambda s: s.m * s.n * s.k)

@@ -1,4 +1,4 @@
-"""How long calls take, and the rates of memory, launches, pages and, between ranks, of collectives that follow."""
+"""Times of calls, and from them the rates of memory, launches, pages and of collectives between ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _WAITS_SECONDS = 1.0
 
 @contextmanager
 def shared(device: torch.device) -> Iterator[None]:
-    """Inside, the ranks of a process group begin each measurement together: processes that share a machine then find
-    what each of them gets of it while the others do the same work."""
+    """Context in which the ranks of a process group begin each measurement together: processes that share a machine
+    then measure what each gets while the others do the same work."""
     token = _sharing.set(_waits(device))
     try:
         yield
@@ -37,8 +37,8 @@ def shared(device: torch.device) -> Iterator[None]:
 
 
 def agreed(value: float) -> float:
-    """The largest value over the ranks of a figure by which they choose what to measure together; `value` where this
-    process measures alone. Ranks that chose by their own figures would wait for each other for ever."""
+    """The largest `value` over the ranks, by which they decide what to measure together; `value` itself where this
+    process measures alone. Ranks that decided by their own values would wait for each other for ever."""
     if not _sharing.get():
         return value
     largest = torch.tensor(value, dtype=torch.float64)
@@ -47,8 +47,8 @@ def agreed(value: float) -> float:
 
 
 def _waits(device: torch.device) -> float:
-    """Elapsed over processor time of a computing rank, on average over ranks: with more ranks than processors they wait
-    for these in turns. One short measurement fits into a turn and does not show it, nor does processor time."""
+    """Elapsed time over processor time of a computing rank, averaged over ranks: with more ranks than processors they
+    take turns. A short measurement fits into one turn and does not show the wait, nor does processor time."""
     if _clock(device) is not time.process_time:
         return 1.0
     factor = torch.rand(384, 384)
@@ -63,8 +63,8 @@ def _waits(device: torch.device) -> float:
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median time of one `call` over about `budget` seconds, three times at least, after a warm-up: what a step gets,
-    too, where other guests of a host come and go."""
+    """Median time of one `call` over about `budget` seconds, at least three times, after a warm-up: what a step gets
+    where other guests of a host come and go."""
     sharing = _sharing.get()
     if sharing:
         distributed.barrier()
@@ -80,13 +80,14 @@ def seconds(call: Callable[[], object], device: torch.device, budget: float) -> 
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """One thread's work is timed in its processor time, which other processes lengthen less than the wall clock's."""
+    """The clock for `device`: processor time for one thread's work, because other processes lengthen it less than
+    wall-clock time."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.process_time if alone else time.perf_counter
 
 
 def wait(device: torch.device) -> None:
-    """Return when a device has computed all that it was given."""
+    """Wait until a device has finished all work in its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -111,7 +112,7 @@ def memory_bandwidth(device: torch.device, budget: float) -> float:
 
 
 def launch_seconds(device: torch.device) -> float:
-    """The cost of one small operator in a long row of them; each allocates its output, as in any model."""
+    """The cost of one small operator in a long sequence of them; each allocates its output, as in any model."""
     a, b = torch.ones(2, 16, device=device)
     return seconds(lambda: torch.add(a, b), device, 0.05)
 
@@ -129,7 +130,7 @@ def page_seconds() -> float:
 
     extra = []
     for _ in range(5):
-        # Private, as what is allocated is: pages that processes could share take longer.
+        # Private, like allocated memory: pages that processes could share take longer.
         with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             extra.append(fill(memory) - fill(memory))
     return max(0.0, statistics.median(extra)) / (size // _PAGE_BYTES)
@@ -165,12 +166,12 @@ TURN_SECONDS = 0.125
 
 
 def measure_link(device: torch.device) -> Link:
-    """Measure between the ranks, all of which call this at once; two or more. Every rank gets the same figures: of each
-    call the time of the rank that waits longest. It takes about a second on a CPU, and two with more than two ranks,
-    of which pairs are measured too.
+    """Measure collectives between two or more ranks, all of which call this at once. Every rank gets the same figures:
+    the time of each call on the rank that waits longest. It takes about a second on a CPU, and two seconds with more
+    than two ranks, because pairs are measured too.
 
-    On a CPU a call's own time is that between products, in which ranks wait for whichever the machine held up. Right
-    behind a barrier it is shorter.
+    On a CPU a call is timed between matrix products, where ranks wait for the one that the machine delayed. Right after
+    a barrier it would be shorter.
 
     A gather's bandwidth counts (n - 1) / n of the bytes that each of n ranks ends with, an all-reduce's twice that
     (nccl-tests' bus bandwidth).
@@ -185,7 +186,7 @@ def measure_link(device: torch.device) -> Link:
 
 
 def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
-    """Within each `group` of this size while the others do the same, or between all ranks."""
+    """Measure within each `group` of this size while the others do the same, or between all ranks."""
     ranks, rank = distributed.get_world_size(group), distributed.get_rank()
 
     def numbers(count: int) -> Tensor:
@@ -225,14 +226,14 @@ def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
 
 
 def alone_speedup(device: torch.device) -> float:
-    """How many times as fast a rank multiplies while the others wait, where ranks share a CPU; all call this at once.
-    It takes 0.5 s, and as long for each rank.
+    """How many times faster a rank multiplies while the others wait, where ranks share a CPU; all ranks call this at
+    once. It takes 0.5 s, and 0.5 s more for each rank.
     """
     ranks, rank = distributed.get_world_size(), distributed.get_rank()
     products = _Products(device)
     shared = alone = 0
-    # By turns, for the machine's speed changes. In a fixed time each, for one of a few products fits into one turn on
-    # a processor, in which a rank is as fast as alone.
+    # In turns, because the machine's speed changes; for a fixed time each, because a few products would fit into one
+    # turn on a processor, in which a rank is as fast as alone.
     for _ in range(TURNS):
         shared += products.done(TURN_SECONDS)
         for turn in range(ranks):
@@ -253,7 +254,7 @@ def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
 
 
 class _Products:
-    """Rows of products that take about `BETWEEN_SECONDS` where all ranks compute, as many on each rank."""
+    """A number of matrix products, the same on each rank, that take about `BETWEEN_SECONDS` while all ranks compute."""
 
     def __init__(self, device: torch.device) -> None:
         drawn = torch.Generator(device=device).manual_seed(0)
@@ -263,7 +264,7 @@ class _Products:
         self.count = max(1, round(BETWEEN_SECONDS * distributed.get_world_size() / float(_summed(once))))
 
     def seconds(self, rows: int, after: Callable[[], object] = lambda: None) -> float:
-        """Seconds of `rows` rows of products, with a call of `after` behind each."""
+        """Seconds of `rows` sequences of matrix products, each followed by a call of `after`."""
         distributed.barrier()
         start = time.perf_counter()
         for _ in range(rows):
@@ -273,7 +274,7 @@ class _Products:
         return time.perf_counter() - start
 
     def done(self, seconds: float) -> int:
-        """Products in `seconds` seconds."""
+        """Number of matrix products computed in `seconds` seconds."""
         distributed.barrier()
         start, count = time.perf_counter(), 0
         while time.perf_counter() - start < seconds:
@@ -288,7 +289,7 @@ def _summed(values: Tensor) -> Tensor:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of one call, of the rank for which it is longest."""
+    """Median seconds of one call on the rank where it takes longest."""
     times = []
     for _ in range(REPEATS):
         distributed.barrier()

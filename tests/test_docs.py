@@ -494,9 +494,7 @@ def test_the_table_of_forecasts_of_inference_is_what_was_measured() -> None:
     works = [(model, "pass") for model in ("bert-base", "vit-s16", "minilm", "gpt2")] + [
         ("gpt2", "generation")
     ]
-    assert named == {
-        (*work, form, batch) for work in works for form in ("int8", "packed") for batch in (1, 8)
-    }
+    assert named == {(*one, form, batch) for one in works for form in ("int8", "packed") for batch in (1, 8)}
     for cell in cells:
         error = cell["predicted"] / cell["measured"] - 1
         assert abs(error) <= 0.15, cell

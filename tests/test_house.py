@@ -632,9 +632,7 @@ FAMILIES = {
 def _family_questions(text: str) -> list[int]:
     """Lines that ask for the class of a configuration, or for a `family` other than to name it in a message."""
     tree = _parsed(text)
-    named = {
-        inside for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for inside in ast.walk(node)
-    }
+    named = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     lines = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):

@@ -56,7 +56,7 @@ def _entry(start: int, stop: int, shape: list[int], dtype: str = "F32") -> dict[
         ({"a": _entry(0, 12, [-1, -3])}, bytes(12), None, "invalid value"),
         ({"a": _entry(0, 0, [2**40, 2**40, 0])}, b"", None, "overflow"),
         ({"a": _entry(0, 12, [3], "F33")}, bytes(12), None, "is of dtype 'F33'"),
-        ({"a": _entry(0, 3, [3], "F8_E4M3")}, bytes(3), None, "is of dtype 'F8_E4M3'"),
+        ({"a": _entry(0, 3, [3], "F8_E5M2")}, bytes(3), None, "is of dtype 'F8_E5M2'"),
         ({"a": 1}, b"", None, "invalid type"),
     ],
 )

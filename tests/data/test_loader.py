@@ -127,9 +127,7 @@ def test_ranks_share_the_global_batch() -> None:
     for step, whole in enumerate(alone):
         parts = [ranks[rank][step] for rank in range(3)]
         np.testing.assert_array_equal(np.concatenate([part.ids for part in parts]), whole.ids)
-        torch.testing.assert_close(
-            torch.cat([part.images for part in parts]), whole.images, rtol=0, atol=1e-5
-        )
+        torch.testing.assert_close(torch.cat([one.images for one in parts]), whole.images, rtol=0, atol=1e-5)
 
 
 def test_accumulation_sees_the_same_samples() -> None:

@@ -126,12 +126,12 @@ def test_images_are_classified_as_evaluations_see_them(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot be read"):
         made.classify([tmp_path / "broken.png"])
-    with pytest.raises(ConfigError, match="tells no classes"):
+    with pytest.raises(ConfigError, match="has no classes"):
         Classifier(encoder("none"))
 
 
 @pytest.mark.parametrize("kind", ["avx2", "here"])
-def test_a_real_encoder_keeps_its_vectors_in_bf16_and_int8(
+def test_a_real_encoder_keeps_vectors_in_bf16_and_int8(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind != "here":

@@ -400,7 +400,7 @@ def test_shares_of_fused_matrices_are_of_every_one() -> None:
     fused = roles.Linear("qkv", "column", fused=(2, 1, 1))
     assert roles.share(fused, torch.arange(8.0), 0, 2).tolist() == [0, 1, 4, 6]
     assert roles.share(fused, torch.arange(8.0), 1, 2).tolist() == [2, 3, 5, 7]
-    with pytest.raises(ValueError, match="cannot be split over 3"):
+    with pytest.raises(ValueError, match="do not split over 3"):
         roles.share(fused, rows[:8], 0, 3)
 
 

@@ -315,9 +315,7 @@ def test_two_ranks_orthogonalise_what_one_process_does(tmp_path: Path) -> None:
     for line, got, expected in results:
         assert got.keys() == expected.keys()
         for name, value in expected.items():
-            torch.testing.assert_close(
-                got[name], value, rtol=1e-9, atol=1e-9, msg=_telling(f"{line}: {name}")
-            )
+            torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-9, msg=_telling(f"{line} {name}"))
 
 
 def test_the_plan_has_muons_products_and_what_it_sends() -> None:

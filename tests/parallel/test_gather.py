@@ -213,9 +213,7 @@ def test_weights_on_their_way_to_eight_bits_are_gathered_in_half(products: Produ
 def _kept(level: str) -> tuple[int, int]:
     plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 precision={level}")
     built = build(create(TINY), plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
-    shapes = {
-        tuple(p.shape) for name, p in built.model.named_parameters() if "blocks" in name and p.ndim == 2
-    }
+    shapes = {tuple(p.shape) for n, p in built.model.named_parameters() if "blocks" in n and p.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     saved: list[Tensor] = []
 

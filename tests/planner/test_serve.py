@@ -201,9 +201,7 @@ def test_steps_of_our_server_on_a_gpu_are_predicted_as_they_were_measured() -> N
         if way:
             assert seconds[steps] == pytest.approx(statistics.median(cell["seconds"][way]), rel=0.15)
     assert seconds["device"] < seconds["recorded"] / 1.5
-    large = [
-        predict_inference(LLAMA, H100, Serving(batch=256, steps=each)) for each in ("device", "launched")
-    ]
+    large = [predict_inference(LLAMA, H100, Serving(batch=256, steps=one)) for one in ("device", "launched")]
     assert large[0].prefill_seconds == large[1].prefill_seconds, "a busy device hides its launches"
     paged = 128 * 2**10 * 256 * (512 + 63) * (CACHE_PASSES - 1) / rates_of(H100, Plan()).memory
     more = large[1].decode_seconds_per_token - large[0].decode_seconds_per_token

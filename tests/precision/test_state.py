@@ -148,9 +148,7 @@ def test_inside_a_container_names_get_its_prefix() -> None:
     model, optimizer = pair("O2", "bf16")
     train(model, optimizer, range(3, 5))
     outer = nn.ModuleDict({"inner": model})
-    assert same(
-        {k.removeprefix("inner."): v for k, v in outer.state_dict().items()}, dict(model.state_dict())
-    )
+    assert same({k.removeprefix("inner."): v for k, v in outer.state_dict().items()}, {**model.state_dict()})
 
 
 def test_loading_refuses_what_would_lose_masters() -> None:

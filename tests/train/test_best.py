@@ -114,9 +114,7 @@ def test_patience_ends_a_run_and_the_same_command_adds_nothing(
 @pytest.mark.parametrize("longer", ["stretch", "restart"])
 def test_a_finished_run_goes_on_with_a_schedule_that_is_asked_for(config: RunConfig, longer: Any) -> None:
     train(config)
-    with pytest.raises(
-        ConfigError, match=r"(?s)recipe\.steps is 12, .* --recipe\.longer stretch, or restart"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)recipe\.steps is 12, .* --recipe\.longer stretch, or"):
         train(replace(config, recipe=replace(config.recipe, steps=12)))
     planned = replace(config, recipe=replace(config.recipe, steps=12, longer=longer))
     result = train(planned)

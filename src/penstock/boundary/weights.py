@@ -26,9 +26,10 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "I16": ("int16", 2),
     "I8": ("int8", 1),
     "U8": ("uint8", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1),
     "BOOL": ("bool", 1),
 }
-"""Types by safetensors' name: torch's name, and bytes. Its others (float8, float4, complex) hold no weights here."""
+"""Types by safetensors' name: torch's name, and bytes. Its others (float4, complex …) hold no weights here."""
 
 _HEADER = Bounds(bytes=1 << 24, values=1 << 21)
 """About 150,000 tensors: more than any published file has."""

@@ -146,9 +146,7 @@ def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     table = read_json(folder / "tokenizer.json")
     model, kinds = table["model"], gguf.TokenType
     if model["type"] != "BPE":
-        raise ConfigError(
-            f"llama.cpp has no tokenizer of the kind {model['type']} for decoders, but BPE alone."
-        )
+        raise ConfigError(f"llama.cpp has no tokenizer of the kind {model['type']} for decoders, only BPE.")
     words, types = [f"[PAD{number}]" for number in range(rows)], [kinds.UNUSED] * rows
     for word, number in model["vocab"].items():
         words[number], types[number] = word, kinds.NORMAL

@@ -223,9 +223,7 @@ class Classifier:
         self.classes = tuple(classes) or opened.classes
         self._texts: _Texts | None = None
         if opened.model.graph.classes is None:
-            raise ConfigError(
-                "The model tells no classes; give a ViT, or an encoder with a head for classes."
-            )
+            raise ConfigError("The model has no classes; give a ViT, or an encoder with a head for them.")
         if not opened.model.graph.vision:
             self._texts = _Texts(opened, batch, opened.model)
 

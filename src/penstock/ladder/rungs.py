@@ -49,9 +49,7 @@ def _has_class_token(setting: Setting, situation: Situation) -> str | None:
     obstacle = vision_only(setting)
     if obstacle or getattr(setting.model, "classifier", "") == "pooled":
         return obstacle or "the model has a pooled classifier already"
-    return (
-        "its distillation token needs a class token" if getattr(setting.model, "distilled", False) else None
-    )
+    return "distillation needs a class token" if getattr(setting.model, "distilled", False) else None
 
 
 def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:

@@ -163,9 +163,7 @@ class MixtureOfExperts(nn.Module):
                 else "This model counts visits by label; pass it routes, the label of each sample."
             )
         if routes is not None and self.kind != "given" and not self.labels:
-            raise ConfigError(
-                "This model chooses experts by itself; leave routes out, or set router to given."
-            )
+            raise ConfigError("This model chooses its experts; leave routes out, or set router to given.")
         if self.exchange is None:
             tokens, shares = x.flatten(0, -2), None if shares is None else shares.flatten()
             places = None if places is None else places.flatten()

@@ -435,9 +435,7 @@ class Model(nn.Module):
     def set_attention(self, backend: AttentionBackend) -> None:
         """Choose the kernel of attention in every block; results stay as they are."""
         if backend not in BACKENDS:
-            raise ConfigError(
-                f"There is no attention backend {backend!r}; choose one of {', '.join(BACKENDS)}."
-            )
+            raise ConfigError(f"There is no attention backend {backend!r}; choose of {', '.join(BACKENDS)}.")
         self._set("backend", backend)
 
     def set_padding(self, padding: Padding) -> None:
@@ -473,7 +471,5 @@ def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
     """The tokens of several inputs, one sample after the other. Raises ConfigError unless samples are equally long."""
     if any(part.shape[1] != parts[0].shape[1] for part in parts):
         lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
-        raise ConfigError(
-            f"Samples of inputs that one run computes are equally long, but have {lengths} tokens."
-        )
+        raise ConfigError(f"Samples that one run computes are equally long, but have {lengths} tokens.")
     return torch.cat(parts)

@@ -225,8 +225,6 @@ def _cut(tensor: Tensor, dim: int, fused: tuple[int, ...], index: int, count: in
     """Along `dim`, the share `index` of `count` of each of several matrices of the given relative sizes."""
     unit = tensor.shape[dim] // (sum(fused) * count)
     if unit * sum(fused) * count != tensor.shape[dim]:
-        raise ValueError(
-            f"{tensor.shape[dim]} rows or columns cannot be split over {count} devices as {fused}."
-        )
+        raise ValueError(f"{tensor.shape[dim]} rows or columns do not split over {count} devices as {fused}.")
     sizes = [unit * size for size in fused for _ in range(count)]
     return torch.cat(torch.split(tensor, sizes, dim)[index::count], dim)

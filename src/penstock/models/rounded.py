@@ -15,6 +15,9 @@ The layout of compressed-tensors (`penstock.models.convert.compressed_tensors`) 
 So is MXFP4 (OCP, 2023, "Microscaling Formats", section 5.3), in which gpt-oss has its experts, (E, K, N), as
 `NAME_blocks`, uint8 (E, N, G, 16), and `NAME_scales`, uint8 (E, N, G): each block is 32 numbers of 4 bits, the first of
 two in the low half of a byte, times 2^(scale − 127).
+
+And fp8 in blocks, in which DeepSeek-V3 is published: `NAME.weight`, e4m3 (N, K), and `NAME.weight_scale_inv`, fp32
+(⌈N/128⌉, ⌈K/128⌉), by which the numbers of a block are multiplied.
 """
 
 from __future__ import annotations
@@ -268,10 +271,30 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
     return made.flatten(2).mT
 
 
+_BLOCK = 128
+"""Rows and columns of the numbers in fp8 that share a scale."""
+_BLOCK_SCALE = ".weight_scale_inv"
+
+
+def _of_fp8(name: str, numbers: Tensor, scales: Tensor) -> Tensor:
+    """The weight (N, K) that is stored in fp8 with a scale for each block, in bf16."""
+    if numbers.dtype != torch.float8_e4m3fn or scales.shape != tuple(-(-n // _BLOCK) for n in numbers.shape):
+        raise CheckpointError(
+            f"{name}.weight, {numbers.dtype} {tuple(numbers.shape)}, does not go with {name}{_BLOCK_SCALE} "
+            f"{tuple(scales.shape)}: there is a scale for each {_BLOCK} × {_BLOCK} numbers of fp8. {_REMEDY}"
+        )
+    spread = scales.float().repeat_interleave(_BLOCK, 0).repeat_interleave(_BLOCK, 1)
+    return (numbers.float() * spread[: numbers.shape[0], : numbers.shape[1]]).bfloat16()
+
+
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with values in place of weights in few bits: in fp32, or in bf16 of MXFP4. Raises as
-    `rounded_in`."""
+    """The state dict with values in place of weights in few bits: in fp32, or in bf16 of MXFP4 and fp8. Raises
+    as `rounded_in`."""
     plain = dict(state)
+    for name in (key.removesuffix(_BLOCK_SCALE) for key in state if key.endswith(_BLOCK_SCALE)):
+        if f"{name}.weight" in state:
+            scales = plain.pop(name + _BLOCK_SCALE)
+            plain[f"{name}.weight"] = _of_fp8(name, state[f"{name}.weight"], scales)
     for name in (key.removesuffix("_blocks") for key in state if key.endswith("_blocks")):
         if f"{name}_scales" in state:
             plain[name] = _of_blocks(name, plain.pop(f"{name}_blocks"), plain.pop(f"{name}_scales"))

@@ -94,9 +94,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
             )
         frozen |= matching
     if len(frozen) == len(names):
-        raise ConfigError(
-            "recipe.freeze freezes the whole model, so nothing would learn; leave out the head."
-        )
+        raise ConfigError("recipe.freeze freezes the whole model: nothing would learn; leave out the head.")
     for name, parameter in uncompiled(model).named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)

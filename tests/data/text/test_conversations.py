@@ -219,9 +219,7 @@ def test_an_empty_answer_is_refused(answer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", [False, "False", 0])
 def test_an_answer_that_is_labelled_as_bad_is_not_learned(label: Any, tmp_path: Path) -> None:
     row = {"prompt": "1+1?", "completion": "3", "label": label}
-    with pytest.raises(
-        DataError, match=r"its label is false: unpaired preferences \(KTO\) are not supported"
-    ):
+    with pytest.raises(DataError, match=r"its label is false: unpaired preferences \(KTO\) are not"):
         _shown([row], tmp_path)
     assert "[[3<end>]]" in _shown([row | {"label": True}], tmp_path)
     assert "[[3<end>]]" in _shown([row], tmp_path, columns=("prompt", "completion"))
@@ -341,7 +339,5 @@ def test_nulls_of_a_table_of_arrow_do_not_reach_the_template(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["make.py", "talk.txt"])
 def test_conversations_are_not_read_of_a_text(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("print('a')\n")
-    with pytest.raises(
-        DataError, match=r"is no table. Conversations are read of files that end in .*\.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"is no table. Conversations are read of files that end in .*jsonl"):
         open_conversations(DataConfig(source=f"text:{tmp_path}/{name}"), _plain(), "train", length=99)

@@ -41,7 +41,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "CLIP": WHOLE,
     "Siglip": WHOLE,
 }
-TOWERS: dict[str, dict[str, Any]] = {**FAMILIES, "CLIPVision": WIDE, "SiglipVision": WIDE}
+OF_TEXTS = {"dropout": 0.0, "encoder_no_repeat_ngram_size": 0, "tie_word_embeddings": True}
+"""Options that older files of CLIP have and nothing reads."""
+TOWERS: dict[str, dict[str, Any]] = {
+    **FAMILIES, "CLIPVision": {**WIDE, **OF_TEXTS}, "SiglipVision": WIDE,
+}  # fmt: skip
 UNUSED = re.compile(r"mask_token|post_layernorm|vision_model\.head\.|register_tokens")
 """Weights that no class with a head for classes computes with; of no registers, too."""
 
@@ -167,6 +171,28 @@ def test_folders_go_there_and_back_to_the_bit(family: str, tmp_path: Path) -> No
     back = from_pretrained(tmp_path / "ours")
     assert back.config == ours.config
     assert all(torch.equal(back.state_dict()[name], one) for name, one in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        ("CLIP", {"classifier": "pooled", "pool_norm": "none"}), ("Siglip", {"classifier": "pooled"}),
+        ("Dinov2WithRegisters", {"classifier": "both"}),
+    ],
+)  # fmt: skip
+def test_what_was_tuned_opens_as_transformers_class_with_a_head(
+    family: str, head: dict[str, Any], tmp_path: Path
+) -> None:
+    """From the folder of the whole model, which has no classes."""
+    _theirs(family, "Model").save_pretrained(tmp_path)
+    model, images = replace(model_in(tmp_path), classes=5, **head), torch.randn(4, 3, 32, 32)
+    built = build(model, Plan(micro_batch=4), recipe=Recipe(lr=3e-3), loss=loss)
+    load_weights(built.model, tmp_path, new_head=True)
+    for _ in range(3):
+        built.step([(images, torch.arange(4))])
+    save_pretrained(built.model, tmp_path / "ours")
+    theirs = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "ours").eval()
+    _close(built.model.eval()(images), theirs(images).logits)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(freeze=("stem", "encoder.blocks.0")), Recipe(lora=Lora(rank=4))])

@@ -304,6 +304,45 @@ def test_logits_equal_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.M
         assert torch.equal(one, other), key
 
 
+def test_deepseek_is_read_as_it_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In fp8 with a scale for each block of 128 × 128, of which the last are smaller; with options that no model reads,
+    and with the block that predicts further tokens."""
+    sizes = {**DEEPSEEK, "hidden_size": 160, "vocab_size": 60, "n_group": 4, "topk_group": 2}
+    theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).eval()
+    theirs.save_pretrained(tmp_path)
+    plain, stored = load_file(tmp_path / "model.safetensors"), dict[str, Tensor]()
+    for name, weight in plain.items():
+        if not name.endswith("proj.weight"):
+            stored[name] = weight
+            continue
+        scales = torch.rand([-(-side // 128) for side in weight.shape]) + 0.5
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        spread = spread[: len(weight), : weight.shape[1]]
+        stored |= {name: (weight / spread).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        plain[name] = (stored[name].float() * spread).bfloat16().float()
+    save_file(plain, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = _run(type(theirs).from_pretrained(tmp_path).eval(), False)
+    ahead = {name.replace(".2.", ".3."): one.clone() for name, one in stored.items() if ".layers.2." in name}
+    ahead["model.layers.3.eh_proj.weight"] = torch.ones(160, 320)
+    save_file(stored | ahead, tmp_path / "model.safetensors")
+    values = json.loads((tmp_path / "config.json").read_text()) | {
+        "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "seq_aux": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with caplog.at_level("INFO"):
+        ours = from_pretrained(tmp_path)
+    assert "the checkpoint predicts further tokens than the next" in caplog.text
+    _assert_alike(_run(ours.eval(), True), expected)
+    save_file(
+        stored | {name: torch.ones(3, 3) for name in stored if "scale" in name},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(CheckpointError, match="a scale for each 128 × 128 numbers of fp8"):
+        from_pretrained(tmp_path)
+
+
 def test_experts_in_mxfp4_are_read_exactly(tmp_path: Path) -> None:
     """As the published gpt-oss has them, and as transformers dequantises them; what is saved is in bf16."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -440,9 +479,7 @@ def test_the_language_model_of_a_gemma_3_that_reads_images_is_read(prefix: str, 
     state.pop("lm_head.weight")  # the table of tokens
     outer = "" if prefix.startswith("language") else "model."
     renamed = {re.sub("^model\\.(?!language_model)", outer, name): value for name, value in state.items()}
-    renamed = {
-        name.replace("model.language_model.", prefix): value.clone() for name, value in renamed.items()
-    }
+    renamed = {name.replace("model.language_model.", prefix): one.clone() for name, one in renamed.items()}
     save_file(renamed, tmp_path / "model.safetensors")
     ours = from_pretrained(tmp_path).eval()
     loaded = load_weights(ours, tmp_path)
@@ -455,7 +492,7 @@ def test_the_language_model_of_a_gemma_3_that_reads_images_is_read(prefix: str, 
         _assert_alike(ours(tokens), expected)
     save_pretrained(ours, tmp_path / "ours")
     assert type(transformers.AutoConfig.from_pretrained(tmp_path / "ours")).__name__ == "Gemma3TextConfig"
-    with pytest.raises(ConfigError, match="has no text_config; add it"):
+    with pytest.raises(ConfigError, match="lacks text_config; add it"):
         read_text_config({"model_type": "gemma3"})
 
 

@@ -22,8 +22,8 @@ from penstock.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _FREE = FREE | {
-    "apply_layernorm", "out_features", "out_indices", "projection_dim", "reshape_hidden_states", "stage_names",
-    "use_mask_token", "vision_use_head",
+    "apply_layernorm", "dropout", "out_features", "out_indices", "projection_dim", "reshape_hidden_states",
+    "stage_names", "tie_word_embeddings", "use_mask_token", "vision_use_head",
 }  # fmt: skip
 _OWN = ("drop_path", "classifier", "class_token", "pool_norm")
 """Fields of ours that config.json keeps under `penstock`, because transformers has no option for them."""
@@ -115,9 +115,7 @@ def _tuples(value: Any) -> Any:
 
 
 _TABLES = read_shipped("backbones")
-BACKBONES = tuple(
-    _read(name, with_forms(table, _TABLES["forms"])) for name, table in _TABLES["backbones"].items()
-)
+BACKBONES = tuple(_read(name, with_forms(of, _TABLES["forms"])) for name, of in _TABLES["backbones"].items())
 
 
 def backbone_of(model_type: Any) -> Backbone | None:
@@ -180,9 +178,7 @@ def _here(option: str, value: Any, inner: Mapping[str, Any], one: Backbone, prob
     """The value of our field for that of an option, of sizes that may be pairs one number."""
     gated = bool(one.gate) and inner.get(one.gate) is True
     if value is None:
-        problems.append(
-            f"config.json has {option} null, but a model needs a value; leave it out for the default."
-        )
+        problems.append(f"config.json has {option} null, but needs a value; leave it out for the default.")
     if option == "hidden_act":
         if not isinstance(value, str) or value not in PLAIN_NAMES:
             known = ", ".join(PLAIN_NAMES)
@@ -228,9 +224,7 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any]:
     if "hidden_act" in one.options:
         values["hidden_act"] = "gelu_pytorch_tanh" if plain == "gelu_tanh" else ACTIVATIONS[plain].names[0]
     if "mlp_ratio" in values:
-        made = (
-            ratio for ratio in range(1, 17) if _hidden(config.width, ratio, gated=gated) == config.mlp_width
-        )
+        made = (n for n in range(1, 17) if _hidden(config.width, n, gated=gated) == config.mlp_width)
         values |= {"mlp_ratio": next(made, None)} | ({"hidden_act": "gelu"} if gated else {})
     if one.whole == "siglip":
         values["vision_use_head"] = config.classifier == "attention"

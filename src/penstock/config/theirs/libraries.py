@@ -50,3 +50,5 @@ LIBRARIES = tuple(
     _read(model_type, with_forms(table, _TABLES["forms"]))
     for model_type, table in _TABLES["libraries"].items()
 )
+ELSEWHERE: dict[str, str] = _TABLES["elsewhere"]
+"""Why models of other types are not read, and what to take in their place."""

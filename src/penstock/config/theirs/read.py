@@ -74,9 +74,7 @@ def named_model(source: str) -> NamedModel:
 def model_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig:
     """`config_of` a file that must say what it is of."""
     if "model_type" not in values and "architecture" not in values:
-        raise ConfigError(
-            f"{origin} has no model_type, so that it is no config.json of transformers or Penstock."
-        )
+        raise ConfigError(f"{origin} has no model_type: it is no config.json of transformers or Penstock.")
     return config_of(values, origin)
 
 
@@ -104,7 +102,7 @@ def config_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig
 def require_readable(quantisation: Any) -> None:
     """Refuse a `quantization_config` whose weights `models.rounded` does not read. Raises ConfigError."""
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
-    if method == "mxfp4":
+    if method == "mxfp4" or (method == "fp8" and quantisation.get("weight_block_size") == [128, 128]):
         return
     groups = quantisation.get("config_groups") if method == METHOD else None
     for group in groups.values() if isinstance(groups, dict) else [None]:
@@ -115,8 +113,8 @@ def require_readable(quantisation: Any) -> None:
         ):
             raise ConfigError(
                 "config.json has a quantization_config of another kind than Penstock reads: int8 with a scale for each "
-                f"output, or int4 with zero points in groups, of {METHOD}; or mxfp4. Use the model before it was "
-                "quantised, or let transformers dequantise it first."
+                f"output, or int4 with zero points in groups, of {METHOD}; mxfp4; or fp8 in blocks of 128 × 128. Use "
+                "the model before it was quantised, or let transformers dequantise it first."
             )
 
 

@@ -26,7 +26,8 @@ from penstock.config.model import (
     Words,
     stacks,
 )
-from penstock.config.theirs.libraries import LIBRARIES
+from penstock.config.theirs.backbones import BACKBONES
+from penstock.config.theirs.libraries import ELSEWHERE, LIBRARIES
 from penstock.config.theirs.library import FREE, Library, refused
 from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
 from penstock.errors import ConfigError
@@ -47,8 +48,12 @@ def library_of(model_type: Any) -> Library:
     for library in LIBRARIES:
         if library.model_type == model_type:
             return library
-    known = ", ".join(repr(library.model_type) for library in LIBRARIES)
-    raise ConfigError(f"config.json is of model_type {shown_value(model_type)}; known are 'vit', {known}.")
+    start = f"config.json is of model_type {shown_value(model_type)}"
+    if isinstance(model_type, str) and (why := ELSEWHERE.get(model_type)):
+        raise ConfigError(f"{start}, and is not read: {ELSEWHERE.get(why.removeprefix('as '), why)}.")
+    images = ("vit", *(name for one in BACKBONES for name in (one.model_type, one.whole) if name))
+    known = ", ".join(map(repr, (*images, *(library.model_type for library in LIBRARIES))))
+    raise ConfigError(f"{start}; known are {known}.")
 
 
 def read_text_config(values: Mapping[str, Any]) -> TextConfig:

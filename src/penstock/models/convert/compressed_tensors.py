@@ -101,9 +101,7 @@ def _require_linears(config: ModelConfig, rounded: Rounded) -> None:
         elif form == "int8_weights" and weight.numbers.shape[1] % 4:
             problem = f"{name} has {weight.numbers.shape[1]} inputs, which do not fill words of four numbers"
     if problem:
-        raise ConfigError(
-            f"{METHOD} cannot hold the model: {problem}. Write its values with --to transformers."
-        )
+        raise ConfigError(f"{METHOD} cannot hold the model: {problem}. Write values with --to transformers.")
 
 
 def _in_library(config: ModelConfig, linear: str, tensor: Tensor) -> dict[str, Tensor]:

@@ -33,9 +33,7 @@ from penstock.models.model import Model
 from penstock.models.rounded import RoundedWeight, plain_state, rounded_by_clips, rounded_in, without_clips
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
 
-GIVE = (
-    "Give a run's folder, one that transformers or save_pretrained wrote, or a name on the Hugging Face hub."
-)
+GIVE = "Give a run's folder, one that transformers or save_pretrained wrote, or a name on the hub."
 _CARRIED = {
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "bad_words_ids", "suppress_tokens",
     "id2label", "label2id", "labels", "labels_in_prompts", "languages", "image_range",

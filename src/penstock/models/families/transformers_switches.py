@@ -71,9 +71,7 @@ def _interface(backend: AttentionBackend) -> Any:
                 f"attention_probs_dropout_prob to 0 and pass no attention_mask, or use plan.attention sdpa."
             )
         if scaling is not None and abs(scaling * query.shape[-1] ** 0.5 - 1.0) > 1e-6:
-            raise ConfigError(
-                f"plan.attention {backend!r} scales by 1/√{query.shape[-1]}, but got {scaling}."
-            )
+            raise ConfigError(f"plan.attention {backend!r} scales by 1/√{query.shape[-1]}, not {scaling}.")
         attend: Callable[..., Tensor] = attention
         again = getattr(module, _AGAIN, False) and torch.is_grad_enabled()
         if again and keeps_scores(backend, query, query.shape[-2], Scores()):

@@ -450,9 +450,7 @@ def test_tables_of_fused_operators_are_what_was_measured() -> None:
         assert f"| {name} | {' | '.join(words)} |\n" in page, words
     gains = []
     for cell in columns:
-        parts = {
-            one["name"]: (one["milliseconds"], one["least_milliseconds"] or 0.0) for one in cell["parts"]
-        }
+        parts = {it["name"]: (it["milliseconds"], it["least_milliseconds"] or 0.0) for it in cell["parts"]}
         bound = sum(
             took if name.startswith("products") else min(took, least) for name, (took, least) in parts.items()
         )

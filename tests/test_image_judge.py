@@ -14,9 +14,7 @@ from helpers.modules import loaded
 
 
 def _load(name: str) -> ModuleType:
-    return loaded(
-        Path(__file__).parent.parent / "benchmarks" / f"{name}.py", name
-    )  # other benchmarks find it
+    return loaded(Path(__file__).parent.parent / "benchmarks" / f"{name}.py", name)  # others find it
 
 
 judge = _load("image_judge")

@@ -238,9 +238,7 @@ def _accepted(words: list[str]) -> tuple[Any, Plan]:
 def _filled(text: str, values: dict[str, str]) -> list[str]:
     """The words of the `penstock launch` command in a shell script, its variables filled in."""
     joined = text.replace("\\\n", " ")
-    line = next(
-        line for line in joined.splitlines() if "penstock launch" in line and not line.startswith("#")
-    )
+    line = next(one for one in joined.splitlines() if "penstock launch" in one and not one.startswith("#"))
     words = shlex.split(line[line.index("penstock launch") :])
     return [re.sub(r"\$\{?(\w+)\}?", lambda found: values[found[1]], word) for word in words]
 

@@ -42,9 +42,7 @@ def test_mistakes_end_with_their_code(
     assert why in capsys.readouterr().err
 
 
-def test_a_bad_image_ends_with_code_4_and_its_path(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_image_ends_with_code_4_and_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_folder(tmp_path / "set", per_class=2)
     (folder / "dog" / "0001.jpg").write_bytes(b"\xff\xd8\xff")
     assert main(["pack", str(folder), str(tmp_path / "pack")]) == 4

@@ -254,9 +254,7 @@ def test_any_config_of_transformers_is_planned_under_its_folders_name(
     assert (code, "has no config.json" in err) == (ExitCode.CONFIG, True)
 
 
-def test_the_length_of_samples_of_a_config_is_said(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_length_of_samples_of_a_config_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     words = ("plan", str(tmp_path), "--gpus", "1", "--base", "tp=1", "--top", "1")
     assert "samples of 512 tokens; --model.sequence sets how many." in run(capsys, *words)[1]

@@ -69,9 +69,7 @@ def test_tar_shards_of_names_with_train_and_val(tmp_path: Path) -> None:
         (["a"], ["b"], "classes that the train set lacks: b"),
     ],
 )
-def test_labels_that_disagree(
-    tmp_path: Path, train: list[object], val: list[object] | None, why: str
-) -> None:
+def test_labels_that_differ(tmp_path: Path, train: list[object], val: list[object] | None, why: str) -> None:
     for split, labels in (("train", train), ("val", val or train)):
         (tmp_path / "set" / split).mkdir(parents=True)
         shard(tmp_path / "set" / split / "0.tar", labels)

@@ -83,9 +83,7 @@ def test_a_label_chooses_the_experts_however_a_text_is_made(name: str) -> None:
     drafted = Generator(model, start=0, ends=(), draft=routed(name))
     assert [one.ids for one in drafted.generate(ROWS, label=LABELS, max_tokens=7, speculate=2)] == expected
     decoding = Decoding(max_tokens=7, ignore_end=True)
-    wanted = [
-        Request(ids=tuple(row), decoding=decoding, route=int(label)) for row, label in zip(ROWS, LABELS)
-    ]
+    wanted = [Request(ids=tuple(row), decoding=decoding, route=int(to)) for row, to in zip(ROWS, LABELS)]
     for cache in ("slots", "paged"):
         engine = Engine(model, slots=2, context=32, cache=cache, block=2, chunk=3, start=0)  # type: ignore[arg-type]
         assert [tuple(tokens) for tokens, _ in engine_makes(engine, wanted, late=2)] == expected, cache

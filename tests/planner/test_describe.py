@@ -287,9 +287,7 @@ def _kept_bytes(model: Model, images: torch.Tensor, *, autocast: bool) -> int:
     return sum(kept.values())
 
 
-FORMS = list(
-    itertools.product(("O0", "O1", "O3"), ("plain", "sdpa", "math"), ("batch_first", "batch_second"))
-)
+FORMS = [*itertools.product(("O0", "O1", "O3"), ("plain", "sdpa", "math"), ("batch_first", "batch_second"))]
 
 
 NEAR = {"attention_pool": 0.05, "axial": 0.13}

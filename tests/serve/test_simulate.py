@@ -99,9 +99,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
 
     taken = module._steps
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            module, "_steps", lambda turn, rows, by, until: taken(turn, rows, by, min(until, 1e-12))
-        )
+        patch.setattr(module, "_steps", lambda turn, rows, by, end: taken(turn, rows, by, min(end, 1e-12)))
         single = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64), Slow())
     assert together.latency.p95 == pytest.approx(single.latency.p95, rel=1e-3)
     assert together.tokens_per_second == pytest.approx(single.tokens_per_second, rel=1e-3)

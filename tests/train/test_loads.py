@@ -213,9 +213,7 @@ def test_a_label_chooses_the_expert_in_training_and_evaluation(
     assert record.labels == ("en", "sw", "yo")
     for layer in record.counts:
         assert [[place for place, visits in enumerate(row) if visits] for row in layer] == [[0], [1], [0]]
-    evaluation = [one for one in read_metrics(Path("given/metrics.jsonl")) if one["event"] == "evaluation"][
-        -1
-    ]
+    evaluation = [e for e in read_metrics(Path("given/metrics.jsonl")) if e["event"] == "evaluation"][-1]
     assert 0.0 <= evaluation["chrf"] <= 100.0
     words = words.replace("names:en,sw,yo", "numbers:en,de")
     assert main(["train", *words.split(), "--machine", "machine.json", "--output", "none"]) != 0

@@ -347,9 +347,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config: RunCo
     assert {name for name, _ in events(wild)} == {"start", "prediction", "steps"}
 
 
-def test_weights_that_are_not_finite_are_not_saved(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_not_finite_are_not_saved(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop._Run._train_step
 
     def poisoned(run: Any) -> None:
@@ -364,9 +362,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert checkpoint.steps(Path(config.output) / "checkpoints") == [3]
 
 
-def test_running_out_of_memory_is_said_with_advice(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_says_advice(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(run: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
 

@@ -70,9 +70,7 @@ def test_a_plain_loop(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize("kind", ["automatic", pytest.param("manual", marks=pytest.mark.slow)])
-def test_steps_of_a_trainer_are_counted_once_though_it_gives_them_a_closure(
-    kind: str, tmp_path: Path
-) -> None:
+def test_steps_of_a_trainer_are_counted_once_though_it_gives_a_closure(kind: str, tmp_path: Path) -> None:
     """As Lightning's Trainer does; its wrapped optimizer is none of its own."""
     script = Path(__file__).parents[1] / "precision" / "scripts" / "trainer_with_closures.py"
     code, out, error = forked.run_python([str(script), kind, "1", "5"], tmp_path)

@@ -62,9 +62,7 @@ def test_the_label_of_a_row_is_its_target_language(tmp_path: Path, monkeypatch: 
     assert "label" not in plain.sample.names
 
 
-def test_a_third_column_is_the_label_of_a_translation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_column_is_a_label_of_a_translation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines = [f"{n}\t{n + 1}\t{('sw', 'yo')[n % 3 == 0]}" for n in range(40)]
     (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget\tlanguage", *lines]))

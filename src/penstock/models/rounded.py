@@ -200,11 +200,8 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
             raise CheckpointError(f"{name}.weight is no {whole} matrix, as its scales want. {_REMEDY}")
         inputs = numbers.shape[-1] * (1 if offsets is None else 2)
         fits = scales.shape[:-1] == numbers.shape[:-1] and scales.shape[-1] and inputs % scales.shape[-1] == 0
-        if (
-            not fits
-            or (offsets is not None and offsets.shape != scales.shape)
-            or (one is not None and one.ndim)
-        ):
+        fits = fits and (offsets is None or offsets.shape == scales.shape)
+        if not fits or (one is not None and one.ndim):
             raise CheckpointError(
                 f"{name}{_SCALE} is {tuple(scales.shape)}, which does not go with numbers of "
                 f"{tuple(numbers.shape)} or with the other scales. {_REMEDY}"
@@ -288,8 +285,7 @@ def _of_fp8(name: str, numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with values in place of weights in few bits: in fp32, or in bf16 of MXFP4 and fp8. Raises
-    as `rounded_in`."""
+    """The state dict with values for weights in few bits, fp32, or bf16 of MXFP4 and fp8. Raises as `rounded_in`."""
     plain = dict(state)
     for name in (key.removesuffix(_BLOCK_SCALE) for key in state if key.endswith(_BLOCK_SCALE)):
         if f"{name}.weight" in state:

@@ -20,14 +20,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from helpers.checkpoints import Trainee, numbered, same_snapshot
-from helpers.rows import record
+from helpers.rows import Note
 from helpers.spawn import RankFailed, spawn
 from penstock import checkpoint
 from penstock.checkpoint import BackgroundSaver, index, manifest, storage
@@ -35,11 +34,6 @@ from penstock.errors import CheckpointError, EnvironmentProblem
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_checkpoint.json"
 whole = pytest.mark.faults
-
-
-def note(row: str, **figures: Any) -> None:
-    command = "make test-faults PYTEST=tests/faults/test_checkpoint_faults.py"
-    record(RESULTS, row, figures, command=command)
 
 
 # -- SIGKILL during save
@@ -78,7 +72,7 @@ def save_until_killed(folder: Path, doomed: int, first: int, after: float, backg
     ],
 )
 def test_after_a_kill_during_a_save_the_newest_committed_loads(
-    tmp_path: Path, world: int, kills: int
+    note: Note, tmp_path: Path, world: int, kills: int
 ) -> None:
     rng, folder = random.Random(kills), tmp_path / "checkpoints"
     done, left, promised, slowest = 0, 0, 0, 0.0
@@ -167,7 +161,7 @@ def _small_disk(size: str) -> list[str] | None:
 
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=whole)])
 def test_a_real_disk_that_fills_leaves_the_old_checkpoint_and_no_rubbish(
-    tmp_path: Path, recorded: bool
+    note: Note, tmp_path: Path, recorded: bool
 ) -> None:
     prefix = _small_disk("3m")
     if prefix is None:
@@ -182,8 +176,7 @@ def test_a_real_disk_that_fills_leaves_the_old_checkpoint_and_no_rubbish(
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr
-    if recorded:
-        note("disk full during save, tmpfs of 3 MB", old_intact=True, temporary_files_left=0, exit_code=3)
+    note("disk full during save, tmpfs of 3 MB", old_intact=True, temporary_files_left=0, exit_code=3)
 
 
 def save_beyond_a_limit(folder: Path) -> tuple[str, int]:
@@ -238,7 +231,7 @@ def kind_of(file: Path) -> str:
 
 @pytest.mark.parametrize("flips", [8, pytest.param(200, marks=whole)])
 def test_every_flipped_bit_is_refused_by_name_and_the_step_before_is_used(
-    saved_on_two: Path, flips: int, caplog: pytest.LogCaptureFixture
+    note: Note, saved_on_two: Path, flips: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng, refused = random.Random(flips), Counter[str]()
     path = saved_on_two / "step-2"
@@ -272,10 +265,7 @@ def test_every_flipped_bit_is_refused_by_name_and_the_step_before_is_used(
         "state.json",
     } < kinds
     assert {"manifest.json", "config.json", "local.safetensors"} < kinds
-    if flips >= 200:
-        note(
-            "200 bit flips in every kind of file", files=len(files), tried=flips * len(files), refused=refused
-        )
+    note("200 bit flips in every kind of file", files=len(files), tried=flips * len(files), refused=refused)
 
 
 def test_a_flip_in_latest_changes_nothing(saved_on_two: Path) -> None:
@@ -295,7 +285,7 @@ def test_a_flip_in_latest_changes_nothing(saved_on_two: Path) -> None:
 
 @pytest.mark.parametrize("rows", [2_000, pytest.param(4_000_000, marks=whole)])
 def test_truncated_and_missing_files_are_refused_at_once_with_no_tensor_touched(
-    tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
+    note: Note, tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint.save(tmp_path, numbered(2, rows=rows))
     size = checkpoint.verify(path).bytes
@@ -323,8 +313,7 @@ def test_truncated_and_missing_files_are_refused_at_once_with_no_tensor_touched(
     assert slowest < 1.0
     monkeypatch.undo()
     assert checkpoint.find(tmp_path) is not None
-    if rows > 2_000:
-        note("truncated or missing files", bytes=size, tried=tried, refused=tried, slowest_seconds=slowest)
+    note("truncated or missing files", bytes=size, tried=tried, refused=tried, slowest_seconds=slowest)
 
 
 # -- saved on two ranks, loaded on any number
@@ -341,7 +330,7 @@ def train_on(layout: str, folder: Path, save: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("saving", [pytest.param("fsdp", marks=whole), pytest.param("ddp", marks=whole)])
-def test_saved_on_two_ranks_and_loaded_on_any_number(tmp_path: Path, saving: str) -> None:
+def test_saved_on_two_ranks_and_loaded_on_any_number(note: Note, tmp_path: Path, saving: str) -> None:
     undisturbed = spawn(train_on, 2, saving, tmp_path, True)[0]
     deviations = {}
     for layout, world in (("single", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)):

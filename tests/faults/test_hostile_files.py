@@ -28,7 +28,7 @@ import torch
 from helpers.checkpoints import Payload, numbered, seal
 from helpers.images import encoded, smooth, write_folder
 from helpers.native_kernels import needs_compiler
-from helpers.rows import record
+from helpers.rows import Note
 from penstock import checkpoint
 from penstock.boundary.manifests import sealed
 from penstock.checkpoint.manifest import MANIFEST
@@ -44,9 +44,6 @@ from penstock.launch.signals import Requests
 from penstock.models.convert.files import read_state_dict
 from penstock.parallel import joined
 from penstock.train import resume
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_files.json"
-
 
 Case = tuple[str, Callable[[], object], type[PenstockError]]
 """Kind, how it is read, what must be raised."""
@@ -166,7 +163,9 @@ def everything_in(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_nothing_runs_nothing_is_written_and_every_file_is_refused(tmp_path: Path, recorded: bool) -> None:
+def test_nothing_runs_nothing_is_written_and_every_file_is_refused(
+    note: Note, tmp_path: Path, recorded: bool
+) -> None:
     marker = tmp_path / "harm"
     pickle.loads(pickle.dumps(Payload(marker)))
     assert marker.exists(), "the payload would harm"
@@ -184,16 +183,13 @@ def test_nothing_runs_nothing_is_written_and_every_file_is_refused(tmp_path: Pat
         assert not marker.exists(), kind
     assert everything_in(tmp_path) == before
     assert len(cases) > 80
-    if recorded:
-        note("files made to harm", tried=len(cases), refused=refused, executed=0, written=0)
-
-
-def note(row: str, **figures: Any) -> None:
-    record(RESULTS, row, figures, command="make test-faults PYTEST=tests/faults/test_hostile_files.py")
+    note("files made to harm", tried=len(cases), refused=refused, executed=0, written=0)
 
 
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_a_run_whose_files_are_links_changes_none_of_their_targets(tmp_path: Path, recorded: bool) -> None:
+def test_a_run_whose_files_are_links_changes_none_of_their_targets(
+    note: Note, tmp_path: Path, recorded: bool
+) -> None:
     (precious := tmp_path / "precious").mkdir()
     (precious / "file").write_text("text")
     names = ["lock", *resume._WRITTEN]
@@ -208,13 +204,14 @@ def test_a_run_whose_files_are_links_changes_none_of_their_targets(tmp_path: Pat
         ):
             pass
     assert [path.read_text() for path in precious.iterdir()] == ["text"]
-    if recorded:
-        note("files and folders of a run that are links", tried=len(names), refused=len(names), changed=0)
+    note("files and folders of a run that are links", tried=len(names), refused=len(names), changed=0)
 
 
 @needs_compiler
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=pytest.mark.faults)])
-def test_planted_kernels_do_not_run(tmp_path: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_kernels_do_not_run(
+    note: Note, tmp_path: Path, recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     marker, planted = tmp_path / "ran", tmp_path / "planted.so"
     source = (
@@ -244,5 +241,4 @@ def test_planted_kernels_do_not_run(tmp_path: Path, recorded: bool, monkeypatch:
     assert len(compiled) == len(ways), "each would have been compiled again"
     ctypes.CDLL(str(planted))
     assert marker.exists(), "it would run"
-    if recorded:
-        note("kernels that others own or may write", tried=len(ways), loaded=0)
+    note("kernels that others own or may write", tried=len(ways), loaded=0)

@@ -26,21 +26,15 @@ from helpers.agents import free_port, no_orphans
 from helpers.doomed import TWO, config_in, finished, launched, losses, same_end, samples, tally
 from helpers.images import write_folder
 from helpers.jobs import VIT
-from helpers.rows import record
+from helpers.rows import Note
 from penstock import checkpoint
 from penstock.cli import main
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, RunConfig
 from penstock.step import TrainStep
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_resume.json"
 whole = pytest.mark.faults
 Stopped = Callable[[str], tuple[RunConfig, RunConfig]]
-
-
-def note(row: str, **figures: Any) -> None:
-    command = "make test-faults PYTEST=tests/faults/test_resume_faults.py"
-    record(RESULTS, row, figures, command=command)
 
 
 def moved(config: RunConfig, folder: Path) -> RunConfig:
@@ -90,7 +84,7 @@ def as_many_as(procs: int) -> tuple[str, ...]:
     ],
 )
 def test_a_run_goes_on_with_any_number_of_ranks(
-    stopped_at_8: Stopped, tmp_path: Path, sharding: str, sizes: tuple[int, ...]
+    note: Note, stopped_at_8: Stopped, tmp_path: Path, sharding: str, sizes: tuple[int, ...]
 ) -> None:
     undisturbed, stopped = stopped_at_8(sharding)
     expected, deviations = losses(undisturbed), {}
@@ -107,11 +101,10 @@ def test_a_run_goes_on_with_any_number_of_ranks(
         worst = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(found, expected))
         assert worst <= 1e-6, (size, worst)
         deviations[str(size)] = worst
-    if len(sizes) > 1:
-        note(
-            f"whole runs saved by {sharding} on 2 ranks and gone on with",
-            steps=20, same_samples=True, largest_relative_deviation_by_ranks=deviations,
-        )  # fmt: skip
+    note(
+        f"whole runs saved by {sharding} on 2 ranks and gone on with",
+        steps=20, same_samples=True, largest_relative_deviation_by_ranks=deviations,
+    )  # fmt: skip
 
 
 @pytest.mark.timeout(600)
@@ -119,7 +112,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(
     "sizes", [pytest.param((5,), marks=pytest.mark.slow), pytest.param((5, 7), marks=whole)]
 )
 def test_a_batch_that_cannot_be_shared_out_is_refused_before_a_step(
-    stopped_at_8: Stopped, tmp_path: Path, sizes: tuple[int, ...]
+    note: Note, stopped_at_8: Stopped, tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
     config = moved(stopped_at_8("fsdp")[1], tmp_path / "moved")
     taken, slowest = tally(config), 0.0
@@ -137,9 +130,8 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_before_a_step(
     found = checkpoint.find(Path(config.output) / "checkpoints")
     assert found is not None
     assert found.step == 8
-    if len(sizes) > 1:
-        note("a batch of 24 that 5 or 7 ranks cannot share", code=2, steps_taken=0, told=valid[7],
-             slowest_seconds=slowest)  # fmt: skip
+    note("a batch of 24 that 5 or 7 ranks cannot share", code=2, steps_taken=0, told=valid[7],
+         slowest_seconds=slowest)  # fmt: skip
 
 
 # -- resumed in the middle of an epoch with other loader processes
@@ -171,7 +163,7 @@ def like(config: RunConfig, folder: Path) -> RunConfig:
     [pytest.param((2,), id="short", marks=pytest.mark.sweep), pytest.param((0, 1, 2, 1, 0, 2), marks=whole)],
 )
 def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
-    epochs: RunConfig, tmp_path: Path, kills: tuple[int, ...]
+    note: Note, epochs: RunConfig, tmp_path: Path, kills: tuple[int, ...]
 ) -> None:
     dice, killed = random.Random(len(kills)), like(epochs, tmp_path / "killed")
     for number, workers in enumerate(kills):
@@ -193,15 +185,14 @@ def test_no_sample_is_lost_or_repeated_with_any_number_of_loader_processes(
         assert min(counts.values()) >= 3
         same_end(config, epochs)
         no_orphans(tmp_path / f"last-{last}")
-    if len(kills) > 1:
-        note("resumed mid-epoch with 0, 1 and 2 loader processes", resumes=len(kills) + 2,
-             epochs=counts.total() / len(every), samples_lost=0, samples_repeated=0, bit_identical=True)  # fmt: skip
+    note("resumed mid-epoch with 0, 1 and 2 loader processes", resumes=len(kills) + 2,
+         epochs=counts.total() / len(every), samples_lost=0, samples_repeated=0, bit_identical=True)  # fmt: skip
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.sweep), pytest.param(5, marks=whole)])
 def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
-    epochs: RunConfig, tmp_path: Path, times: int
+    note: Note, epochs: RunConfig, tmp_path: Path, times: int
 ) -> None:
     folder, slowest, dice = tmp_path / "killed", 0.0, random.Random(times)
     killed = reading_with(like(epochs, folder), 2)
@@ -225,14 +216,13 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
     finished(killed, "samples")
     assert samples(killed) == samples(epochs)
     same_end(killed, epochs)
-    if times > 1:
-        note(
-            "SIGKILL of a loader process",
-            times=times,
-            code=4,
-            slowest_seconds=slowest,
-            bit_identical_resume=True,
-        )
+    note(
+        "SIGKILL of a loader process",
+        times=times,
+        code=4,
+        slowest_seconds=slowest,
+        bit_identical_resume=True,
+    )
 
 
 # -- two runs in one folder
@@ -240,7 +230,9 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
-def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_path: Path, times: int) -> None:
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(
+    note: Note, tmp_path: Path, times: int
+) -> None:
     plan = Plan(micro_batch=16, dp=2, optimizer="fused")
     config = config_in(tmp_path, plan, steps=100_000)
     slowest = 0.0
@@ -258,9 +250,8 @@ def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(tmp_pa
         assert first.wait(60) == 75, first.said
     assert len(pids) == 1, "the first was never disturbed, and the second never took a step"
     no_orphans(tmp_path)
-    if times > 1:
-        note("two runs in one folder", times=times, code_of_the_second=3, slowest_refusal_seconds=slowest,
-             first_goes_on=True)  # fmt: skip
+    note("two runs in one folder", times=times, code_of_the_second=3, slowest_refusal_seconds=slowest,
+         first_goes_on=True)  # fmt: skip
 
 
 # -- other images, of the same number
@@ -280,7 +271,11 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
 def test_a_run_does_not_go_on_with_other_images(
-    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    note: Note,
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of as many images as before, so that the number of samples does not say it."""
     images = write_folder(tmp_path / "set", per_class=10, size=16)
@@ -327,6 +322,5 @@ def test_a_run_does_not_go_on_with_other_images(
             (tmp_path / "kept").rename(images)
     assert refused == (times * len(CHANGES) if times > 1 else 1)
     assert main(command) == 0
-    if times > 1:
-        note("images replaced, renamed or written again between stop and resume", tried=refused, refused=refused,
-             resumed_with_the_old_ones=True)  # fmt: skip
+    note("images replaced, renamed or written again between stop and resume", tried=refused, refused=refused,
+         resumed_with_the_old_ones=True)  # fmt: skip

@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 
 from helpers.models_of_strangers import split_by
-from helpers.rows import record
+from helpers.rows import Note
 from helpers.served import Running, served
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import DataError
 
 pytest.importorskip("uvicorn")
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_serving.json"
-COMMAND = "make test-faults PYTEST=tests/faults/test_serving_faults.py"
 TEMPLATE = """\
 {% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 {% elif messages[0].content == 'long' %}{{ messages[0].content * 1000000000 }}
@@ -55,7 +53,7 @@ def _slowly(running: Running, body: bytes, pause: float, *, closes: bool) -> tup
 
 
 @pytest.mark.faults
-def test_regular_expressions_of_tokenizers_end(tmp_path: Path) -> None:
+def test_regular_expressions_of_tokenizers_end(note: Note, tmp_path: Path) -> None:
     begun = time.monotonic()
     cases = [
         ("(a+)+$", "a" * 2000 + "!"),
@@ -67,14 +65,14 @@ def test_regular_expressions_of_tokenizers_end(tmp_path: Path) -> None:
             split_by(expression, tmp_path).encode([text])
     seconds = time.monotonic() - begun
     row = {"tried": len(cases), "refused": len(cases), "seconds together": round(seconds, 1)}
-    record(RESULTS, "regular expressions of tokenizers without an end", row, command=COMMAND)
+    note("regular expressions of tokenizers without an end", **row)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "recorded", [pytest.param(False, marks=pytest.mark.sweep), pytest.param(True, marks=pytest.mark.faults)]
 )
-def test_a_server_outlives_clients_and_templates(recorded: bool, tmp_path: Path) -> None:
+def test_a_server_outlives_clients_and_templates(note: Note, recorded: bool, tmp_path: Path) -> None:
     times, pause = (2, 12.0) if recorded else (1, 0.1)
     rows: dict[str, dict[str, Any]] = {}
     with served(_folder(tmp_path), "slots=4", "waiting=8") as running:
@@ -109,6 +107,5 @@ def test_a_server_outlives_clients_and_templates(recorded: bool, tmp_path: Path)
         assert running.gauge("worker_restarts") == 0
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60) == 0
-    if recorded:
-        for row, figures in rows.items():
-            record(RESULTS, row, figures, command=COMMAND)
+    for row, figures in rows.items():
+        note(row, **figures)

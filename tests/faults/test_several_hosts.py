@@ -13,13 +13,13 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pytest
 
 from helpers.agents import Agent, no_orphans
 from helpers.doomed import PLANS, TOY, config_in, program, steps_in
-from helpers.rows import record
+from helpers.rows import Note
 from penstock import checkpoint
 
 # -- Hosts with names, addresses and links of their own, on this machine: namespaces of Linux, which share its disk
@@ -128,7 +128,6 @@ class Network:
         return host
 
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_hosts.json"
 LOST = 12.0
 DOWN = 2.0
 """TCP sends again after 3.0 s, and then only after 6.2 s."""
@@ -141,10 +140,6 @@ DEBIAN = (
     {"localhost": "127.0.0.1", "node-1": "10.231.77.1", "node-2": "127.0.1.1"},
 )
 """Each host's own name is an address of its own, as Debian and Ubuntu set it."""
-
-
-def note(row: str, **figures: Any) -> None:
-    record(RESULTS, row, figures, command="make test-faults PYTEST=tests/faults/test_several_hosts.py")
 
 
 class Run:
@@ -210,15 +205,14 @@ def _rank_0_lost(folder: Path, lost_seconds: float) -> float:
 
 
 @pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.sweep), pytest.param(1, marks=whole)])
-def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(tmp_path: Path, times: int) -> None:
+def test_the_host_of_rank_0_is_lost_and_the_other_goes_on(note: Note, tmp_path: Path, times: int) -> None:
     """The lock of the run is its. Each host's own name is a loopback address there."""
     seconds = _rank_0_lost(tmp_path, LOST if times else 5.0)
-    if times:
-        note("the node with rank 0 is lost", hosts=2, times=times, seconds_until_two_more_saves=seconds)
+    note("the node with rank 0 is lost", hosts=2, times=times, seconds_until_two_more_saves=seconds)
 
 
 @whole
-def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(tmp_path: Path) -> None:
+def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(note: Note, tmp_path: Path) -> None:
     config = config_in(tmp_path, replace(PLANS["ddp"], dp=1), steps=100_000)
     command = ("--procs", "1", "--", *program(config))
     checkpoints = Path(config.output) / "checkpoints"
@@ -238,7 +232,7 @@ def test_a_run_that_is_started_again_on_another_host_waits_for_the_lock(tmp_path
 
 
 @pytest.mark.parametrize("times", [pytest.param(0, marks=pytest.mark.slow), pytest.param(3, marks=whole)])
-def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -> None:
+def test_a_link_comes_back_in_time_or_falls_silent(note: Note, tmp_path: Path, times: int) -> None:
     lost = LOST if times else 5.0
     run = Run(tmp_path, "2", "10.231.77.1", lost_seconds=lost)
     with Network(2) as network:
@@ -262,14 +256,13 @@ def test_a_link_comes_back_in_time_or_falls_silent(tmp_path: Path, times: int) -
             stopped(a)
     assert seconds < lost + 20
     no_orphans(tmp_path)
-    if times:
-        note("a link goes down and comes up again", hosts=2, times=times, seconds_down=DOWN, restarts=0)
-        note("the network falls silent: the node away from the rendezvous", hosts=2, times=1, code=3,
-             lost_seconds=LOST, seconds=seconds)  # fmt: skip
+    note("a link goes down and comes up again", hosts=2, times=times, seconds_down=DOWN, restarts=0)
+    note("the network falls silent: the node away from the rendezvous", hosts=2, times=1, code=3,
+         lost_seconds=LOST, seconds=seconds)  # fmt: skip
 
 
 @whole
-def test_nodes_come_late_are_lost_and_come_back(tmp_path: Path) -> None:
+def test_nodes_come_late_are_lost_and_come_back(note: Note, tmp_path: Path) -> None:
     run, times = Run(tmp_path, "1:2", "10.231.77.1"), 1
     slowest = dict.fromkeys(("joined", "killed", "lost"), 0.0)
 
@@ -316,7 +309,7 @@ def test_nodes_come_late_are_lost_and_come_back(tmp_path: Path) -> None:
 
 
 @whole
-def test_the_host_of_the_rendezvous_is_lost(tmp_path: Path) -> None:
+def test_the_host_of_the_rendezvous_is_lost(note: Note, tmp_path: Path) -> None:
     run = Run(tmp_path, "2:3", "10.231.77.3")
     with Network(3) as network:
         one, two, third = network.hosts
@@ -334,7 +327,7 @@ def test_the_host_of_the_rendezvous_is_lost(tmp_path: Path) -> None:
 
 
 @whole
-def test_ctrl_c_works_while_the_network_is_silent(tmp_path: Path) -> None:
+def test_ctrl_c_works_while_the_network_is_silent(note: Note, tmp_path: Path) -> None:
     run = Run(tmp_path, "2", "10.231.77.1", lost_seconds=300)
     with Network(2) as network:
         near, far = network.hosts

@@ -21,11 +21,10 @@ import pytest
 
 from helpers.agents import Agent, no_orphans
 from helpers.doomed import PLANS, TWO, Tally, config_in, launched, tally
-from helpers.rows import record
+from helpers.rows import Note
 from penstock import checkpoint
 from penstock.config.run import RunConfig
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_soak.json"
 KINDS = ("flip", "nan", "stop", "kill", "raise")
 HANG_SECONDS = 2.0
 # A step sleeps, so that the undisturbed rate is not that of whatever else this machine does.
@@ -177,7 +176,7 @@ def test_a_run_that_is_hit_again_and_again_goes_on_and_holds_no_more_than_before
 
 @pytest.mark.faults
 @pytest.mark.timeout(2400)
-def test_twenty_minutes_with_a_fault_every_thirty_seconds(tmp_path: Path) -> None:
+def test_twenty_minutes_with_a_fault_every_thirty_seconds(note: Note, tmp_path: Path) -> None:
     undisturbed = Undisturbed()
     for number, seconds in enumerate((60.0, 1.0, 1.0)):
         undisturbed.measure(tmp_path / f"before-{number}", seconds)
@@ -201,8 +200,7 @@ def test_twenty_minutes_with_a_fault_every_thirty_seconds(tmp_path: Path) -> Non
         **held(found),
     }
     assert share >= 0.95, (figures, undisturbed)
-    command = "make test-faults PYTEST=tests/faults/test_soak.py"
-    record(RESULTS, "20 minutes with a fault every 30 seconds", figures, command=command)
+    note("20 minutes with a fault every 30 seconds", **figures)
 
 
 def soaked(folder: Path, *, seconds: float, every: float) -> tuple[Soaked, RunConfig]:

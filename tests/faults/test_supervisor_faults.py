@@ -6,7 +6,6 @@ benchmarks/results/faults_supervisor.json. Dropout is on throughout.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ import torch
 from helpers.agents import free_port, no_orphans
 from helpers.doomed import PLANS, STEPS, TWO, config_in, finished, launched, losses, poison, same_end, tally
 from helpers.jobs import JOBS
-from helpers.rows import record
+from helpers.rows import Note
 from helpers.spawn import RankFailed, spawn
 from helpers.sweeps import sweep
 from penstock import checkpoint
@@ -33,13 +32,7 @@ from penstock.errors import NumericError
 from penstock.shards import whole_of
 from penstock.train.metrics import read_metrics
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "faults_supervisor.json"
 whole = pytest.mark.faults
-
-
-def note(row: str, **figures: Any) -> None:
-    command = "make test-faults PYTEST=tests/faults/test_supervisor_faults.py"
-    record(RESULTS, row, figures, command=command)
 
 
 @pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.sweep)])
@@ -55,7 +48,9 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kills", [pytest.param(1, marks=pytest.mark.slow), pytest.param(20, marks=whole)])
-def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: Path, kills: int) -> None:
+def test_kills_of_random_ranks_change_no_bit(
+    note: Note, undisturbed: RunConfig, tmp_path: Path, kills: int
+) -> None:
     dice = random.Random(kills)
     config = config_in(tmp_path, undisturbed.plan)
     faults = [f"kill:{dice.randrange(2)}:{dice.randint(1, 6)}" for _ in range(kills)]
@@ -70,14 +65,13 @@ def test_kills_of_random_ranks_change_no_bit(undisturbed: RunConfig, tmp_path: P
     assert slowest < 60
     same_end(config, undisturbed)
     no_orphans(tmp_path)
-    if kills > 1:
-        name = undisturbed.plan.sharding
-        note(
-            f"SIGKILL of a random rank, {name}",
-            kills=kills,
-            bit_identical=True,
-            slowest_seconds_to_the_next_step=slowest,
-        )
+    name = undisturbed.plan.sharding
+    note(
+        f"SIGKILL of a random rank, {name}",
+        kills=kills,
+        bit_identical=True,
+        slowest_seconds_to_the_next_step=slowest,
+    )
 
 
 @pytest.mark.parametrize("job", sweep([name for name in JOBS if name != "vit"], ()))
@@ -102,7 +96,7 @@ def test_a_killed_rank_of_any_family_changes_no_bit(tmp_path: Path, job: str) ->
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stops", [pytest.param(2, marks=pytest.mark.sweep), pytest.param(20, marks=whole)])
 def test_being_stopped_at_random_times_changes_no_bit(
-    undisturbed: RunConfig, tmp_path: Path, stops: int
+    note: Note, undisturbed: RunConfig, tmp_path: Path, stops: int
 ) -> None:
     if undisturbed.plan.sharding == "fsdp" and stops == 2:
         pytest.skip("the whole suite stops sharded runs too")
@@ -137,10 +131,9 @@ def test_being_stopped_at_random_times_changes_no_bit(
     assert during, "no second signal fell into a save"
     finished(config)
     same_end(config, undisturbed)
-    if stops > 2:
-        name = undisturbed.plan.sharding
-        note(f"SIGTERM and SIGUSR1, {name}", stops=stops, second_during_a_save=during, code=75,
-             slowest_seconds=slowest, bit_identical=True)  # fmt: skip
+    name = undisturbed.plan.sharding
+    note(f"SIGTERM and SIGUSR1, {name}", stops=stops, second_during_a_save=during, code=75,
+         slowest_seconds=slowest, bit_identical=True)  # fmt: skip
 
 
 # -- one rank hangs, raises; the supervisor is killed
@@ -161,7 +154,9 @@ def test_an_evaluation_that_stands_still_is_ended_by_the_rank_that_waits(tmp_pat
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
-def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Path, times: int) -> None:
+def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(
+    note: Note, tmp_path: Path, times: int
+) -> None:
     dice, slowest, timeout = random.Random(times), 0.0, 4.0
     for number in range(times):
         folder = tmp_path / str(number)
@@ -180,32 +175,27 @@ def test_a_stopped_rank_is_named_with_its_stack_and_the_run_goes_on(tmp_path: Pa
         assert agent.said.index("in _strike") < agent.said.index(f"Stack of rank {1 - rank}")
         no_orphans(folder)
         finished(config, f"stop:{rank}:1")
-    if times > 1:
-        note("SIGSTOP of a rank", times=times, code=8, timeout_seconds=timeout, slowest_seconds=slowest)
+    note("SIGSTOP of a rank", times=times, code=8, timeout_seconds=timeout, slowest_seconds=slowest)
 
 
 @pytest.mark.timeout(600)
-def test_an_exception_on_one_rank_is_told_first(tmp_path: Path) -> None:
-    config = config_in(tmp_path, PLANS["ddp"], steps=12)
-    with launched(config, "raise:1:3", options=(*TWO, "--max-restarts", "0")) as agent:
-        assert agent.wait(120) == 1
-    assert agent.said.index("rank 1 ended with code 1:\nTraceback") < agent.said.index("rank 0 then lost it.")
-    assert "ValueError: only on rank 1" in agent.said
-    no_orphans(tmp_path)
-
-
-@whole
-@pytest.mark.timeout(600)
-def test_exceptions_leave_nothing(tmp_path: Path) -> None:
-    for number in range(5):
-        (tmp_path / str(number)).mkdir()
-        test_an_exception_on_one_rank_is_told_first(tmp_path / str(number))
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
+def test_an_exception_on_one_rank_is_told_first(note: Note, tmp_path: Path, times: int) -> None:
+    for number in range(times):
+        (folder := tmp_path / str(number)).mkdir()
+        config = config_in(folder, PLANS["ddp"], steps=12)
+        with launched(config, "raise:1:3", options=(*TWO, "--max-restarts", "0")) as agent:
+            assert agent.wait(120) == 1
+        said = agent.said
+        assert said.index("rank 1 ended with code 1:\nTraceback") < said.index("rank 0 then lost it.")
+        assert "ValueError: only on rank 1" in said
+        no_orphans(folder)
     note("exception on rank 1 only", times=5, its_traceback_first=True, orphans_after_10_seconds=0)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=whole)])
-def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, times: int) -> None:
+def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(note: Note, tmp_path: Path, times: int) -> None:
     dice = random.Random(times)
     reference = config_in(tmp_path, PLANS["ddp"], steps=16)
     (tmp_path / "again").mkdir()
@@ -224,9 +214,8 @@ def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, tim
     for each in (config, reference):
         finished(each)
     same_end(config, reference)
-    if times > 1:
-        note("SIGKILL of the supervisor", times=times, orphans_after_10_seconds=0, slowest_seconds=slowest,
-             bit_identical=True)  # fmt: skip
+    note("SIGKILL of the supervisor", times=times, orphans_after_10_seconds=0, slowest_seconds=slowest,
+         bit_identical=True)  # fmt: skip
 
 
 # -- a node is lost
@@ -234,7 +223,7 @@ def test_a_killed_supervisor_leaves_nothing_and_costs_no_bit(tmp_path: Path, tim
 
 @whole
 @pytest.mark.timeout(600)
-def test_a_lost_node_is_gone_on_without(tmp_path: Path) -> None:
+def test_a_lost_node_is_gone_on_without(note: Note, tmp_path: Path) -> None:
     config = config_in(tmp_path, PLANS["ddp"], steps=200)
     common = (
         *("--procs", "1", "--nnodes", "1:2", "--rdzv", f"127.0.0.1:{free_port()}"),
@@ -341,10 +330,9 @@ def test_a_scaler_fed_inf_for_ever_stops_at_its_floor(tmp_path: Path) -> None:
 
 
 @whole
-def test_the_rows_of_numbers(tmp_path: Path) -> None:
+def test_the_rows_of_numbers(note: Note, tmp_path: Path) -> None:
     """The figures of the rows above, once they hold."""
     config = config_in(tmp_path, replace(PLANS["ddp"], precision="O1", dtype="fp16", micro_batch=4), steps=60)
     seen, _, _ = spawn(_poisoned, 2, dump_toml(config), 3, 60, float("inf"), group=False, timeout=240)[0]
     note("a scaler fed Inf for ever", stopped_after_steps=len(seen) - 2, code=6, names_the_layer=True)
     note("NaN or Inf in one rank's gradient", plans=14, skipped_on_all_ranks=True, weights_unchanged=True)
-    assert json.loads(RESULTS.read_text())["rows"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from penstock.report.record import environment
+
+Note = Callable[..., None]
+"""Puts figures under a row: see the fixture in tests/faults/conftest.py."""
 
 
 def record(path: Path, row: str, figures: dict[str, Any], *, command: str) -> None:

@@ -195,5 +195,5 @@ test_a_changed_term_of_the_native_kernel_is_seen = changed_terms_are_seen(
 def test_rows_of_other_forms_are_refused() -> None:
     logits, targets = torch.randn(3, 5), torch.tensor([1, -100, 4])
     for wrong in (logits.T, logits[0], logits[:2]):
-        with pytest.raises(ConfigError, match="whose rows lie in one piece"):
+        with pytest.raises(ConfigError, match="with contiguous rows"):
             logit_rows_(wrong, targets)

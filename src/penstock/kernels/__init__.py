@@ -1,3 +1,1 @@
-"""Operations with more than one implementation: a plain reference, faster forms, and the choice between
-them.
-"""
+"""Operations with more than one implementation: a plain reference, faster forms, and the choice between them."""

@@ -2,12 +2,12 @@
 
 Forms of the update, over the same state:
 
-    fused    torch's fused AdamW, and operations of their own for copies and averages.
+    fused torch's fused AdamW, and separate operations for copies and averages.
     triton   one pass of one kernel over all tensors (CUDA); see kernels/triton/adamw.py.
     native   the same on CPUs, in C++; see kernels/native/adamw.cpp.
 
-`triton` and `native` round after every single operation, on every machine alike; torch contracts some products and
-sums, so that the last places differ.
+`triton` and `native` round after every single operation, the same on every machine; torch fuses some multiplications
+and additions, so that its results differ in the last digits.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ class Batch:
 
 
 def has_adamw() -> bool:
-    """Whether the kernel in C++ is there. Compiles it where nobody has."""
+    """Whether the C++ kernel is available; it is compiled at first use."""
     return library("adamw") is not None
 
 
 def form_on(form: Form, device: torch.device) -> Form:
-    """The form that `auto` means on `device`: triton on CUDA where it is installed, native on CPUs where there is a
-    compiler, else torch's fused kernel.
+    """The form that `auto` means on `device`: triton on CUDA if Triton is installed, native on a CPU if a C++ compiler
+    is, else torch's fused kernel.
 
-    Any other form is returned as it is, and raises ConfigError where it cannot run.
+    Any other form is returned unchanged. Raises ConfigError if that form cannot run on `device`.
     """
     if form not in FORMS:
         raise ConfigError(f"There is no form {form!r} of AdamW's update; choose one of {', '.join(FORMS)}.")
@@ -90,9 +90,9 @@ def adamw_(
 ) -> None:  # fmt: skip
     """One AdamW step (Loshchilov and Hutter, ICLR 2019, algorithm 2) on a batch, in place.
 
-    Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, counters included; both are 0-d
-    fp32 tensors that the kernels read on the device. Then copies take the new weights, and averages become
-    a + `average_part` · (w − a).
+    Gradients are divided by `grad_scale`. If `found_inf` is 1, nothing changes, not even the step counters. Both are
+    0-d fp32 tensors that the kernels read on the device. Then the new weights are written to the copies, and averages
+    become a + `average_part` · (w − a).
     """
     form = form_on(form, batch.weights[0].device)
     torch._foreach_add_(batch.steps, 1)
@@ -112,7 +112,7 @@ def adamw_(
     else:
         _fused(batch, hyper, grad_scale, found_inf)
         _follow(batch, found_inf, average_part)
-    if form != "fused":  # autograd must see that these were written, as it sees it of torch's operators
+    if form != "fused":  # tell autograd that these were written; torch's operators do so themselves
         written = (*batch.weights, *(batch.copies or ()), *(batch.averages or ()))
         torch.autograd.graph.increment_version(written)
     if found_inf is not None:
@@ -120,7 +120,7 @@ def adamw_(
 
 
 def _follow(batch: Batch, found_inf: Tensor | None, average_part: float) -> None:
-    """Copies and averages after a step that torch's kernel made."""
+    """Update copies and averages after a step of torch's kernel."""
     if batch.copies is not None:
         torch._foreach_copy_(batch.copies, batch.weights)
     part = average_part if found_inf is None else average_part * (1.0 - found_inf)
@@ -131,12 +131,12 @@ def _follow(batch: Batch, found_inf: Tensor | None, average_part: float) -> None
 def _native(
     batch: Batch, hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None, average_part: float
 ) -> None:
-    """The kernel in C++, all tensors in one pass over memory. It writes copies in bf16; those in fp16 are rounded after
-    it."""
+    """Run the C++ kernel: all tensors in one pass over memory. It writes bf16 copies; fp16 copies are made
+    afterwards."""
     kernels, count, nothing = library("adamw"), len(batch.weights), [None] * len(batch.weights)
     assert kernels is not None
     copies = batch.copies if batch.copies and batch.copies[0].dtype == torch.bfloat16 else None
-    # The kernel reads fp32 and bf16. The list keeps what is made here alive until it returns.
+    # The kernel reads fp32 and bf16. The list keeps fp32 casts alive until it returns.
     gradients = [each if each.dtype in TYPES else each.float() for each in batch.gradients]
     arrays = zip(
         batch.weights, gradients, batch.exp_avgs, batch.exp_avg_sqs, copies or nothing, batch.averages or nothing,

@@ -1,11 +1,10 @@
 """Multi-head self-attention: softmax(q kᵀ / √K) v, in one plain form and through torch's fused ones.
 
-Shapes: B samples, N tokens, H heads, K features per head, D = H·K; G KV heads, each shared by H / G
-queries. The packed form takes the output of one fused qkv projection whose features are ordered
-(head of keys, {its queries, k, v}, K). Two things follow from grouping by head:
+Shapes: B samples, N tokens, H heads, K features per head, D = H·K; G KV heads, each shared by H / G queries. The packed
+form takes the output of one fused qkv projection whose features are ordered (KV head, {its queries, k, v}, K). Two
+things follow from grouping by head:
 
-- A contiguous slice of the projection's rows is a whole number of heads, so that heads can be split over
-  devices.
+- A contiguous slice of the projection's rows is a whole number of heads, so that heads can be split over devices.
 - Sequence first, (N, B, H, 3, K), sample and head merge into one strided dimension of B·H batched products,
   so that q, k and v are read in place; and a fused kernel that sees one sample of B·H heads writes (N, B, H,
   K) directly. Batch first, (B, N, H, 3, K), they do not merge, and batched products first copy q, k and v.
@@ -37,33 +36,33 @@ PINNED = {
     "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH,
 }  # fmt: skip
-# How torch words it, on a GPU and on a CPU.
+# Torch's messages for a missing kernel, on a GPU and on a CPU.
 _NO_KERNEL = ("No available kernel", "No viable backend")
 
 
 class AttentionMask(Protocol):
-    """A mask that is no tensor of N × M: it knows how to compute attention in parts."""
+    """A mask that is not an N × M tensor, but computes attention itself, in parts."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`."""
+        """The same as `attention`."""
         ...
 
 
 class Scores(NamedTuple):
-    """The options of attention scores besides the product; all may be left out."""
+    """Options of the attention scores; all may be left out."""
 
     mask: Tensor | AttentionMask | None = None
-    """Broadcast to (B, H, N, M): true where a query may look, or numbers to add."""
+    """Broadcast to (B, H, N, M): true where a query may attend to a key, or values to add to the scores."""
     causal: bool = False
-    """Whether a query looks at its own and earlier tokens only; a mask must say so itself."""
+    """Whether a query attends only to its own and earlier tokens. A mask must hide later tokens itself."""
     dropout: float = 0.0
-    """Probability of leaving a weight out."""
+    """Probability of dropping an attention weight."""
     scale: float | None = None
-    """Factor of the scores; none: 1 / √K."""
+    """Factor of the scores; None: 1 / √K."""
     cap: float | None = None
-    """Scores s become c·tanh(s / c) before they are masked; none: they stay as they are."""
+    """c: scores s become c·tanh(s / c) before they are masked; None: no cap."""
     sinks: Tensor | None = None
-    """(H, 1) or (H, N): logarithms of what the softmax of each row has in its denominator besides."""
+    """(H, 1) or (H, N): logit of the attention sink, an extra term in the denominator of each row's softmax."""
 
 
 _PLAIN = Scores()
@@ -73,8 +72,8 @@ def kernel_for(
     backend: AttentionBackend, q: Tensor, scores: Scores = _PLAIN, queries: int | None = None, *,
     shared: bool = False,
 ) -> AttentionBackend:  # fmt: skip
-    """The kernel that computes attention of q, whose samples have `queries` tokens, by default those of (…, N, K).
-    `shared` is as in `penstock.kernels.choices.attention_kernel`."""
+    """The kernel that computes attention of q; `queries` is the number of tokens of a sample, by default N of (…, N,
+    K). For `shared` see `penstock.kernels.choices.attention_kernel`."""
     mask = scores.mask
     learned = isinstance(mask, Tensor) and mask.requires_grad
     masked = (mask is not None and getattr(mask, "keeps_scores", True)) or q.shape[-1] % 8 > 0
@@ -88,16 +87,16 @@ def kernel_for(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend = "sdpa", scores: Scores = _PLAIN
 ) -> Tensor:
-    """Attend over all tokens that `scores` lets a query see. q: (B, H, N, K), k and v: (B, G, M, K), of any strides;
-    returns (B, H, N, K).
+    """Attend to the tokens that `scores` allows. q: (B, H, N, K), k and v: (B, G, M, K), any strides; returns (B, H, N,
+    K).
 
     `plain` works in the type of its input; its softmax accumulates in fp32 and rounds once. `sdpa` is torch's own
-    choice of kernel, `auto` ours (see `penstock.kernels.choices`), `flash`, `efficient`, `cudnn` and `math` pin one of
-    torch's, and `native` is ours in C++ for CPUs. A causal mask and heads that share keys cost the fused kernels no
-    memory; a mask of their own costs what it has elements. What `sdpa` is on a CPU, with
-    dropout or a learned bias, is said by `penstock.kernels.choices.attention_kernel`.
+    choice of kernel, `auto` ours (see `penstock.kernels.choices`); `flash`, `efficient`, `cudnn` and `math` pin one of
+    torch's kernels, and `native` is our C++ kernel for CPUs. Causal attention and shared KV heads cost the fused
+    kernels no memory; a mask tensor costs its own size. `penstock.kernels.choices.attention_kernel` says what `sdpa`
+    means on a CPU with dropout or a learned bias.
 
-    Raises ConfigError when a pinned kernel cannot take these inputs.
+    Raises ConfigError if a pinned kernel does not support these inputs.
     """
     if scores.mask is not None and not isinstance(scores.mask, Tensor):
         return scores.mask.attend(q, k, v, backend, scores)
@@ -124,11 +123,11 @@ def attention(
 _AUTOCASTING = frozenset(
     kind for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia") if torch.amp.is_autocast_available(kind)
 )
-"""Devices that torch.autocast knows. Asked once: in compiled code torch 2.11 breaks the graph at the question."""
+"""Device types that support torch.autocast, listed once: in compiled code, asking torch 2.11 breaks the graph."""
 
 
 def type_of_scores(x: Tensor) -> torch.dtype:
-    """The type of queries and keys that are made of x."""
+    """The dtype of queries and keys that are projected from x."""
     return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 
 
@@ -139,7 +138,7 @@ def autocasts(x: Tensor) -> bool:
 
 def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
     """Whether attention of samples with this number of tokens keeps its scores for the backward pass."""
-    queries = getattr(scores.mask, "block", tokens)  # a mask that cuts samples into blocks
+    queries = getattr(scores.mask, "block", tokens)  # a mask may split samples into blocks
     kept = choices.holds_scores(kernel_for(backend, q, scores, queries))
     return kept and getattr(scores.mask, "keeps_scores", True)
 
@@ -157,7 +156,7 @@ def _torchs(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) -> Tensor:
     """Two matrix products and a softmax: the reference that every other form is tested against.
 
-    Long causal attention is computed in blocks of queries on a CPU, none of which looks at later keys.
+    On a CPU, long causal attention is computed in blocks of queries; no block reads later keys.
     """
     device, tokens, keys = q.device.type, q.shape[-2], k.shape[-2]
     if torch.compiler.is_exporting() or not choices.cuts_causal(device, tokens, keys, causal=scores.causal):
@@ -176,7 +175,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     if k.shape[1] != heads:
         k, v = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (k, v))
     q, k, v = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    # The product scales as it writes, and adds the mask. With beta 0 its first argument is never read.
+    # The matrix product also scales and adds the mask. With beta 0 its first argument is never read.
     added = _added(scores, q, k, samples)
     unread = q.new_zeros(1, 1, 1) if added is None else added
     scale = 1.0 / math.sqrt(width) if scores.scale is None else scores.scale
@@ -187,7 +186,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
     if scores.cap is not None:
         products = products.tanh()
         products = products * scores.cap if added is None else torch.add(added, products, alpha=scores.cap)
-    # The type is given because autocast would otherwise widen the (N, M) scores to fp32.
+    # The dtype is explicit because autocast would otherwise widen the (N, M) scores to fp32.
     if scores.sinks is not None:
         column = scores.sinks.to(products.dtype).expand(samples, heads, tokens).reshape(-1, tokens, 1)
         products = torch.cat([products, column], dim=-1)
@@ -200,7 +199,7 @@ def _composed(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 
 def _added(scores: Scores, q: Tensor, k: Tensor, samples: int) -> Tensor | None:
-    """The mask as numbers to add, broadcast to (B·H, N, M)."""
+    """The mask as values to add to the scores, broadcast to (B·H, N, M)."""
     shape = q.shape[-2], k.shape[-2]
     if scores.causal:
         return q.new_full(shape, -math.inf).triu(1).unsqueeze(0)
@@ -228,8 +227,8 @@ def _pinned(q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: 
 
 
 def raise_without_kernel(error: RuntimeError, backend: AttentionBackend, about: str) -> None:
-    """Raise a `ConfigError` if `error` is torch saying that a backend has no kernel for what it was given, of which
-    `about` tells more."""
+    """Raise a `ConfigError` if `error` is torch's report that a backend has no kernel for its inputs; `about` names
+    them."""
     if any(words in str(error) for words in _NO_KERNEL):
         raise ConfigError(
             f"plan.attention {backend!r} has no kernel{about} and the masks that it was given; use attention 'sdpa' or "
@@ -238,11 +237,10 @@ def raise_without_kernel(error: RuntimeError, backend: AttentionBackend, about: 
 
 
 def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a packed projection of any number of heads, (·, ·, G·(H/G + 2)·K): (·, ·, H, K) and twice
-    (·, ·, G, K). `shared` is how many queries share a head of keys; of one each, all three are views.
+    """q, k, v of a packed projection of any number of heads, (·, ·, G·(H/G + 2)·K): (·, ·, H, K) and twice (·, ·, G,
+    K). `shared` is the number of query heads per KV head; if it is 1, all three are views.
 
-    `unbind` rather than three slices: its backward stacks once, where each slice would fill a tensor of
-    zeros.
+    Uses `unbind`, not three slices: its backward pass stacks once, while each slice would fill a tensor of zeros.
     """
     first, second, packed = qkv.shape
     groups = qkv.view(first, second, packed // ((shared + 2) * head_width), shared + 2, head_width)
@@ -254,9 +252,9 @@ def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, 
 
 
 def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, scores: Scores) -> Tensor:
-    """`native` attention over a packed projection of as many heads of keys as of queries, which no rotation or norm
-    takes apart: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
-    mask: Tensor | None = scores.mask  # type: ignore[assignment]  # an AttentionMask takes heads apart
+    """`native` attention over a packed projection with as many KV heads as query heads, without rotary positions or QK
+    norm: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
+    mask: Tensor | None = scores.mask  # type: ignore[assignment]  # callers split heads for an AttentionMask
     heads = packed.view(*packed.shape[:2], -1, 3, head_width)
     return native_packed_attention(
         heads, sequence_first, mask, causal=scores.causal, dropout=scores.dropout, scale=scores.scale
@@ -269,14 +267,14 @@ def token_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over heads still in token order: q (B, N, H, K), or (N, B, H, K) sequence first; k and v alike.
 
-    Returns (B, N, H·V), or (N, B, H·V), with V features of a value. Sequence first, nothing is transposed: all
-    samples' heads are taken for the heads of one sample, unless a mask tells samples or heads apart.
+    Returns (B, N, H·V), or (N, B, H·V), with V features of a value. Sequence first, nothing is transposed: all samples'
+    heads are treated as heads of one sample, unless the mask differs between samples or heads.
     """
     if not sequence_first:
         out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), backend, scores)
         out = out.transpose(1, 2)
         if torch.compiler.is_exporting():
-            # What decomposes the program may choose a kernel with another layout.
+            # The decomposition of the exported program may choose a kernel with another layout.
             out = out.clone(memory_format=torch.contiguous_format)
         return out.flatten(2)
     tokens, batch = q.shape[:2]

@@ -1,15 +1,15 @@
-"""One step of beam search: which tokens the beams go on with, and which texts have ended.
+"""One step of beam search: choose the tokens that continue the beams, and find the texts that have ended.
 
-It takes the log-probabilities of the next tokens, adds the score of the beam, and keeps the best K of all beams of a
-text. Those among the best b that end are taken over where they are better than what has ended so far; the best b of the
-others go on. Which candidates are kept, when a beam has finished and when a search ends is as transformers defines it.
+A step adds the log-probabilities of the next tokens to the scores of the beams, and keeps the best K candidates of each
+text. Candidates among the best b that end replace worse finished texts; the best b of the remaining candidates
+continue. Which candidates are kept, when a beam has finished and when a search ends follows transformers.
 
-Texts are not copied: a step tells which beam each new one continues, and a text that has ended is one number, its code:
+Texts are not copied: a step returns the parent of each new beam, and a finished text is stored as an integer code:
 
-    step of its last token · 2^40 + beam that it continues · 2^32 + its last token + 1, or 0 where it ends before it
+    step of its last token · 2^40 + parent beam · 2^32 + its last token + 1, or 0 if the last token ends the text
 
-Forms: `plain_step` is a few operations of torch, and the reference. On a GPU with Triton two kernels do the same:
-see kernels/triton/beam_step.py.
+Forms: `plain_step`, a few torch operations, is the reference. On a GPU with Triton two kernels do the same: see
+kernels/triton/beam_step.py.
 
 Shapes: B texts, b beams, K candidates of a text, V vocabulary.
 """
@@ -26,11 +26,11 @@ from penstock.kernels.top import likeliest, top
 MOST_BEAMS = 256
 _STEP, _BEAM = 40, 32
 _MOST_KEPT = 64
-"""Candidates of a text up to which Triton's kernels, which take one after the other, are used."""
+"""Most candidates per text for the Triton kernels, which handle them one after the other."""
 
 
 def beam_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool = False) -> Step:
-    """Take logits (B·b, V) of the next tokens, or log-probabilities if they are `normed`."""
+    """Make one step from logits (B·b, V) of the next tokens, or from log-probabilities if `normed`."""
     kept = min(terms.kept, terms.size * logits.shape[1])
     fused = logits.is_cuda or interpreting()
     if fused and have_triton() and kept <= _MOST_KEPT and logits.dtype != torch.float64:
@@ -42,9 +42,9 @@ def beam_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: 
 
 
 def plain_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool = False) -> Step:
-    """The reference of `beam_step`. On a CPU it leaves out what changes nothing while no text ends."""
+    """The reference of `beam_step`. On a CPU it skips the work for finished texts in steps where none ends."""
     rows, size = beams.scores.shape
-    # More of one beam cannot be among the K of all.
+    # No beam can have more than this among the best K.
     values, tokens = (top if normed else likeliest)(logits, min(terms.kept, logits.shape[1]))
     each = values.shape[1]
     totals = (values.view(rows, size, each) + beams.scores[:, :, None]).view(rows, size * each)
@@ -61,7 +61,7 @@ def plain_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed:
         scores, parents, chosen = scores[:, :size], parents[:, :size], chosen[:, :size]
     hopeful = beams.hopeful
     if not beams.fresh:
-        # Whether the best beam, at the length that suits it, beats the worst that has ended.
+        # Whether the best beam, at its most favourable length, beats the worst finished text.
         best = scores[:, :1] / terms.divisors(step)[1]
         worst = torch.where(beams.finished, beams.done_scores.amin(1, keepdim=True), OUT)
         hopeful = hopeful & (best > worst).any(1, keepdim=True)
@@ -82,7 +82,7 @@ def _ended(
     beams: Beams, scores: Tensor, parents: Tensor, chosen: Tensor, ending: Tensor | None, step: int,
     terms: Terms,
 ) -> Beams:  # fmt: skip
-    """Take over candidates that end, among the best b, if they are better than what has ended so far."""
+    """Replace finished texts by those of the best b candidates that end now and score better."""
     size = beams.scores.shape[1]
     tokens = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)
     codes = (tokens + (parents << _BEAM))[:, :size] + (step << _STEP)
@@ -103,8 +103,8 @@ def _ended(
 
 
 def texts_of(codes: Tensor, parents: list[Tensor], chosen: list[Tensor], steps: int) -> Tensor:
-    """Tokens (B, n, steps) of the texts with these codes (B, n), −1 behind the last. `parents` and `chosen` are those
-    of all steps."""
+    """Tokens (B, n, steps) of the texts with these codes (B, n), −1 after the last; `parents` and `chosen` of all
+    steps."""
     made, beams = codes >> _STEP, (codes >> _BEAM) & (MOST_BEAMS - 1)
     tokens = torch.full((*codes.shape, steps), NOTHING, device=codes.device)
     tokens.scatter_(2, made[:, :, None], ((codes & ((1 << _BEAM) - 1)) - 1)[:, :, None])

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 OUT = -1e9
-"""Score of what must not be chosen; transformers' own, for sums of it are compared."""
+"""Score of candidates that must not be chosen; the value is transformers', because sums of it are compared."""
 NOTHING = -1
-"""Number in the place of a token where there is none."""
+"""Token id that stands for "no token"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +22,22 @@ class Terms:
     """The settings of a search; the same in all its steps."""
 
     size: int
-    """Beams of a text."""
+    """Beams per text."""
     steps: int
-    """Most tokens of a text."""
+    """Most tokens per text."""
     stops: tuple[int, ...] = ()
     """Tokens that end a text."""
     length_penalty: float = 1.0
     stopping: Literal["never", "heuristic", "full"] = "heuristic"
-    """As `Decoding.early_stopping`."""
+    """See `Decoding.early_stopping`."""
 
     @property
     def kept(self) -> int:
-        """Candidates of a text: so many that, whichever end, `size` of them go on."""
+        """Candidates per text: enough that `size` of them continue, whichever end."""
         return (max(2, 1 + len(self.stops)) if self.stops else 1) * self.size
 
     def divisors(self, step: int) -> tuple[float, float]:
-        """Divisors of the scores of texts that end in a step, and of those of beams that may still become longer."""
+        """Divisors of scores: for texts that end in this step, and for beams that may still grow."""
         longest = self.stopping == "never" and self.length_penalty > 0
         ahead = self.steps if longest else step + 1
         return (step + 1) ** self.length_penalty, ahead**self.length_penalty
@@ -49,15 +49,15 @@ class Beams(NamedTuple):
     scores: Tensor
     """(B, b), sums of log-probabilities."""
     done_scores: Tensor
-    """(B, b), of the best texts that have ended."""
+    """(B, b), scores of the best finished texts."""
     done: Tensor
-    """(B, b), their codes."""
+    """(B, b), codes of the finished texts."""
     finished: Tensor
-    """(B, b), which of these there are."""
+    """(B, b), which of these places hold a finished text."""
     hopeful: Tensor
-    """(B, 1), whether a beam can still become better than one that has ended."""
+    """(B, 1), whether a beam can still beat a finished text."""
     fresh: bool
-    """Whether no text can have ended yet, as far as the host knows without waiting."""
+    """Whether no text can have ended yet, as far as the host knows without waiting for the device."""
 
     @classmethod
     def first(cls, rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Beams:
@@ -80,6 +80,6 @@ class Step(NamedTuple):
 
     beams: Beams
     parents: Tensor
-    """(B, b), the beam that each new one continues."""
+    """(B, b), the parent of each new beam."""
     chosen: Tensor
-    """(B, b), the token that it continues it with."""
+    """(B, b), the token that each new beam appends."""

@@ -1,20 +1,19 @@
-"""Bias and activation in one pass: a(product + bias), and backward the slope with the gradient of the bias.
+"""Bias and activation in one pass: a(product + bias). The backward pass also computes the gradient of the bias.
 
-Shapes: rows of any leading dimensions, N features. Of a gated activation the product is (…, 2N), gate first:
+Shapes: rows of any leading dimensions, N features. For a gated activation the product is (…, 2N), gate first:
 
     out = a(product[:N] + bias[:N]) · (product[N:] + bias[N:])           (Shazeer, 2020)
 
-or the second factor is a product of its own, (…, N), without biases.
+or the second factor is a separate matrix product, (…, N), without bias.
 
-Forward reads the product and writes `out`. Backward reads the product and the gradient of `out`, writes that of the
-product, and sums that of the bias, in fp32, on the way: single operators read it once more, and of gated activations
-join two halves. GELU (Hendrycks & Gimpel, 2016) takes one exponential for the value and its slope; its tanh form is
-x · sigmoid(2u) with 2u = 2 √(2/π) (x + 0.044715 x³), the same function as x (1 + tanh u) / 2: a vectorised tanh takes
-several times as long as an exponential, so that compiled on a CPU the forward pass is 2.2 times as fast and the
-backward pass 1.8 times (`benchmarks/activations.py`). The quick form is x · sigmoid(1.702 x).
+Forward reads the product and writes `out`. Backward reads the product and the gradient of `out`, writes the product's
+gradient, and sums the bias's gradient in fp32 at the same time: separate operators would read it once more, and would
+join the two halves of gated activations. GELU (Hendrycks & Gimpel, 2016) takes one exponential for the value and its
+slope; its tanh form is x · sigmoid(2u) with 2u = 2 √(2/π) (x + 0.044715 x³), the same function as x (1 + tanh u) / 2: a
+vectorised tanh takes several times as long as an exponential, so that compiled on a CPU the forward pass is 2.2 times
+as fast and the backward pass 1.8 times (`benchmarks/activations.py`). The quick form is x · sigmoid(1.702 x).
 
-On a CPU the kernel is C++ (`native/fused.cpp`); `reference` is the form in torch's own operators, and what other
-devices and types compute.
+On a CPU the kernel is C++ (`native/fused.cpp`); `reference`, in torch's own operators, serves other devices and types.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from penstock.kernels.native import TYPES, address, direct, direct_function, lib
 ACTIVATION_CODES: dict[str, int] = {
     name: row.kernel for name, row in ACTIVATIONS.items() if row.kernel is not None
 }
-"""How kernels in C++ number the activations that they compute."""
+"""The C++ kernels' number of each activation that they support."""
 _LINEAR = 2.0 * math.sqrt(2.0 / math.pi)
 _CUBIC = 0.044715 * _LINEAR
 QUICK = 1.702
@@ -45,7 +44,7 @@ QUICK = 1.702
 def reference(
     product: Tensor, bias: Tensor | None, activation: str, gated: bool, second: Tensor | None
 ) -> Tensor:
-    """The same by torch's operators, in fp32 or wider, in the type of the product."""
+    """The same with torch's operators: computed in fp32 or wider, returned in the dtype of the product."""
     wide, second = _widened(product, bias, gated, second)
     out = apply_activation(wide, activation)
     return (out if second is None else out * second).to(product.dtype)
@@ -63,15 +62,14 @@ def _widened(
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """`F.gelu(x, approximate="tanh")` of any shape, in the type of x; inside it computes in fp32, or fp64."""
+    """`F.gelu(x, approximate="tanh")` of any shape, in the dtype of x; computed in fp32, or fp64."""
     if x.device.type != "cpu" or not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return F.gelu(x, approximate="tanh")
     return _SigmoidForm.apply(x)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x in the type that is computed in, sigmoid(2u), and sigmoid(2u) · sigmoid(−2u) without a difference of near
-    numbers."""
+    """x in the dtype of the computation, sigmoid(2u), and sigmoid(2u) · sigmoid(−2u) without cancellation."""
     wide = widened(x)
     twice = wide * (_LINEAR + _CUBIC * wide * wide)
     small = torch.exp(-twice.abs())
@@ -80,7 +78,7 @@ def _parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _SigmoidForm(torch.autograd.Function):
-    """x · sigmoid(2u). It keeps x alone."""
+    """x · sigmoid(2u). Only x is saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +94,7 @@ class _SigmoidForm(torch.autograd.Function):
 
 
 def apply_activation(x: Tensor, activation: str) -> Tensor:
-    """An activation without a gate at every element, by torch's operators."""
+    """Apply an activation without a gate elementwise, with torch's operators."""
     if activation == "gelu":
         return F.gelu(x)
     if activation == "gelu_tanh":
@@ -129,7 +127,7 @@ def _forward(
 
 
 def _places(product: Tensor, gated: bool, second: Tensor | None) -> tuple[c_void_p, c_void_p]:
-    """Addresses of the input of the activation and of the factor of its output; null without one."""
+    """Addresses of the activation's input and of the factor of its output; null if there is no factor."""
     return address(product), address(product[..., product.shape[-1] // 2 :] if gated else second)
 
 
@@ -144,7 +142,7 @@ def _shape(product: Tensor, bias: Any, activation: str, gated: bool, second: Any
 def _make_gradient(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the product, of the bias and of the second product, of no elements where there is none."""
+    """Gradients of the product, the bias and the second product; an absent input has an empty gradient."""
     kernels = library() if _fits(product, bias, activation) and gradient.dtype in TYPES else None
     if kernels is None:
         return _plain_gradient(product, bias, gradient, activation, gated, second)
@@ -182,10 +180,10 @@ def _plain_gradient(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     wide, factor = _widened(product, bias, gated, second)
-    given, into_second = gradient.to(wide.dtype), product.new_empty(0)
-    into = _sloped(given if factor is None else given * factor, wide, activation)
+    out_gradient, into_second = gradient.to(wide.dtype), product.new_empty(0)
+    into = _sloped(out_gradient if factor is None else out_gradient * factor, wide, activation)
     if factor is not None:
-        into_second = given * apply_activation(wide, activation)
+        into_second = out_gradient * apply_activation(wide, activation)
     if gated:
         into, into_second = torch.cat([into, into_second], dim=-1), product.new_empty(0)
     by_bias = product.new_empty(0) if bias is None else into.reshape(-1, into.shape[-1]).sum(0).to(bias.dtype)
@@ -226,9 +224,10 @@ _DirectActivation = direct_function("_DirectActivation", _forward, _save, _backw
 def bias_activation(
     product: Tensor, bias: Tensor | None, activation: Mlp, *, gated: bool = False, second: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """activation(product + bias), (…, N), in the type of the product: (…, N), or (…, 2N) where it is `gated`; bias:
-    as many features as the product, or None. `second`: the factor of the activation where it is another product, in
-    shape and type like the first, without biases. Differentiable in all three. Raises ConfigError for other shapes."""
+    """activation(product + bias), (…, N), in the dtype of the product. product: (…, N), or (…, 2N) if `gated`; bias:
+    one value per feature of the product, or None; `second`: a separate factor of the activation's output, with shape
+    and dtype of the product, only without gate and bias. Differentiable in all three. Raises ConfigError for other
+    shapes."""
     features = product.shape[-1:]
     fits = (bias is None or (bias.shape == features and second is None)) and features[0] % (1 + gated) == 0
     fits = fits and (second is None or not gated)
@@ -246,10 +245,10 @@ def bias_activation(
 
 
 def gelu_tanh_in_inference(x: Tensor) -> Tensor | None:
-    """GELU's tanh form by the kernel where nobody can differentiate it: on a CPU, in inference mode, eager. None
-    elsewhere. It is slower than torch's below 5,000 elements, by 2 µs, and takes them all the same, so that a row's
-    result does not depend on how many rows there are."""
-    # Whether code is compiled is asked first: a compiler does not trace the question for inference mode.
+    """GELU's tanh form by the C++ kernel, only in inference mode on a CPU, in eager code; otherwise None. Below 5,000
+    elements it is 2 µs slower than torch's, but is used all the same, so that a row's result does not depend on the
+    number of rows."""
+    # `direct` comes first: it is false in compiled code, and the compiler cannot trace the check for inference mode.
     here = direct(x) and torch.is_inference_mode_enabled()
     if not (here and _fits(x, None, "gelu_tanh") and library() is not None):
         return None
@@ -257,7 +256,7 @@ def gelu_tanh_in_inference(x: Tensor) -> Tensor | None:
 
 
 def _fits(product: Tensor, bias: Tensor | None, activation: str) -> bool:
-    """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16, for an activation that it has."""
+    """Whether the C++ kernel supports these inputs: on a CPU, in fp32 or bf16, with an activation that it has."""
     vector = torch.float32 if bias is None else bias.dtype
     return (
         activation in ACTIVATION_CODES

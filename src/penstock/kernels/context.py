@@ -1,14 +1,13 @@
-"""Attention over samples whose tokens several devices share: each has some, and keys and values travel.
+"""Context-parallel attention: each device holds some tokens of a sample, and keys and values are exchanged.
 
-Two ways to bring them together. A ring passes them on from device to device while attention to those at hand is
-computed (Liu et al., "Ring Attention with Blockwise Transformers", ICLR 2024). Or all are gathered first (Grattafiori
-et al., "The Llama 3 Herd of Models", 2024, section 3.3.2). A query attends to one device's keys at a time, and the
-parts are put together by the logarithms of their sums of exponentials. Nothing but queries, own keys and values,
-outputs and these logarithms is kept for the backward pass, in which keys and values travel again, and their gradients
-home.
+There are two ways. A ring passes keys and values from device to device while attention to the present ones is computed
+(Liu et al., "Ring Attention with Blockwise Transformers", ICLR 2024). Or all are gathered first (Grattafiori et al.,
+"The Llama 3 Herd of Models", 2024, section 3.3.2). A query attends to one device's keys at a time, and the parts are
+combined by their log-sum-exp. Only queries, the device's own keys and values, outputs and these logarithms are saved
+for the backward pass, in which keys and values are exchanged again and their gradients are sent back.
 
-Shapes: B samples, H heads, G KV heads, K features per head; N tokens of whole samples, n of this
-device's, M of the keys at hand.
+Shapes: B samples, H heads, G KV heads, K features per head; N tokens of whole samples, n on this device, M present
+keys.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from penstock.kernels.sinks import add_sinks, for_each_query, fused_gradients, f
 from penstock.kernels.token_cut import Cut
 
 QUERIES = 1024
-"""Queries whose scores are in memory at one time, where they are."""
+"""Most queries whose mask (or scores) is in memory at one time."""
 
 
 class Shared:
-    """A mask for `kernels.attention`: which of all tokens see which, when every rank has some of them."""
+    """The mask of context-parallel attention: which tokens attend to which, when every rank holds some of them."""
 
     keeps_scores = False
 
@@ -42,28 +41,28 @@ class Shared:
     ) -> None:  # fmt: skip
         self.cut, self.tokens = cut, tokens
         self.queries = queries
-        """How many this rank has, where they are of other samples: the tokens are then a memory's. None: the same."""
+        """Number of this rank's queries in cross-attention, where `tokens` counts the keys. None: self-attention."""
         self.window, self.biases = window, biases
-        """Values added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to one as
-        many behind."""
+        """Values added to scores by distance, (H, 2·reach − 1): from a key reach − 1 tokens before its query to a key
+        reach − 1 after it."""
         self.lengths = None if cut.causal and queries is None else lengths
-        """(B,) tokens that are no padding, which comes last: a causal mask hides it already, but from another run's."""
+        """(B,) tokens before the padding. A causal mask hides padding already, except in cross-attention."""
         self.documents = None
-        """(B, N), padded, of whole samples."""
+        """(B, N), document numbers of whole samples, padded."""
         if documents is not None:
             missing = cut.chunk(tokens) * cut.chunks - tokens
             self.documents = F.pad(documents, (0, missing), value=-1) if missing else documents
 
     @property
     def reach(self) -> int:
-        """Tokens of a sample with what fills the last chunks."""
+        """Tokens per sample, including the padding of the last chunks."""
         return self.cut.chunk(self.tokens) * self.cut.chunks
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`: q (B, H, n, K), k and v (B, G, n, K); returns (B, H, n, K)."""
+        """The same as `attention`: q (B, H, n, K), k and v (B, G, n, K); returns (B, H, n, K)."""
         scale = q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
-        # Drawn from the host's generator, which recomputation sets back: each part's dropout is made of it again.
+        # Drawn from the host's generator, which recomputation restores: each part's dropout is derived from this seed.
         seed = int(torch.randint(1 << 31, ())) if scores.dropout else 0
         how = _How(
             self, scale, scores.dropout, seed, holds_scores(kernel_for(backend, q, scores, shared=True)),
@@ -72,7 +71,7 @@ class Shared:
         return _Exchanged.apply(q, k, v, self.biases, scores.sinks, how)  # type: ignore[no-any-return, no-untyped-call]
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
-        """Which of this rank's queries look at which keys of a rank, in rectangles."""
+        """Yield which of this rank's queries attend to which keys of rank `source`, as rectangles."""
         cut = self.cut
         each, rank = cut.chunk(self.tokens), cut.rank
         n = each * len(cut.held(rank))
@@ -94,7 +93,7 @@ class Shared:
             if not masked:
                 yield piece
                 continue
-            # Of a mask only so many rows are made at one time.
+            # At most `QUERIES` rows of a mask are made at one time.
             for start in range(piece.queries.start, piece.queries.stop, QUERIES):
                 queries = slice(start, min(start + QUERIES, piece.queries.stop))
                 mask = self._mask(queries, source, piece.keys, device)
@@ -106,7 +105,7 @@ class Shared:
                 yield _Piece(queries, piece.keys, "mask", mask, distances)
 
     def _mask(self, queries: slice, source: int, keys: slice, device: torch.device) -> Tensor:
-        """Which of these queries sees which of these keys, (B or 1, 1, ·, ·)."""
+        """Which of these queries attend to which of these keys, (B or 1, 1, ·, ·)."""
         cut = self.cut
         seen = cut.places(source, self.tokens, device)[keys]
         mask = (seen < self.tokens).expand(queries.stop - queries.start, -1)
@@ -126,9 +125,8 @@ class Shared:
 
 
 class SharedMemories(Shared):
-    """The same for queries of one run and several memories, whose tokens lie one after the other: of each memory every
-    rank has some. `sees` (B,) is the number of the memory that a sample sees; none: all.
-    """
+    """The same for cross-attention to several memories, concatenated along tokens; every rank holds some tokens of each
+    memory. `sees` (B,) is the number of the memory that a sample attends to; None: all."""
 
     def __init__(self, memories: Sequence[tuple[int, Shared]], sees: Tensor | None) -> None:
         self.memories, self.sees = memories, sees
@@ -154,10 +152,10 @@ class _Piece(NamedTuple):
     queries: slice
     keys: slice
     kind: str
-    """`all` see all; `causal`: those at the same places and before; `mask`."""
+    """`all`: every query attends to every key; `causal`: to keys at its own place and before; or `mask`."""
     mask: Tensor | None = None
     distances: Tensor | None = None
-    """Which of the biases by distance are added to scores, (q, k)."""
+    """Index of the bias by distance that is added to each score, (q, k)."""
 
 
 class _How(NamedTuple):
@@ -171,10 +169,10 @@ class _How(NamedTuple):
     cap: float | None = None
 
     def fused(self, q: Tensor, piece: _Piece) -> bool:
-        """Whether torch has a kernel for a piece that tells the sums of exponentials too."""
+        """Whether torch has a kernel for this piece that also returns the log-sum-exp."""
         if self.composed or self.dropout or piece.mask is not None:
             return False
-        if q.is_cuda:  # whose kernel takes half numbers, and heads in units of eight
+        if q.is_cuda:  # the CUDA kernel needs half precision and head widths that are multiples of 8
             return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
         return q.device.type == "cpu"
 
@@ -195,7 +193,7 @@ class _Exchanged(torch.autograd.Function):
                     _number(source, at),
                 )  # fmt: skip
                 both = torch.logaddexp(logs[:, :, rows], log)
-                # Where nothing is seen yet both are −∞.
+                # Both are −∞ as long as a query has attended to nothing.
                 base = both.masked_fill(both == -math.inf, 0.0)
                 before, now = (logs[:, :, rows] - base).exp(), (log - base).exp()
                 out[:, :, rows] = out[:, :, rows] * before[..., None] + one * now[..., None]
@@ -234,7 +232,7 @@ class _Exchanged(torch.autograd.Function):
             elif source == cut.rank:
                 own = gradient
             else:
-                # What the ranks before have found for these keys comes along, and goes on.
+                # The earlier ranks' gradients of these keys arrive, and the sum is passed on.
                 passed = _Hop(cut, gradient if passed is None else gradient + passed.received())
         if others is not None:
             own = torch.empty_like(kv)
@@ -248,12 +246,12 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _number(source: int, at: int) -> int:
-    """Tells the pieces of one attention apart."""
+    """A number for each piece of one attention, added to the seed of its dropout."""
     return source * 4096 + at
 
 
 class _Hop:
-    """A tensor on its way to the next rank of the ring, and the one that comes from the rank before."""
+    """Sends a tensor to the next rank of the ring, and receives the previous rank's."""
 
     def __init__(self, cut: Cut, tensor: Tensor) -> None:
         ahead, behind = (
@@ -271,7 +269,7 @@ class _Hop:
 
 
 def _visits(cut: Cut, kv: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Keys and values of every rank: its number, and (B, G, n, K) each."""
+    """Yield every rank's number, keys and values, (B, G, n, K) each."""
     if not cut.ring:
         gathered = kv.new_empty(cut.size, *kv.shape)
         distributed.all_gather(list(gathered.unbind()), kv, group=cut.group)
@@ -288,8 +286,8 @@ def _visits(cut: Cut, kv: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, biases: Tensor | None, piece: _Piece, how: _How, number: int
 ) -> tuple[Tensor, Tensor]:
-    """Attention to some keys: the mean of their values (B, H, n, K), and the logarithm of the sum of exponentials of
-    the scores (B, H, n), both in the type of sums."""
+    """Attention to some keys: the weighted mean of their values (B, H, n, K), and the log-sum-exp of the scores (B, H,
+    n), both in fp32 or wider."""
     sums = torch.promote_types(q.dtype, torch.float32)
     k, v = (for_each_query(x, q.shape[1]) for x in (k, v))
     if how.fused(q, piece):
@@ -307,8 +305,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, biases: Tensor | None,
     for_biases: Tensor | None, piece: _Piece, how: _How, number: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values of one part, given the whole output and sum of exponentials; those of
-    biases are added to what others have found."""
+    """Gradients of queries, keys and values for one part, from the whole output and log-sum-exp. Gradients of biases
+    are added to `for_biases`."""
     groups = k.shape[1]
     wide_k, wide_v = (for_each_query(x, q.shape[1]) for x in (k, v))
     if how.fused(q, piece):
@@ -332,13 +330,13 @@ def _backward(
             for_biases.index_add_(1, piece.distances.flatten(), of_scores.sum(0).flatten(1))
         scores = (of_scores * how.scale).to(q.dtype)
         dq, dk = scores @ wide_k, scores.transpose(-1, -2) @ q
-    # What several queries share adds up.
+    # Sum over the query heads that share a KV head.
     dk, dv = (torch.unflatten(t, 1, (groups, -1)).sum(2) if t.shape[1] != groups else t for t in (dk, dv))
     return dq, dk, dv
 
 
 def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _How) -> Tensor:
-    """Scores, in the type of sums: −∞ where a query does not see a key."""
+    """Scores in fp32 or wider: −∞ where a query does not attend to a key."""
     sums = torch.promote_types(q.dtype, torch.float32)
     products = (q @ k.transpose(-1, -2)).to(sums) * how.scale
     products = products if how.cap is None else torch.tanh(products / how.cap) * how.cap
@@ -351,7 +349,7 @@ def _products(q: Tensor, k: Tensor, biases: Tensor | None, piece: _Piece, how: _
 
 
 def _kept(weights: Tensor, how: _How, number: int) -> Tensor:
-    """Dropout's factors, the same in both passes."""
+    """Dropout's factors, the same in the forward and the backward pass."""
     generator = torch.Generator(weights.device).manual_seed(how.seed + number)
     chance = torch.rand(weights.shape, generator=generator, device=weights.device)
     return (chance >= how.dropout).to(weights.dtype) / (1.0 - how.dropout)

@@ -1,14 +1,14 @@
-"""Contrast: each vector of one kind is compared with all of another, without holding all products.
+"""Contrastive losses: each row is compared with all vectors of another set, without holding all logits.
 
-Shapes: B rows, M others, E features. Logits are z = rows · othersᵀ. A row and another that are of one group belong
-together, which several may. A row's loss by form:
+Shapes: B rows, M others, E features. Logits are z = rows · othersᵀ. A row matches all others of its group. Its loss:
 
-- softmax: log Σ exp z_j − the mean of z_j over its group (Khosla et al., NeurIPS 2020, equation 2). Where groups have
-  one member, this is the cross entropy of finding it (van den Oord et al., 2018).
+- softmax: log Σ exp z_j − the mean of z_j over its group (Khosla et al., NeurIPS 2020, equation 2). If each
+  group has one member, this is the cross entropy of choosing it (van den Oord et al., 2018).
 - sigmoid: Σ log(1 + exp z_j) − the sum of z_j over its group (Zhai et al., ICCV 2023, "SigLIP", equation 1)
 
-The gradient by logits is p − t, with p their softmax or sigmoid and t the share of its group, or 1, where two belong
-together. The chunked form takes some of the others at a time, and makes their logits again in the backward pass.
+The gradient by logits is p − t, with p their softmax or sigmoid; for a matching pair t is 1 / size of the group
+(softmax) or 1 (sigmoid), otherwise 0. The chunked form handles some of the others at a time, and recomputes logits in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def contrast(
     chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of each row, (B,): rows (B, E) and others (M, E) in fp32 or fp64, groups (B,) and (M,) int64. With
-    `chunk`, logits of so many others are held at a time. A row without another of its group counts as if its mean were
-    0."""
+    `chunk`, logits of at most `chunk` others are held at a time. For a row that matches no other vector, the mean over
+    its group is taken as 0."""
     if chunk is None:
         return plain_contrast(rows, others, groups, other_groups, form)
     losses: Tensor = _ContrastLoss.apply(  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def plain_contrast(
 
 
 class _ContrastLoss(torch.autograd.Function):
-    """The loss of each row (B,), some of the others at a time."""
+    """The loss of each row (B,), computed for some of the others at a time."""
 
     @staticmethod
     def forward(
@@ -96,6 +96,6 @@ def _logits(rows: Tensor, part: Tensor) -> Tensor:
 
 
 def _parts(others: Tensor, groups: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """So many of the others at a time, with their groups."""
+    """Yield `chunk` of the others at a time, with their groups."""
     for begin in range(0, len(others), chunk):
         yield others[begin : begin + chunk], groups[begin : begin + chunk]

@@ -1,16 +1,16 @@
-"""Cross entropy of logits that nobody else needs: their gradient takes their place.
+"""Cross entropy in place: the gradient overwrites the logits, which nothing else may need.
 
 For logits z of a row, p = softmax(z), a target t, V entries of the vocabulary and smoothing ε (Szegedy et al., CVPR
 2016, section 7) the loss and its gradient are
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
-torch keeps the logarithms in fp32, makes a tensor of zeros for the gradient at the targets, with smoothing one more,
-and casts back: on a CPU up to six tensors as large as the logits, on a GPU three. Here rows are taken a few at a time,
-so that little more than the logits is held, and what a CPU makes of them stays in its caches. Of 512 rows of 58,101
-logits in bf16, smoothed, on two cores of an AMD EPYC forward and backward take 40 ms in place of 213; the kernel in C++
-for CPUs (`penstock.kernels.native_losses`) takes 3.7 times less again. On a GPU with Triton one kernel reads them for
-the loss and one for the gradient (`penstock.kernels.logit_rows`). The reference is
+torch keeps the log-probabilities in fp32, makes a tensor of zeros for the gradient at the targets, with smoothing one
+more, and casts back: on a CPU up to six tensors as large as the logits, on a GPU three. Here a few rows are handled at
+a time, so that little more than the logits is held, and a CPU's intermediate results stay in its caches. For 512 rows
+of 58,101 logits in bf16, smoothed, on two cores of an AMD EPYC, forward and backward take 40 ms instead of 213; the C++
+kernel for CPUs (`penstock.kernels.native_losses`) takes 3.7 times less again. On a GPU with Triton one kernel reads the
+logits for the loss and one for the gradient (`penstock.kernels.logit_rows`). The reference is
 `torch.nn.functional.cross_entropy`.
 
 Shapes: R rows.
@@ -42,11 +42,11 @@ def capped(logits: Tensor, cap: float) -> Tensor:
 def cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float = 0.0, columns: int | None = None
 ) -> Tensor:
-    """The sum of the cross entropy of logits (R, V) and targets (R,) int64, of which −100 counts nothing: 0-d, in fp32
-    (fp64 of fp64 logits). Where `columns` is less than V, the others are padding, of logits 0, and count nothing.
+    """The sum of the cross entropy of logits (R, V) and targets (R,) int64, where −100 is ignored: 0-d, in fp32 (fp64
+    for fp64 logits). If `columns` is less than V, the remaining columns are padding with logits of 0, and are ignored.
 
-    The logits are given away: the backward pass, of which there is one, overwrites them. Compiled code on a GPU makes
-    torch's own loss, which its compiler fuses; on a CPU it calls the same kernel, whose gradient is a new tensor.
+    The backward pass overwrites the logits, and can run only once. Compiled code on a GPU uses torch's own loss, which
+    the compiler fuses; on a CPU it calls the same kernel, with a new tensor for the gradient.
     """
     if not torch.compiler.is_compiling():
         return _CrossEntropyInPlace.apply(logits, targets, smoothing, columns)  # type: ignore[no-any-return, no-untyped-call]
@@ -84,7 +84,7 @@ def _in_triton(logits: Tensor) -> bool:
 
 
 def _losses(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
-    """The loss of each row, and for the kernel in C++ its log Σ exp, (R,); the second is empty in other forms."""
+    """The loss of each row, and its log Σ exp for the C++ kernel, (R,); the second is empty in other forms."""
     if _in_triton(logits):
         losses, _ = logit_rows_(logits, targets, smoothing=smoothing, gradient=False)
         return losses, losses.new_empty(0)
@@ -96,7 +96,7 @@ def _losses(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, 
     for here in _pieces(logits):
         logs = torch.log_softmax(logits[here], dim=-1, dtype=wide)
         losses[here] = row_losses(logs, index[here], smoothing)
-        del logs  # before the next are made
+        del logs  # before the next piece is made
     return losses.where(counted, 0.0), losses.new_empty(0)
 
 
@@ -164,7 +164,7 @@ _cross_entropy_rows.register_autograd(_backward, setup_context=_save)
 
 
 def _counted(targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows count (R,), and where their targets stand (R, 1)."""
+    """Which rows count (R,), and the index of each row's target (R, 1)."""
     counted = targets != IGNORED
     return counted, targets.where(counted, 0)[:, None]
 

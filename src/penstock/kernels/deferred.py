@@ -1,9 +1,9 @@
-"""Logits that are made only where something but their cross entropy is asked for.
+"""Logits that are computed only if something other than their cross entropy is needed.
 
-A foreign model computes all logits, and then its loss from them. With `put_off` its head returns `Deferred` in place
-of logits: the features, and the layer that would multiply them. What only reshapes rows, casts, or adds a bias keeps it
-so, and `torch.nn.functional.cross_entropy` of it is the chunked form of `penstock.kernels.linear_cross_entropy`, on a
-CPU of the rows that count alone. Anything else makes the logits, so that no model's code needs to know.
+A foreign model computes all logits, and then its loss from them. After `put_off`, its head returns `Deferred` instead
+of logits: the features and the output layer. Reshaping rows, casting and adding a bias keep it deferred, and
+`torch.nn.functional.cross_entropy` of it runs the chunked form of `penstock.kernels.linear_cross_entropy`, on a CPU for
+the rows that count only. Any other operation computes the logits, so that a model's code needs no change.
 
 Shapes: D features, V entries of the vocabulary.
 """
@@ -36,7 +36,7 @@ class Deferred:
     """The head's forward pass."""
     dtype: torch.dtype
     product: torch.dtype
-    """The type that the head multiplies in."""
+    """The dtype of the head's matrix product."""
     added: Tensor | None = None
     """Vector added to each row of logits, (V,)."""
 
@@ -70,7 +70,7 @@ class Deferred:
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Deferred:
-        """The logits themselves, since they are contiguous once they are made."""
+        """Itself: the logits are contiguous once they are computed."""
         return self
 
     def float(self) -> Deferred:
@@ -78,14 +78,14 @@ class Deferred:
         return replace(self, dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The logits in another type; for another device they are made first."""
+        """The logits in another dtype; for another device they are computed first."""
         moved = self.x.new_empty(0, dtype=self.dtype).to(*args, **kwargs)
         if moved.device != self.device:
             return self.whole.to(*args, **kwargs)
         return replace(self, dtype=moved.dtype)
 
     def view(self, *shape: Any) -> Any:
-        """The logits with other dimensions before the last."""
+        """The logits with other leading dimensions."""
         sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else shape
         if not sizes or sizes[-1] != self.shape[-1]:
             return self.whole.view(*shape)
@@ -94,13 +94,13 @@ class Deferred:
     reshape = view
 
     def flatten(self, start: int = 0, end: int = -1) -> Any:
-        """The logits with fewer dimensions before the last."""
+        """The logits with fewer leading dimensions."""
         if end % self.ndim == self.ndim - 1:
             return self.whole.flatten(start, end)
         return replace(self, x=self.x.flatten(start, end))
 
     def __getitem__(self, index: Any) -> Any:
-        """Some of the rows; of some columns the logits are made."""
+        """Some of the rows, still deferred; selecting columns computes the logits."""
         parts = index if isinstance(index, tuple) else (index,)
         plain = [part for part in parts if not isinstance(part, Tensor)]
         named = sum(part.ndim if isinstance(part, Tensor) else part is not Ellipsis for part in parts)
@@ -144,7 +144,7 @@ class Deferred:
 
 
 def _made(value: Any) -> Any:
-    """A nest of arguments with logits in place of those deferred."""
+    """Nested arguments, with each `Deferred` replaced by its logits."""
     if isinstance(value, Deferred):
         return value.whole
     if isinstance(value, dict):
@@ -171,7 +171,7 @@ def _cross_entropy(
     logits: Any, target: Any, weight: Tensor | None = None, size_average: Any = None, ignore_index: int = IGNORED,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Tensor | None:  # fmt: skip
-    """`torch.nn.functional.cross_entropy`, or None where it must be made of logits."""
+    """`torch.nn.functional.cross_entropy`, or None if it has to be computed from logits."""
     if not isinstance(logits, Deferred) or logits.ndim != 2 or reduction not in ("mean", "sum"):
         return None
     usual = weight is None and size_average is None and reduce is None
@@ -183,30 +183,30 @@ def _cross_entropy(
         bias = logits.added if bias is None else bias + logits.added
     counted = target != ignore_index
     targets = target.masked_fill(~counted, IGNORED)
-    if not (x.is_cuda or torch.compiler.is_compiling()):  # a GPU would have to be waited for
+    if not (x.is_cuda or torch.compiler.is_compiling()):  # `nonzero` on a GPU would wait for it
         rows = counted.nonzero().squeeze(1)
         x, targets = x.index_select(0, rows), targets.index_select(0, rows)
     budget = loss_budget(x.device.type)
-    # A loss may be made after autocast has ended.
+    # A loss may be computed after autocast has ended.
     with torch.autocast(x.device.type, dtype=logits.product) if logits.product != x.dtype else nullcontext():
         loss = linear_cross_entropy(x, head.weight, bias, targets, smoothing=label_smoothing, budget=budget)
     return (loss if reduction == "sum" else loss / counted.sum()).to(logits.dtype)
 
 
 def put_off(head: nn.Linear) -> None:
-    """Let a linear layer give `Deferred` while it is trained: a head whose outputs are logits over a vocabulary."""
+    """Let a linear layer return `Deferred` in training; its outputs must be logits over a vocabulary."""
     if not deferring(head):
         object.__setattr__(head, "forward", functools.partial(_deferred, head.forward, head))
 
 
 def make_at_once(head: nn.Linear) -> None:
-    """The reverse."""
+    """Undo `put_off`."""
     if deferring(head):
         object.__setattr__(head, "forward", head.forward.args[0])  # type: ignore[attr-defined]
 
 
 def deferring(head: nn.Linear) -> bool:
-    """Whether the layer was changed so."""
+    """Whether `put_off` has changed the layer."""
     forward: Any = head.forward
     return isinstance(forward, functools.partial) and forward.func is _deferred
 
@@ -214,6 +214,6 @@ def deferring(head: nn.Linear) -> bool:
 def _deferred(make: Callable[[Tensor], Tensor], head: nn.Linear, x: Tensor) -> Any:
     if not (head.training and torch.is_grad_enabled()):
         return make(x)
-    with torch.no_grad():  # a product of no rows tells which type the layer has here
+    with torch.no_grad():  # an empty product shows the dtype of the layer's outputs here
         dtype = make(x[..., :0, :].flatten(0, -2)).dtype
     return Deferred(x, head, make, dtype, dtype)

@@ -5,7 +5,7 @@ p = softmax(z / T) at a temperature T, a row's divergence and its gradient by z 
 
     T² Σ_v q_v (log q_v − log p_v)          T (p − q)
 
-The factor T² keeps gradients as large as those of the loss beside it, whatever the temperature is (section 2).
+The factor T² keeps gradients comparable to the usual loss's, at any temperature (section 2).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Taught(NamedTuple):
-    """The inputs of a teacher's logits, and how much these count in the student's loss."""
+    """The inputs of a teacher's logits, and the weight of the divergence in the student's loss."""
 
     x: Tensor
     """Features, (R, D'), in the type of the weight."""
@@ -31,11 +31,11 @@ class Taught(NamedTuple):
     """Share of the divergence in the loss, in [0, 1]."""
     temperature: float
     cap: float = 0.0
-    """Cap of the teacher's logits; 0: they have none."""
+    """Soft cap of the teacher's logits; 0: none."""
 
 
 def divergences(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """The divergence of each row (R,) of logits (R, V) from a teacher's (R, V), in their type; differentiable."""
+    """The divergence of each row (R,) of logits (R, V) from a teacher's (R, V), in their dtype; differentiable."""
     p, q = (torch.log_softmax(values / temperature, dim=-1) for values in (logits, taught))
     return F.kl_div(p, q, reduction="none", log_target=True).sum(-1) * temperature**2
 
@@ -46,8 +46,8 @@ def relation_divergence(
     """The mean divergence of a student's self-attention relations from a teacher's (Wang et al., ACL 2021, "MiniLMv2",
     equations 5 to 7), 0-d: softmax(X Xᵀ / √d) over tokens, of queries, keys or values X in `heads` equal parts.
 
-    student: (B, N, F), teacher: (B, N, F'), of which `heads` divides both. real: (B, N), which tokens are no
-    padding; none: all. With `causal` a token is compared with those before it alone.
+    student: (B, N, F), teacher: (B, N, F'); `heads` divides F and F'. real: (B, N), true for tokens that are not
+    padding; None: all. With `causal` a token is compared only with itself and earlier tokens.
     """
     samples, tokens = student.shape[:2]
     seen = torch.ones(1, tokens, tokens, dtype=torch.bool, device=student.device)
@@ -73,8 +73,9 @@ def score_difference(
     """The mean squared difference of a student's attention scores Q Kᵀ / √d from a teacher's (Jiao et al., EMNLP 2020,
     "TinyBERT", equation 7), 0-d, over heads and pairs of tokens.
 
-    student, teacher: queries (B, N, H, d) and keys (B, N, G, d), of which each serves H / G queries; H is that of both.
-    real: (B, N), which tokens are no padding; none: all. With `causal` a token is compared with those before it alone.
+    student, teacher: queries (B, N, H, d) and keys (B, N, G, d), each shared by H / G query heads; H is the same. real:
+    (B, N), true for tokens that are not padding; None: all. With `causal` a token is compared only with itself and
+    earlier ones.
     """
     scores = []
     for q, k in (student, teacher):
@@ -92,7 +93,7 @@ def score_difference(
 def divergences_and_gradients(
     logits: Tensor, taught: Tensor, temperature: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The same with the gradients (R, V) of their sum by the logits, both in `dtype`. Nothing can be differentiated."""
+    """`divergences`, and the gradients (R, V) of their sum by the logits, both in `dtype`. Not differentiable."""
     p = torch.log_softmax(logits.to(dtype) / temperature, dim=-1)
     q_logs = torch.log_softmax(taught.to(dtype) / temperature, dim=-1)
     q = q_logs.exp()

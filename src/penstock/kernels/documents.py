@@ -1,9 +1,9 @@
-"""Attention in pieces: within each of the documents that are packed into samples, one document after the other, or each
-of the samples that make one without padding; and of batches that lie one after the other, each with a mask of its own.
+"""Attention in pieces: within each document of packed samples, or each sample of a batch flattened to one row without
+padding; and for concatenated batches, each with a mask of its own.
 
-No mask is made of all, and what one piece would not see of another is not computed: every batch goes through the kernel
-that its mask allows. Where a document ends must be known on the host, so `Documents` serves a CPU; elsewhere a mask
-tells documents apart. One mask for each sample of all is the reference of both.
+No mask of the whole is made, and scores between pieces are not computed: every batch uses the kernel that its own mask
+allows. The host must know where documents end, so `Documents` is for a CPU; other devices use a mask. The reference of
+both is attention with one full mask per sample.
 
 Shapes: B samples, H heads, G KV heads, N tokens, K features per head.
 """
@@ -21,20 +21,21 @@ from penstock.kernels.attention import AttentionMask, Scores, attention
 from penstock.kernels.padding import Unpadded
 
 LEAST_MEAN = 32
-"""Tokens of a document on average, below which a mask is quicker than so many small calls."""
+"""Average tokens per document below which one call with a mask is faster than one small call per document."""
 
 
 class Documents:
-    """Where documents lie in the samples of a batch. It is no tuple, whose numbers compiled code would be made for."""
+    """The lengths of the documents in each sample of a batch. Not a tuple, because code would be compiled for its
+    numbers."""
 
     def __init__(
         self, runs: list[list[int]], *, causal: bool,
         mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
     ) -> None:  # fmt: skip
         self.runs, self.causal = runs, causal
-        """Tokens of each document in each sample. What is behind the last sees nothing, and becomes zeros."""
+        """Tokens of each document in each sample. The outputs of tokens after the last document are zeros."""
         self.mask = mask
-        """The mask within a document of so many tokens, where a causal one is not all that it has."""
+        """A function from a document's length to the mask within it; None: no mask, or a causal one if `causal`."""
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -42,7 +43,7 @@ class Documents:
         cls, documents: Tensor | Unpadded, *, causal: bool,
         mask: Callable[[int], Tensor | AttentionMask | None] | None = None,
     ) -> Documents | None:  # fmt: skip
-        """Runs of one number in `documents` (B, N), or None where they are on no CPU, or too short."""
+        """Find runs of equal numbers in `documents` (B, N). None if it is not on a CPU, or runs are too short."""
         if isinstance(documents, Unpadded):
             return cls([documents.lengths], causal=causal, mask=mask)
         if documents.device.type != "cpu":
@@ -54,7 +55,7 @@ class Documents:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        """The same as `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
         return torch.cat([self._sample(i, q, k, v, backend, scores) for i in range(len(q))])
 
     def _sample(
@@ -74,27 +75,27 @@ class Documents:
 
 
 def _runs(documents: Tensor) -> list[list[int]]:
-    """Lengths of the runs of one number in each sample."""
+    """Lengths of the runs of equal numbers in each sample."""
     return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in documents]
 
 
 class AlikeSamples(NamedTuple):
-    """Consecutive samples that are seen alike."""
+    """Consecutive samples with the same kind of attention mask."""
 
     samples: int
     causal: bool
-    """Whether a token sees itself and those before it only, where no mask says so."""
+    """Whether a token attends only to itself and earlier tokens; used if there is no mask."""
     mask: Tensor | AttentionMask | None = None
 
 
 class Batches:
-    """The batches that samples are in, in their order."""
+    """A mask for several batches, concatenated along samples."""
 
     def __init__(self, batches: list[AlikeSamples]) -> None:
         self.batches = batches
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        """The same as `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
         sizes = [batch.samples for batch in self.batches]
         pieces = zip(*(torch.split(each, sizes) for each in (q, k, v)))
         outputs = []

@@ -1,14 +1,14 @@
 """Dropout (Srivastava et al., JMLR 2014) that draws 16 bits for each element.
 
-On a CPU torch draws 32 bits for each element, in one thread however many there are, and keeps what it drew in the type
-of the input. Here torch's generator gives a key of 64 bits, and the bits of an element are a function of the key and of
-its place (`native/dropout.cpp`), so that all threads draw; a byte is kept of each element. Without a C++ compiler, 64
-bits from torch's generator decide for four elements, in one thread: as often, but other elements. Even so, on two cores
-of an AMD EPYC forward and backward took 3.1 to 3.8 ns an element in place of torch's 6.5 to 8.1, and a step of GPT-2
-7 % less (benchmarks/dropout.py).
+On a CPU torch draws 32 bits per element, always in one thread, and saves the mask in the dtype of the input. Here
+torch's generator draws a 64-bit key, and the bits of an element are a function of the key and its index
+(`native/dropout.cpp`), so that all threads draw; the mask has one byte per element. Without a C++ compiler, 64 bits
+from torch's generator decide for four elements, in one thread: with the same probability, but for other elements. Even
+so, on two cores of an AMD EPYC forward and backward took 3.1 to 3.8 ns per element instead of torch's 6.5 to 8.1, and a
+step of GPT-2 7 % less (benchmarks/dropout.py).
 
-The probability is rounded to a multiple of 2⁻¹⁶, and what is kept is scaled by the exact inverse, so that the mean of
-the outputs is the input. Other devices use torch's dropout, which is the reference.
+The probability is rounded to a multiple of 2⁻¹⁶, and kept elements are scaled by the exact inverse, so that the
+expected output is the input. Other devices use torch's dropout, which is the reference.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def dropout(
 ) -> Tensor:
     """Each element is zero with probability `p`, and x / (1 − p) otherwise; `x` itself where not in training.
 
-    Numbers come from `generator`, by default torch's own. Raises ValueError for a `p` outside of 0 to 1.
+    Random numbers come from `generator`, by default torch's own. Raises ValueError for a `p` outside of 0 to 1.
     """
     if not training and 0 <= p <= 1:
         return x
     level = round(p * _LEVELS)
-    # The meta device stands for a CPU: what is kept there is what a CPU would keep.
+    # The meta device stands for a CPU: its mask has the size of a CPU's.
     if not training or x.device.type not in ("cpu", "meta") or not 0 < level < _LEVELS:
         return F.dropout(x, p, training)
     return torch.where(_drawn_for(x, level, generator), x, 0.0).mul_(_LEVELS / (_LEVELS - level))
 
 
 def mask_of(x: Tensor, p: float) -> tuple[Tensor, float]:
-    """The elements that dropout of `x` with probability `p` keeps, bool like x, and the factor that these get. On a CPU
-    it draws what `dropout` would."""
+    """Which elements dropout of `x` with probability `p` keeps (bool, shape of x), and the factor that scales them. On
+    a CPU the draws are those of `dropout`."""
     level = round(p * _LEVELS)
     if x.device.type not in ("cpu", "meta"):
         return torch.rand(x.shape, device=x.device) >= level / _LEVELS, _LEVELS / max(1, _LEVELS - level)
@@ -69,7 +69,7 @@ class Dropout(nn.Dropout):
 def _kept(
     shape: torch.Size, level: int, device: torch.device, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Which elements are kept, where `level` of 2¹⁶ are not."""
+    """Which elements are kept; each is dropped with probability `level` / 2¹⁶."""
     count = shape.numel()
     kernels = library("dropout") if device.type == "cpu" else None
     if kernels is not None:

@@ -1,17 +1,17 @@
-"""The gradient of a table that embeds tokens, in compiled programs: only rows of the batch's tokens are touched.
+"""The gradient of a token embedding in compiled programs: only the rows of the batch's tokens are touched.
 
-The gradient of a table, (V, D), that also makes logits is the sum of theirs, which is dense, and of the embedding's,
-which has at most T rows that are not zero, one per token of the batch. torch writes the second as V rows of zeros in
-fp32, adds T of them, casts all, and adds all to the first: 3 to 4 times V·D elements are read and written for T·D that
-count.
-`AddTouchedRows` rewrites the graph between autograd and code generation into: sum the rows of equal tokens in fp32,
-(T, D); read the rows of these tokens from the dense gradient; write their sums back, in place. Where a half table
-makes no logits, the sums are written into zeros of its own type, so that no table in fp32 is written, read and cast.
+If an embedding table (V, D) also serves as the output layer, its gradient is the sum of the output layer's, which is
+dense, and the embedding's, which has at most T nonzero rows, one per token of the batch. torch writes the second as V
+rows of zeros in fp32, adds T rows to it, casts all, and adds all to the first: it reads and writes 3 to 4 times V·D
+elements, although only T·D of them matter. `AddTouchedRows` rewrites the graph between autograd and code generation
+into: sum the rows of equal tokens in fp32, (T, D); read the rows of these tokens from the dense gradient; write their
+sums back, in place. If a half-precision table is not the output layer, the sums are written into zeros of its own
+dtype, so that no fp32 table is written, read and cast.
 
 Let i be the positions of the batch, t_i their tokens and g_i their gradients. Every token has one representative
-position r(i) with t_r(i) = t_i: the one that an array of V integers keeps when each position writes its own number at
-its token. Then s_r = Σ_{i: r(i) = r} g_i, and row t_i of the gradient becomes w_{t_i} + s_{r(i)}: all positions of a
-token write the same.
+position r(i) with t_r(i) = t_i: each position writes its index into an array of V integers at its token, and the index
+that remains there is the representative. Then s_r = Σ_{i: r(i) = r} g_i, and row t_i of the gradient becomes w_{t_i} +
+s_{r(i)}: all positions of a token write the same value.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class AddTouchedRows(CustomGraphPass):
         graph.eliminate_dead_code()
 
     def uuid(self) -> str:
-        """The version of this pass, by which compiled programs are cached: to be changed with its code."""
+        """The version of this pass, part of the key of cached programs; change it with the code."""
         return "penstock.AddTouchedRows.2"
 
 
 def _embedding_gradient(node: Any) -> Any:
-    """The sum of rows into zeros (V, D) that `node` casts or is, if nothing else reads it."""
+    """The operator that adds rows to zeros (V, D), if `node` is it or its cast and nothing else reads it."""
     if isinstance(node, Node) and node.target is prims.convert_element_type.default:
         node = node.args[0]
     if not isinstance(node, Node) or node.target is not aten._unsafe_masked_index_put_accumulate.default:
@@ -68,7 +68,7 @@ def _embedding_gradient(node: Any) -> Any:
 
 
 def _is_dense(node: Any, total: Any) -> bool:
-    """Whether `node` is a gradient of the shape and type of the sum."""
+    """Whether `node` is a gradient with the shape and dtype of the sum."""
     value = node.meta["val"] if isinstance(node, Node) else None
     return (
         value is not None
@@ -78,8 +78,8 @@ def _is_dense(node: Any, total: Any) -> bool:
 
 
 def _with_rows(graph: Graph, put: Any, dtype: torch.dtype, dense: Any = None) -> Any:
-    """`dense` (V, D), of a type, or zeros, with the rows that `put` would add to zeros. Nodes get the values that fake
-    tensors give them."""
+    """Add the rows of `put` to `dense` (V, D), or to zeros of type `dtype` if there is none. New nodes get their
+    metadata by running the operators on fake tensors."""
     _, mask, (index,), values = put.args
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:

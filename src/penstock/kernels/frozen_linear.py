@@ -1,12 +1,12 @@
-"""A linear layer whose weight does not learn and is stored in few bits: y = x · Wᵀ + b, and the gradients of x and b.
+"""A linear layer with a frozen weight that is stored in few bits: y = x · Wᵀ + b, and the gradients of x and b.
 
     W[n, k] = numbers[n, k] · scales[n, g] + offsets[n, g],    g = ⌊k · G / K⌋
 
-W is made of its numbers for each product, in the type of the product, and freed behind it. Neither W nor x is kept for
-the backward pass, which makes W again (Dettmers et al., "QLoRA", NeurIPS 2023, section 3).
+W is dequantised for each matrix product, in the product's dtype, and freed afterwards. Neither W nor x is saved for the
+backward pass, which dequantises W again (Dettmers et al., "QLoRA", NeurIPS 2023, section 3).
 
-Shapes: x (…, K), numbers int8 (N, K), or of 4 bits (N, K/2), the first of two in the low half of a byte; scales and, of
-4 bits, offsets (N, G); bias (N); y (…, N).
+Shapes: x (…, K); numbers int8 (N, K), or 4-bit (N, K/2), two per byte, the first in the low half; scales and, for 4
+bits, offsets (N, G); bias (N); y (…, N).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 
 
 def unpacked_numbers(pairs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers of 4 bits (…, K), each from 0 to 15, of bytes (…, K/2) that hold the first of two in the low half."""
+    """Unpack bytes (…, K/2) into 4-bit numbers (…, K), each from 0 to 15; the low half of a byte comes first."""
     whole = torch.empty(*pairs.shape, 2, dtype=dtype, device=pairs.device)
     whole[..., 0], whole[..., 1] = pairs & 15, pairs >> 4
     return whole.flatten(-2)
 
 
 def unpacked(numbers: Tensor, scales: Tensor, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight (N, K) in `dtype`: rounded once, from what the numbers stand for."""
+    """The dequantised weight (N, K) in `dtype`, rounded once."""
     if offsets is None:
         whole = numbers.to(dtype)
         groups = whole.unflatten(1, (scales.shape[1], -1))  # type: ignore[no-untyped-call]
@@ -40,7 +40,7 @@ def unpacked(numbers: Tensor, scales: Tensor, offsets: Tensor | None, dtype: tor
 def frozen_linear(
     x: Tensor, numbers: Tensor, scales: Tensor, offsets: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """The layer's output (…, N), in the type of autocast where that is on, else in the type of x."""
+    """The layer's output (…, N), in autocast's dtype if autocast is on, else in the dtype of x."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return _Frozen.apply(x, numbers, scales, offsets, bias, dtype)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels run here. Triton is imported only where a kernel is launched."""
+"""Whether Triton's kernels run here. Triton is imported only when a kernel is launched."""
 
 from __future__ import annotations
 

@@ -5,17 +5,17 @@ and smoothing ε (Szegedy et al., CVPR 2016, section 7), a row's loss and its gr
 
     −(1 − ε) log p_t − (ε / V) Σ_v log p_v          p − (1 − ε) onehot(t) − ε / V
 
-The plain form holds R·V logits, in the type that the layer multiplies in (see `penstock.kernels.cross_entropy`). Of a
-vocabulary that ranks split it makes copies of its part in fp32. The chunked form takes some rows at a time. It
-makes each chunk's gradient at once, multiplies it into those of x, W and b, and forgets the logits. So no product is
-repeated, and the backward pass only multiplies by the gradient of the sum. What it keeps for that is as large as x, W
-and b.
+The plain form holds R·V logits, in the dtype of the layer's matrix product (see `penstock.kernels.cross_entropy`). If
+ranks split the vocabulary, it copies its part of the logits to fp32. The chunked form handles some rows at a time. It
+computes each chunk's gradient at once, multiplies it into the gradients of x, W and b, and discards the logits. So no
+matrix product is repeated, and the backward pass only multiplies by the gradient of the sum. The tensors saved for it
+are as large as x, W and b.
 
-A z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5) adds ζ L² to a row's loss, with L = log Σ_v exp z_v. One
-kernel makes loss and gradient of a chunk's logits in their place: see `penstock.kernels.logit_rows`.
+A z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5) adds ζ L² to a row's loss, with L = log Σ_v exp z_v. One kernel
+computes the loss of a chunk and overwrites its logits with the gradient: see `penstock.kernels.logit_rows`.
 
-With a teacher (see `penstock.kernels.distil`) a row's loss is 1 − w of the above and w of the student's divergence from
-the teacher, whose logits are made and forgotten with the student's.
+With a teacher (see `penstock.kernels.distil`) a row's loss is 1 − w times the above plus w times the student's
+divergence from the teacher, whose logits are computed and discarded with the student's.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ from penstock.kernels.vocabulary import (
 )
 
 _SUMMED_ROWS = 8
-"""Rows whose gradients are summed at a time on a CPU, where torch casts all that it sums first."""
+"""Rows whose gradients are summed at a time on a CPU, because torch first casts everything that it sums."""
 _ADDED_ENTRIES = 512
-"""Entries of the vocabulary whose half gradients are added to sums in fp32 at a time on a CPU."""
+"""Entries of the vocabulary whose half-precision gradients are added to fp32 sums at a time on a CPU."""
 _TAUGHT_ROWS = 4
-"""A row beside a teacher's takes at most so many times the memory: the logits of both, at a temperature, and as
-probabilities."""
+"""Memory of a row with a teacher, as a multiple, at most: both logits, at a temperature, and as probabilities."""
 CAPPED_ROWS = 2
-"""A row of capped logits takes so many times the memory: the slopes of the cap beside them."""
+"""Factor by which a row of capped logits takes more memory: the slopes of the cap are stored too."""
 FP16_SCALE = 256.0
-"""Gradients of logits are 1e-5 and less over a large vocabulary, where fp16 has few bits left: so they are made larger
-by this factor."""
+"""Scale of fp16 gradients of logits: over a large vocabulary they are 1e-5 and less, where fp16 has few bits left."""
 
 
 def linear_cross_entropy(
@@ -61,23 +59,23 @@ def linear_cross_entropy(
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear, taught: Taught | None = None,
     z_loss: float = 0.0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 of fp64 inputs).
+    """The sum over all rows of the cross entropy of x Wᵀ + b against the targets, 0-d, in fp32 (fp64 for fp64 inputs).
 
-    x: (…, D), weight: (V, D), bias: (V), targets: (…) int64, of which −100 counts nothing. `budget` are the bytes that
-    logits and what is made of them may take at one time, at least those of one row; None holds them all, in the plain
-    form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can be
-    differentiated once. With a `share`, weight and bias are those of this rank's entries of the vocabulary, targets
-    are numbers in all of it, and the gradient of x is what these entries add to it. `linear` makes the logits of the
-    plain form. With `taught`, of as many rows and entries, the loss is that of a student; with a share, too, it has
-    this rank's entries and needs a budget. `z_loss` is the factor ζ of the z-loss. With a `cap` c logits
-    z are c·tanh(z / c).
+    x: (…, D), weight: (V, D), bias: (V), targets: (…) int64, where −100 is ignored. `budget` is the number of bytes for
+    logits and the tensors computed from them at one time, at least for one row; None holds all logits, in the plain
+    form. Both forms multiply in the dtype that torch.autocast and the op lists set for a linear layer. The chunked form
+    can be differentiated once. With a `share`, weight and bias hold this rank's entries of the vocabulary, targets
+    index the whole vocabulary, and the gradient of x covers this rank's entries only. `linear` computes the logits of
+    the plain form. With `taught`, which has the same numbers of rows and entries, the loss is a student's; together
+    with a share, it holds this rank's entries and needs a budget. `z_loss` is the factor ζ of the z-loss. With a `cap`
+    c, logits z become c·tanh(z / c).
     """
     x, targets = x.flatten(0, -2), targets.flatten()
     if budget is None:
         if taught is not None:
             return plain_student_loss(x, weight, bias, targets, smoothing, taught, z_loss, cap)
         return plain_linear_cross_entropy(x, weight, bias, targets, smoothing, share, linear, z_loss, cap)
-    # A product of no rows tells which type a linear layer has here.
+    # An empty product shows the dtype of a linear layer's outputs here.
     with torch.no_grad():
         dtype = F.linear(x[:0], weight[:1]).dtype
     enabled = torch.is_grad_enabled()
@@ -132,14 +130,14 @@ def plain_student_loss(
 
 
 def padded_entries(entries: Tensor) -> Tensor:
-    """Weights (V, D) or biases (V,) with zeros behind them, whose logits are 0 and so are their gradients."""
+    """Weights (V, D) or biases (V,), padded with zeros; the logits of the padding are 0, and so are their gradients."""
     missing = choices.padded_entries(entries.device.type, len(entries)) - len(entries)
     return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, missing)) if missing else entries
 
 
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fused: bool = False) -> int:
-    """Rows of a chunk: all chunks are as good as equal, and none takes more than the budget. Where the kernel is
-    `fused`, nothing is made of logits but their gradient, in their place."""
+    """Rows per chunk: chunks are nearly equal, and none exceeds the budget. A `fused` kernel needs no memory besides
+    the logits, which it overwrites with their gradient."""
     most = rows_in_chunk(budget, columns, dtype.itemsize, fused=fused)
     return -(-rows // -(-rows // most)) if rows else 1
 
@@ -151,8 +149,8 @@ def in_chunks(
     taught_share: float = 0.0, temperature: float = 1.0, row_weights: Tensor | None = None, z_loss: float = 0.0,
     cap: float = 0.0, taught_cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The loss, and as far as they are asked for the gradients of x, weight and bias, empty otherwise. With
-    `row_weights`, (R,), the gradients are those of the sum of the rows' losses times these."""
+    """The loss, and the gradients of x, weight and bias; a gradient that is not requested is empty. With `row_weights`,
+    (R,), the gradients are of the weighted sum of the rows' losses."""
     with torch.autocast(x.device.type, enabled=False):
         cast, offset = (
             padded_entries(weight.to(dtype)),
@@ -191,8 +189,8 @@ def in_chunks(
         return sums.loss, sums.x, of_weight, of_bias
 
 
-# One opaque operator, so that compiled code, too, makes gradients chunk by chunk: a compiler that saw inside would be
-# free to put that off, and keep the logits until then.
+# One opaque operator, so that compiled code also computes gradients chunk by chunk: a compiler that saw inside could
+# defer that, and keep the logits until then.
 _chunked = torch.library.custom_op("penstock::linear_cross_entropy", mutates_args=())(in_chunks)
 
 
@@ -211,7 +209,7 @@ def _shapes(
 
 
 class _Sums(NamedTuple):
-    """Sums over chunks: the loss, and the gradients, which are empty where nobody asks for them."""
+    """Sums over chunks: the loss and the gradients; a gradient that is not requested is empty."""
 
     loss: Tensor
     x: Tensor
@@ -228,7 +226,7 @@ class _Sums(NamedTuple):
     cap: float
 
     def add(self, here: slice, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
-        """Take some rows: x (r, D), and weight (V, D) in the type of products, which may be padded."""
+        """Add the loss and gradients of some rows: x (r, D), and weight (V, D), in one dtype; weight may be padded."""
         rows = capped(F.linear(x, weight, bias), self.cap)
         logits, dtype = rows[:, : self.columns], rows.dtype  # (r, V)
         counted = targets != IGNORED
@@ -242,14 +240,14 @@ class _Sums(NamedTuple):
             return
         if slopes is not None:
             p.mul_(slopes)
-        # What is not counted is left out of each gradient, where it is a row of D numbers and not of V.
+        # Ignored rows are zeroed in each gradient, where a row has D elements instead of V.
         counts = counted[:, None].to(dtype)
         if self.bias.numel() and p is logits:
             for some in torch.split(p, len(p) if p.is_cuda else _SUMMED_ROWS):
                 self.bias[: self.columns].add_(some.sum(0, dtype=self.bias.dtype))
         elif self.bias.numel():
             self.bias[: self.columns].add_(counts.to(p.dtype).T.mm(p)[0])
-        # The gradient takes the place of the logits, unless that would be no more than a copy.
+        # The gradient overwrites the logits, unless that would only be a copy.
         gradient = p if p.shape == rows.shape and p.dtype == dtype else rows
         if gradient is rows and p is not logits:
             logits.copy_(p)
@@ -260,7 +258,7 @@ class _Sums(NamedTuple):
             self._learn(gradient, x * counts)
 
     def _fused(self, here: slice, logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
-        """The logits (r, V), which have become the gradient if it is asked for."""
+        """The logits (r, V), overwritten by the gradient if it is wanted."""
         taught, w, temperature = None, 0.0, 1.0
         if self.taught is not None:
             taught, (w, temperature) = self._taught_logits(here), self.taught[3:5]
@@ -278,7 +276,7 @@ class _Sums(NamedTuple):
         return capped(rows, self.taught.cap)
 
     def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> Tensor:
-        """The gradient (r, V), of rows that do not count too, if it is asked for."""
+        """The gradient (r, V) if it is wanted, ignored rows included."""
         if self.share is not None:
             p = logits.to(self.loss.dtype, copy=True)
             to_teacher: Tensor | None = None
@@ -319,7 +317,7 @@ class _Sums(NamedTuple):
         return p.mul_(self.scale) if self.scale != 1.0 else p
 
     def _learn(self, gradient: Tensor, x: Tensor) -> None:
-        """Add what the rows say of the weight: (V, r) @ (r, D)."""
+        """Add the rows' gradient of the weight: (V, r) @ (r, D)."""
         if x.dtype == self.weight.dtype:
             self.weight.addmm_(gradient.T, x)
         elif x.is_cuda:
@@ -328,7 +326,7 @@ class _Sums(NamedTuple):
             # A sum over rows can leave fp16's range.
             self.weight.addmm_(gradient.T.float(), x.float())
         else:
-            # torch casts all that it adds in another type first.
+            # torch first casts everything that it adds in another dtype.
             made, size = gradient.T.mm(x), _ADDED_ENTRIES
             for total, more in zip(torch.split(self.weight, size), torch.split(made, size), strict=True):
                 total.add_(more)
@@ -342,7 +340,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients for the gradient of the sum. They are changed in place, so torch refuses a second backward pass."""
+    """The saved gradients times the loss's gradient. They change in place, so torch refuses a second backward pass."""
     gradients: list[Tensor | None] = [None, None, None]
     if loss is not None:
         factor = loss / ctx.scale

@@ -1,4 +1,4 @@
-"""The loss of rows of logits, and its gradient in their place: what a loss does between its products.
+"""The loss of rows of logits, which its gradient overwrites: the part of the loss between its matrix products.
 
 Shapes: R rows, V entries of the vocabulary. For logits z of a row, its target t, p = softmax(z), L = log Σ_v exp z_v,
 smoothing ε (Szegedy et al., CVPR 2016, section 7) and a z-loss ζ (Chowdhery et al., "PaLM", 2022, section 5)
@@ -7,18 +7,18 @@ smoothing ε (Szegedy et al., CVPR 2016, section 7) and a z-loss ζ (Chowdhery e
     gradient  p (1 + 2 ζ L) − (1 − ε) onehot(t) − ε / V
 
 With a teacher's logits u at a temperature T (see `penstock.kernels.distil`), q = softmax(u / T) and p' = softmax(z /
-T), 1 − w of both, and w of
+T), loss and gradient are 1 − w times the above plus w times
 
     loss      T² Σ_v q_v (log q_v − log p'_v)
     gradient  T (p' − q)
 
-A row whose target is −100 counts nothing: its loss and its gradient are 0.
+A row whose target is −100 is ignored: its loss and its gradient are 0.
 
-On a CPU two passes in C++ do this without a teacher (native/losses.cpp). On a GPU with Triton one kernel does this
-(kernels/triton/logit_rows.py). In a type of e bytes it reads 2·e·R·V bytes, half of which a cache of e·V bytes for
-each multiprocessor has, twice that with a teacher, and writes e·R·V; it computes two exponentials for each logit, six
-with a teacher, and about 12 or 30 FLOPs besides. Separate operators read and write e·R·V about 9 times, in fp32. The
-reference below is the form of other devices and of fp64.
+On a CPU, two passes in C++ do this without a teacher (native/losses.cpp). On a GPU with Triton one kernel does it
+(kernels/triton/logit_rows.py). With e bytes per element it reads 2·e·R·V bytes, half of them from cache if each
+multiprocessor has e·V bytes of it, twice that with a teacher, and writes e·R·V; per logit it computes two exponentials,
+six with a teacher, and about 12 or 30 more FLOPs. Separate operators read and write e·R·V about 9 times, in fp32. The
+reference below serves other devices and fp64.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def logit_rows_(
     smoothing: float = 0.0, z_loss: float = 0.0, share: float = 0.0, temperature: float = 1.0,
     scale: float = 1.0, gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The loss of each row and its log Σ exp, both (R,), 0 where the target is −100, in fp32 (fp64 of fp64 logits).
+    """The loss of each row and its log Σ exp, both (R,), 0 where the target is −100, in fp32 (fp64 for fp64 logits).
 
-    logits: (R, V), whose rows lie in one piece; with `gradient` they become that of Σ_rows scale · row_weights · loss.
-    targets: (R,) int64; taught: (R, V), with which `share` and `temperature` count; row_weights: (R,). torch cannot
-    differentiate through it. Raises ConfigError for shapes or strides that do not fit.
+    logits: (R, V), with contiguous rows; with `gradient` they become the gradient of Σ_rows scale · row_weights · loss.
+    targets: (R,) int64; taught: (R, V), the only case in which `share` and `temperature` matter; row_weights: (R,).
+    torch cannot differentiate through it. Raises ConfigError for shapes or strides that do not fit.
     """
     rows = logits.shape[:1]
     fits = logits.ndim == 2 and logits.shape[1] > 0 and targets.shape == rows
@@ -53,7 +53,7 @@ def logit_rows_(
     fits = fits and (row_weights is None or row_weights.shape == rows)
     if not fits or logits.stride(1) != 1:
         raise ConfigError(
-            f"logit_rows_ needs logits (R, V) whose rows lie in one piece, and targets for each row, but has shape "
+            f"logit_rows_ needs logits (R, V) with contiguous rows, and a target for each row, but has shape "
             f"{tuple(logits.shape)}, strides {logits.stride()} and {tuple(targets.shape)} targets; flatten them."
         )
     terms = smoothing, z_loss, share, temperature, scale, gradient
@@ -62,20 +62,21 @@ def logit_rows_(
 
 
 def row_losses(logs: Tensor, index: Tensor, smoothing: float) -> Tensor:
-    """The loss of each row (R,), of log-probabilities (R, V) and targets (R, 1)."""
+    """The loss of each row (R,), from log-probabilities (R, V) and targets (R, 1)."""
     losses = logs.gather(1, index).squeeze(1) * (smoothing - 1.0)
     return losses - logs.sum(1) * (smoothing / logs.shape[1]) if smoothing else losses
 
 
 def take_target_(p: Tensor, index: Tensor, smoothing: float) -> None:
-    """Make of probabilities (R, V) the gradient of the losses, in place."""
+    """Turn probabilities (R, V) into the gradient of the losses, in place."""
     if smoothing:
         p.sub_(smoothing / p.shape[1])
     p.scatter_add_(1, index, p.new_full((1, 1), smoothing - 1.0).expand(len(p), 1))
 
 
 def fuses_rows(device: torch.device, dtype: torch.dtype, *, taught: bool = False) -> bool:
-    """Whether a kernel takes logits of this type there, and can run: see `penstock.kernels.choices.fuses_rows`."""
+    """Whether a kernel for logits of this dtype exists on the device and can run: see
+    `penstock.kernels.choices.fuses_rows`."""
     triton = runs_triton(device)
     able = choices.fuses_rows("cuda" if triton else device.type, format_of(dtype), taught=taught)
     return able and (triton or has_rows(device, dtype))
@@ -136,6 +137,6 @@ def _plain(
         p.mul_(1.0 - share).add_(pull, alpha=share)
     if gradient:
         factor = counted * scale if row_weights is None else counted * scale * row_weights
-        # Zeros of what counts nothing, whatever its logits are.
+        # Ignored rows become zeros, whatever their logits are.
         logits.copy_(torch.where(counted[:, None], p * factor[:, None], 0.0))
     return losses.where(counted, 0.0), sums.where(counted, 0.0)

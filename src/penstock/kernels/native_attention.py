@@ -1,4 +1,4 @@
-"""Attention in C++ on CPUs that multiply pairs of bf16 numbers: no scores in memory, and dropout of weights inside.
+"""Attention in C++ on CPUs that multiply pairs of bf16 values: no scores in memory, and dropout in the kernel.
 
 The kernels and their formulas are in `native/attention.cpp`. The reference is `penstock.kernels.attention.
 plain_attention`. Shapes: B samples, H heads, G KV heads, N queries, M keys, K features per head.
@@ -27,11 +27,11 @@ def native_attention(
 ) -> Tensor:
     """Attention in bf16: softmax(scale q kᵀ + mask) v.
 
-    q: (B, H, N, K), k and v: (B, G, M, K), of any strides, read in place where a head's features are adjacent; mask:
-    (B or 1, 1, 1, M), true where a key may be seen, or numbers to add; returns (B, H, N, K).
+    q: (B, H, N, K), k and v: (B, G, M, K), of any strides, read in place if a head's features are adjacent; mask: (B or
+    1, 1, 1, M), true for keys that may be attended to, or values to add to the scores; returns (B, H, N, K).
 
-    `dropout` leaves out weights by a hash of their place and of a seed from torch's generator, which the backward pass
-    computes again. Differentiable in q, k and v. Raises ConfigError for what the kernel cannot take.
+    `dropout` drops weights by a hash of their indices and a seed from torch's generator; the backward pass computes the
+    hash again. Differentiable in q, k and v. Raises ConfigError for inputs that the kernel does not support.
     """
     added, seed, scale = _prepare(q, k, v, mask, causal, dropout, scale)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
@@ -44,9 +44,9 @@ def native_attention(
 def native_packed_attention(
     packed: Tensor, sequence_first: bool, mask: Tensor | None, *, causal: bool, dropout: float, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """The same of one projection, (B, N, H, 3, K) to (B, N, H, K), or (N, B, …) sequence first.
+    """The same for a packed projection, (B, N, H, 3, K) to (B, N, H, K), or (N, B, …) sequence first.
 
-    Its features are adjacent. The gradient is written into one tensor, where that of three views would be put together.
+    Its features must be adjacent. The gradient is written into one tensor, not assembled from three.
     """
     q, k, v = _heads_of(packed, sequence_first)
     added, seed, scale = _prepare(q, k, v, mask, causal, dropout, scale)
@@ -65,7 +65,7 @@ def _heads_of(packed: Tensor, sequence_first: bool) -> tuple[Tensor, Tensor, Ten
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, scale: float | None
 ) -> tuple[Tensor | None, Tensor, float]:
-    """The mask to add, the seed and the scale; raises ConfigError for what the kernel cannot take."""
+    """The mask to add, the seed and the scale; raises ConfigError for inputs that the kernel does not support."""
     if reason := _obstacle(q, k, v, mask, causal):
         raise ConfigError(
             f"plan.attention 'native' has no kernel for {reason}; use attention 'auto' or 'plain'."
@@ -76,21 +76,21 @@ def _prepare(
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> str | None:
-    """The first property of these inputs that the kernel cannot take, in words, or None."""
+    """The first property of these inputs that the kernel does not support, in words, or None."""
     for one in (q, k, v):
         pairs = this_cpu().bf16_pairs
         reason = native_obstacle(q.device.type, format_of(one.dtype), one.shape[-1], bf16_pairs=pairs)
         if reason is not None:
             return reason
     if v.shape[-1] != q.shape[-1]:
-        return "values of other sizes than keys"
+        return "values of another width than keys"
     if mask is not None and (mask.requires_grad or mask.shape[1:3] != (1, 1)):
         return "biases of scores, or masks that differ between queries or heads"
     return "a causal mask over fewer keys than queries" if causal and q.shape[-2] > k.shape[-2] else None
 
 
 def _added(mask: Tensor, samples: int) -> Tensor:
-    """The mask as numbers to add, (B, M up to a whole vector), fp32."""
+    """The mask as values to add, fp32, (B, M rounded up to a whole vector)."""
     mask = mask[:, 0, 0]
     if not mask.is_floating_point():
         mask = torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
@@ -118,7 +118,7 @@ def _strides(*tensors: Tensor) -> Any:
 
 
 def _by_token(like: Tensor) -> Tensor:
-    """An empty tensor (B, H, N, K) whose heads of one token lie side by side."""
+    """An empty tensor (B, H, N, K) in which the heads of a token are adjacent in memory."""
     samples, heads, tokens, width = like.shape
     return like.new_empty(samples, tokens, heads, width).transpose(1, 2)
 
@@ -127,7 +127,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, seed: Tensor, causal: bool, dropout: float,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and the logarithm of the sum of each query's exponentials, (B, H, N) in fp32."""
+    """The result, and each query's log-sum-exp, (B, H, N) in fp32."""
     return _attend_into(_by_token(q), q, k, v, added, seed, causal, dropout, scale)
 
 
@@ -172,7 +172,7 @@ def _write_gradients(
             _strides(q, k, v, out, gradient, *into), address(added), address(sums), *map(address, into),
             threads_for(sums.numel() * k.shape[2]),
         )  # fmt: skip
-    else:  # keys without a query learn nothing
+    else:  # without queries, keys get no gradient
         for each in into:
             each.zero_()
 
@@ -188,9 +188,10 @@ def _gradient_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tu
 def _differentiable(
     attend: Any, forward: Callable[..., Any], gradients: Any, make_gradients: Callable[..., Any], projections: int
 ) -> Any:  # fmt: skip
-    """Give an operator its gradient; returns a function of autograd that does the same without torch's dispatcher.
+    """Register an operator's gradient, and return an autograd Function that does the same without torch's dispatcher.
 
-    Inputs are as many projections, the mask, the seed and settings. `gradients` is the operator of `make_gradients`.
+    The inputs are `projections` tensors, the mask, the seed and settings. `gradients` is `make_gradients` as an
+    operator.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -213,7 +214,7 @@ def _forward_packed(
     packed: Tensor, added: Tensor | None, seed: Tensor, causal: bool, dropout: float, scale: float,
     sequence_first: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result in the order of the projection, and the sums as above."""
+    """The result in the layout of the projection, and the log-sum-exp as in `_forward`."""
     q, k, v = _heads_of(packed, sequence_first)
     out = packed.new_empty(*packed.shape[:3], packed.shape[4])
     seen = out.permute(1, 2, 0, 3) if sequence_first else out.transpose(1, 2)

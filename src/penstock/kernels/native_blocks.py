@@ -1,10 +1,10 @@
 """Whole Transformer blocks with weights in int8, in one C++ call on CPUs with AVX512-VNNI, for inference in fp32.
 
 The kernel and its formulas are in `native/blocks.cpp`; the reference is the block's own forward pass. Linear layers
-give the bits of `penstock.kernels.native_integers`; norms, attention and activations are those of torch but for
+give the same bits as `penstock.kernels.native_integers`; norms, attention and activations differ from torch's only by
 rounding.
 
-Shapes: B samples, T tokens of all of them behind each other, D features, H heads of K features.
+Shapes: B samples, concatenated to T tokens, D features, H heads of K features.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.kernels.native import library, threads_for
 from penstock.kernels.native_integers import PRODUCTS_PER_ELEMENT, InputScale, PackedInt8, multiplies_integers
 
 VECTOR = 16
-"""The features of a head are a multiple of this."""
+"""The width of a head must be a multiple of this."""
 
 
 class _Linear(ctypes.Structure):
@@ -55,7 +55,7 @@ _ARGUMENTS = {
 
 
 def computes_blocks() -> bool:
-    """Whether the kernel of whole blocks is there. Compiles it where nobody has."""
+    """Whether the kernel of whole blocks is available; it is compiled at first use."""
     return multiplies_integers() and library("blocks") is not None
 
 
@@ -71,10 +71,10 @@ def _ends(lengths: Sequence[int]) -> Any:
 
 
 def attend_samples(qkv: Tensor, width: int, lengths: Sequence[int], scale: float | None = None) -> Tensor:
-    """Attention within samples of so many tokens each, which lie behind each other: softmax(scale q kᵀ) v.
+    """Attention within each of the concatenated samples, whose `lengths` are given: softmax(scale q kᵀ) v.
 
-    qkv: fp32 (T, H·3·K), of each head queries, keys and values of `width` = K features; returns (T, H·K), zeros behind
-    the last sample. `scale` is by default 1 / √K. The reference is `penstock.kernels.attention.plain_attention`.
+    qkv: fp32 (T, H·3·K), for each head queries, keys and values of `width` = K features; returns (T, H·K), with zeros
+    after the last sample. `scale` is by default 1 / √K. The reference is `penstock.kernels.attention.plain_attention`.
     """
     qkv, heads = qkv.contiguous(), qkv.shape[1] // (3 * width)
     out = qkv.new_empty(qkv.shape[0], heads * width)
@@ -87,11 +87,11 @@ def attend_samples(qkv: Tensor, width: int, lengths: Sequence[int], scale: float
 
 
 class BlockKernel:
-    """A block's weights as the kernel reads them: of the projection to queries, keys and values, of that of attention's
-    output, and of the perceptron's two layers, each with the scale of its inputs.
+    """A block's weights as the kernel reads them: qkv projection, attention's output projection and the perceptron's
+    two layers, each with the scale of its inputs.
 
-    `norms` are those of attention and of the perceptron, in fp32, before them where `norm_first`, else behind the sums;
-    an Identity stands for none. Raises KeyError for an activation that the kernel does not have.
+    `norms` belong to attention and the perceptron, in fp32; they come before these if `norm_first`, else after the
+    residual sums. An Identity stands for no norm. Raises KeyError for an activation that the kernel does not have.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class BlockKernel:
         }  # fmt: skip
         self._made_of = partial(BlockKernel, **settings), (layers, norms)
         self._kept: list[object] = []
-        """Owners of memory that the kernel reads, beside `layers`."""
+        """Tensors whose memory the kernel reads, other than `layers`."""
         inner, self._features = (layers[1][0].shape[1], layers[1][0].shape[0])
         self._room = 4 * inner + self._features
         self._work = sum(math.prod(packed.shape) for packed, _ in layers) // PRODUCTS_PER_ELEMENT
@@ -113,7 +113,7 @@ class BlockKernel:
         )  # fmt: skip
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy reads the memory of its own layers."""
+        """Rebuild a copy from its own layers, so that it reads their memory."""
         return self._made_of
 
     def _linear(self, packed: PackedInt8, scale: InputScale) -> _Linear:
@@ -135,8 +135,8 @@ class BlockKernel:
         return _Norm(weight.data_ptr(), bias.data_ptr(), eps, isinstance(norm, nn.RMSNorm))
 
     def __call__(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The block's output of fp32 tokens x (…, D), of samples with so many tokens each, which lie behind each other;
-        what is behind the last is attended to by nobody."""
+        """The block's output for fp32 tokens x (…, D) of concatenated samples with these `lengths`; nothing attends to
+        tokens after the last sample."""
         rows = x.contiguous()
         count = rows.numel() // self._features
         y, room = torch.empty_like(rows), rows.new_empty(count * self._room)

@@ -1,10 +1,10 @@
-"""Products of sorted rows with the weights of their experts in C++, on CPUs with AVX-512, in fp32 and bf16.
+"""Matrix products of sorted rows with the weights of their experts in C++, on CPUs with AVX-512, in fp32 and bf16.
 
-The kernels and their formulas are in `native/grouped.cpp`; the reference is one expert after the other. An expert with
-few rows costs little more for each row than one with many: its weights are read once and laid out as they are
-multiplied. A row's result does not depend on the other rows, nor on the number of threads. Sums are in fp32.
+The kernels and their formulas are in `native/grouped.cpp`; the reference multiplies one expert after the other. An
+expert with few rows costs little more per row than an expert with many: its weights are read once, and rearranged while
+they are multiplied. A row's result does not depend on the other rows, nor on the number of threads. Sums are in fp32.
 
-Shapes: V rows, sorted by expert, E experts, K features in, N out. Those of expert e end at ends[e].
+Shapes: V rows, sorted by expert, E experts, K features in, N out. The rows of expert e end at ends[e].
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from penstock.errors import ConfigError
 from penstock.kernels.native import TYPES, address, direct, library, threads_for
 
 _PRODUCTS_PER_ELEMENT = 128
-"""As many products of two numbers take as long as a pass over one element."""
+"""This many multiplications take as long as a pass over one element."""
 
 
 _MANY_ROWS = 1024
-"""With as many rows of bf16 for each expert on average, torch's product of one after the other is 5 to 8 % faster."""
+"""From this many bf16 rows per expert on average, torch's products, one expert after the other, are 5 to 8 % faster."""
 
 
 def takes_grouped(x: Tensor, experts: int, inputs: int, outputs: int) -> bool:
-    """Whether the kernels multiply rows like x by weights (experts, outputs, inputs), and their gradients: where they
-    can, and are faster than torch. Matrix units for bf16 (AMX) are faster. Compiles the kernels where nobody has."""
+    """Whether to use these kernels for rows like x and weights (experts, outputs, inputs), forward and backward: if
+    they support the inputs and beat torch, which they do not in bf16 with AMX. They are compiled at first use."""
     cpu = this_cpu()
     if x.device.type != "cpu" or cpu.isa != "AVX512" or x.dtype not in TYPES or not inputs or not outputs:
         return False
@@ -42,7 +42,7 @@ def takes_grouped(x: Tensor, experts: int, inputs: int, outputs: int) -> bool:
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Each row of x (V, K) times the weight of its expert, (E, N, K) of any strides: (V, N), zero past the last end.
 
-    ends: (E,) int32. Raises ConfigError where they decrease or are past the rows.
+    ends: (E,) int32. Raises ConfigError if they decrease or exceed the number of rows.
     """
     if direct(x):
         return _multiply(x, weight, ends)
@@ -52,7 +52,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """The sum over each expert's rows of the outer products of grad (V, N) and x (V, K): (E, N, K).
 
-    ends: (E,) int32. Raises ConfigError where they decrease or are past the rows.
+    ends: (E,) int32. Raises ConfigError if they decrease or exceed the number of rows.
     """
     if direct(x):
         return _multiply_outer(grad, x, ends)
@@ -89,13 +89,13 @@ def _multiply_outer(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x (V, F) with the features of a row side by side, and rows of bf16 an even number of elements apart."""
+    """x (V, F) with adjacent features in a row, and an even stride between rows."""
     return x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
 
 
 def _refuse(ends: Tensor, rows: int) -> Tensor:
     raise ConfigError(
-        f"A grouped product needs where each expert's rows end, in order and up to {rows}, but has "
+        f"A grouped product needs the end of each expert's rows, in ascending order and up to {rows}, but has "
         f"{ends.tolist()}; pass the cumulated counts of rows."
     )
 

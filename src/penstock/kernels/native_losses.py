@@ -14,23 +14,23 @@ from torch import Tensor
 from penstock.kernels.native import TYPES, address, library, sizes, threads_for
 
 IGNORED = -100
-"""A target that counts nothing, as torch's cross entropy has it."""
+"""The target of rows to ignore, as in torch's cross entropy."""
 
 
 def has_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for logits of this type. Compiles them where nobody has."""
+    """Whether there are kernels for logits of this dtype; they are compiled at first use."""
     return device.type == "cpu" and dtype in TYPES and library("losses") is not None
 
 
 def takes_rows(logits: Tensor) -> bool:
-    """Whether the kernels take these logits."""
+    """Whether the kernels support these logits."""
     return type(logits) is Tensor and logits.stride(-1) == 1 and has_rows(logits.device, logits.dtype)
 
 
 def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
     """The loss of each row, (R,) in fp32, and its log Σ exp in fp64; the loss is 0 where the target is −100.
 
-    logits: (R, V), whose rows lie in one piece; targets: (R,) int64.
+    logits: (R, V), with contiguous rows; targets: (R,) int64.
     """
     rows, columns = logits.shape
     targets = targets.contiguous()
@@ -53,7 +53,7 @@ def native_gradients_(
 ) -> Tensor:  # fmt: skip
     """Write the gradient of Σ_rows factor · loss by the logits to `out`, which may be the logits, and return it.
 
-    sums: (R,) as from `native_losses`; factors: (R,). Rows whose target is −100 become 0.
+    sums: (R,), log Σ exp from `native_losses`; factors: (R,). Rows whose target is −100 become 0.
     """
     rows, columns = logits.shape
     targets, factors = targets.contiguous(), factors.float().contiguous()

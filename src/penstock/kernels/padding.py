@@ -1,8 +1,8 @@
-"""Leaves padding out of what is computed.
+"""Computation without padding.
 
-On a CPU a batch becomes one sample, in which attention goes from each of its samples to the next (`Unpadded`); so it
-does on a GPU with `attention=flash`, whose kernel knows lengths. Elsewhere, and for short samples, padding is left out
-of what is computed token by token, and put back for attention with a mask (`Real`).
+On a CPU a batch is flattened to one row of tokens, and attention runs sample by sample (`Unpadded`). The same happens
+on a GPU with `attention=flash`, whose kernel supports variable lengths. Elsewhere, and for short samples, padding is
+dropped from operations on single tokens, and put back for attention with a mask (`Real`).
 
 Shapes: B samples, N tokens, T tokens that are computed, D features.
 """
@@ -22,7 +22,7 @@ from penstock.kernels.choices import least_mean_unpadded
 from penstock.kernels.varlen import varlen_attention
 
 SIZES = 16
-"""Most different T, so that compiled code is used again; a sixteenth of all tokens is computed in vain at worst,
+"""Most different values of T, so that compiled code is reused; at worst a sixteenth of all tokens is computed in vain,
 half of that on average."""
 
 
@@ -30,17 +30,16 @@ class Real(NamedTuple):
     """Which tokens of a batch are computed."""
 
     rows: Tensor
-    """(T,), their numbers among all tokens in the order in which blocks hold them: all that are no padding, in their
-    order, and some padding up to one of `SIZES` numbers."""
+    """(T,), their indices among all tokens in the layout of the blocks: first all real tokens, in order, then some
+    padding, so that T is one of `SIZES` values."""
     first: int
     second: int
-    """The batch's first two sizes: B and N, or N and B."""
+    """The batch's first two dimensions: B and N, or N and B."""
 
     @classmethod
     def of(cls, lengths: Tensor, places: Tensor, *, sequence_first: bool) -> Real | None:
-        """The tokens at `places` (N,) that are before `lengths` (B,) of each sample; None where leaving out the others
-        saves nothing. On a GPU this waits for the lengths.
-        """
+        """The tokens at `places` (N,) before the end of each sample, `lengths` (B,). None if dropping the others saves
+        nothing. On a GPU this waits for the lengths."""
         return cls.but(places >= lengths[:, None], sequence_first=sequence_first)
 
     @classmethod
@@ -58,21 +57,21 @@ class Real(NamedTuple):
         return _Take.apply(x.flatten(0, 1), self.rows).unsqueeze(0)  # type: ignore[no-any-return, no-untyped-call]
 
     def put(self, x: Tensor) -> Tensor:
-        """The reverse: zeros where no token is computed."""
+        """Undo `take`, with zeros for tokens that were not computed."""
         whole = put_rows(x[0], self.rows, self.first * self.second)
         placed: Tensor = whole.view(self.first, self.second, *x.shape[2:])
         return placed
 
 
 def put_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
-    """x (T, D) at the rows of a tensor (count, D), none of them twice, that is zero elsewhere."""
+    """Put x (T, D) into `rows` (no row twice) of a tensor (count, D) of zeros."""
     return _Put.apply(x, rows, count)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Unpadded:
-    """The samples of a batch behind each other, as one sample. No tuple, whose numbers compiled code would be made for.
+    """The samples of a batch, flattened to one row. Not a tuple, because code would be compiled for its numbers.
 
-    As a mask of cross attention it lets the tokens of each sample see those that belong to it: see `AttentionMask`.
+    As a mask of cross-attention it lets each sample's queries attend to that sample's keys: see `AttentionMask`.
     """
 
     def __init__(self, real: Real, lengths: list[int], *, varlen: bool) -> None:
@@ -80,43 +79,43 @@ class Unpadded:
         self.places = (real.rows % real.second)[None]
         """(1, T), the position of each token in its sample."""
         self.rest = len(real.rows) - sum(lengths)
-        """Tokens of padding behind the last sample."""
+        """Tokens of padding after the last sample."""
         ends = torch.tensor([0, *itertools.accumulate([*lengths, self.rest])], dtype=torch.int32)
-        self._starts = ends.to(real.rows.device)  # once, and not for each block
+        self._starts = ends.to(real.rows.device)  # moved once, not in each block
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(cls, lengths: Tensor, tokens: int, dtype: torch.dtype, *, varlen: bool) -> Unpadded | None:
-        """Samples of `lengths` (B,), padded to `tokens` tokens, whose queries are of this type. None where padding is
-        better kept in attention. `varlen` says that the kernel knows lengths.
-        """
+        """Samples of `lengths` (B,), padded to `tokens` tokens, with queries of this dtype. None if attention is faster
+        with padding. `varlen` says that the kernel supports variable lengths."""
         if not cls.pays(
             lengths, dtype, varlen=varlen
-        ):  # asked first: on a GPU the rest waits for the lengths
+        ):  # checked first: on a GPU the rest waits for the lengths
             return None
         real = Real.of(lengths, torch.arange(tokens, device=lengths.device), sequence_first=False)
         return None if real is None else cls(real, lengths.tolist(), varlen=varlen)
 
     @staticmethod
     def pays(lengths: Tensor, dtype: torch.dtype, *, varlen: bool) -> bool:
-        """Whether attention from sample to sample is quicker than with padding and a mask."""
+        """Whether attention sample by sample is faster than with padding and a mask."""
         least = least_mean_unpadded(lengths.device.type, dtype.itemsize, varlen=varlen)
-        # Lengths are read where they decide only: a GPU would be waited for.
+        # Lengths are read only if they decide, because reading them from a GPU waits for it.
         return least == 0.0 or (least < math.inf and int(lengths.sum()) >= least * len(lengths))
 
     def starts(self, *, rest: bool) -> tuple[Tensor, int]:
-        """Where samples begin and where the last ends, int32, and the length of the longest; the `rest` is one, too."""
+        """Where samples begin and where the last ends, int32, and the length of the longest; with `rest`, the padding
+        counts as a sample."""
         if rest:
             return self._starts, max(*self.lengths, self.rest)
         return self._starts[:-1], max(self.lengths)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """Attention of samples, q (B, H, M, K), to these: k and v (1, G, T, K); returns (B, H, M, K)."""
+        """Attention of samples, q (B, H, M, K), to the flattened ones: k and v (1, G, T, K); returns (B, H, M, K)."""
         if self.varlen:
             samples, _, tokens, _ = q.shape
             begins = torch.arange(0, (samples + 1) * tokens, tokens, dtype=torch.int32, device=q.device)
-            # The kernel leaves gradients of keys behind the last sample as they lie in memory.
+            # The kernel leaves gradients of keys after the last sample uninitialised.
             k, v = (t[:, :, : t.shape[2] - self.rest] for t in (k, v))
             return varlen_attention(
                 q, k, v, (begins, tokens), self.starts(rest=False), (-1, -1), scores.scale
@@ -128,15 +127,14 @@ class Unpadded:
 
 
 class Padded:
-    """An `AttentionMask` that puts padding back for attention: queries, keys and values of (1, T) tokens become those
-    of whole samples, whose padding a mask hides. For models of others, which cannot be told of `Real`.
-    """
+    """An `AttentionMask` that puts padding back for attention: queries, keys and values of (1, T) tokens become padded
+    samples, with a mask over the padding. For foreign models, which do not know `Real`."""
 
     def __init__(self, real: Real, mask: Tensor) -> None:
         self.real, self.mask = real, mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`: q (1, H, T, K), k and v (1, G, T, K); returns (1, H, T, K)."""
+        """The same as `attention`: q (1, H, T, K), k and v (1, G, T, K); returns (1, H, T, K)."""
         q, k, v = (self._put(t) for t in (q, k, v))
         mixed = attention(q, k, v, backend, scores._replace(mask=self.mask, causal=False))
         rows = self.real.take(mixed.transpose(1, 2).flatten(2))
@@ -150,14 +148,14 @@ class Padded:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rounded(padding: Tensor) -> int:
-    """How many tokens are no padding, rounded up to a sixteenth of all; one at the least."""
+    """The number of real tokens, rounded up to a sixteenth of all; at least one."""
     tokens = padding.numel()
     step = -(-tokens // SIZES)
     return min(tokens, max(1, -(-int((~padding).sum()) // step)) * step)
 
 
 class _Take(torch.autograd.Function):
-    """Rows of x, none of them twice: so gradients are put in their places, and need not be added."""
+    """Select rows of x, none of them twice, so that gradients are copied into place instead of added."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -172,7 +170,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Put(torch.autograd.Function):
-    """Rows of x in their places among `count`, and zeros elsewhere."""
+    """Put the rows of x into their places among `count` rows, with zeros elsewhere."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -1,17 +1,17 @@
 """Residual, dropout and norm in one pass: s = x + dropout(branch), normed = norm(s) · weight + bias.
 
-Shapes: rows of any leading dimensions, D features. Of a LayerNorm (Ba et al., 2016)
+Shapes: rows of any leading dimensions, D features. For a LayerNorm (Ba et al., 2016)
 
     normed = (s − mean(s)) / √(var(s) + eps) · weight + bias,
 
-and of an RMSNorm (Zhang & Sennrich, NeurIPS 2019) the same with mean 0 and without bias. Statistics are fp32, from s as
-it was rounded to its type. Forward reads x and the branch and writes s and its norm: 4 passes over rows × D elements,
-where single operators take 6. Backward reads the gradients of the norm and of s, and s, and writes one gradient for
-both inputs, with those of weight and bias summed on the way: 4 passes, where single operators take 8.
+and for an RMSNorm (Zhang & Sennrich, NeurIPS 2019) the same with mean 0 and without bias. Statistics are fp32, computed
+after s is rounded to its dtype. Forward reads x and the branch and writes s and its norm: 4 passes over rows × D
+elements, while separate operators take 6. Backward reads the gradients of the norm and of s, and s, and writes one
+gradient for both inputs, summing the gradients of weight and bias meanwhile: 4 passes, while separate operators take 8.
 
-What dropout (Srivastava et al., JMLR 2014) keeps is a mask or a seed. On a CPU the kernel is C++ (`native/fused.cpp`)
-and reads a mask, a byte for each element. On a GPU with Triton one kernel does each pass (`triton/seeded_norm.py`): it
-draws the mask from the seed in both passes, and keeps none. `reference` is what other devices and types compute.
+Dropout (Srivastava et al., JMLR 2014) is given as a mask or a seed. On a CPU the kernel is C++ (`native/fused.cpp`) and
+reads a mask, one byte per element. On a GPU with Triton one kernel does each pass (`triton/seeded_norm.py`): it draws
+the mask from the seed in both passes, and stores none. `reference` serves other devices and dtypes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from penstock.kernels.native import TYPES, address, direct, direct_function, lib
 _LEVELS = 1 << 24
 _WORD = 0xFFFFFFFF
 MOST = 1 << 13
-"""Features up to which a Triton kernel holds a row."""
+"""Most features per row for the Triton kernels, which hold a whole row."""
 
 
 def seed_of(device: torch.device, p: float) -> tuple[Tensor, float]:
-    """A seed, (1,) int64, of torch's generator, for a mask of dropout with probability `p`, and the factor of what it
-    keeps. A recomputation under the same state of the generator draws the same. Raises ConfigError for other `p`."""
+    """A seed, (1,) int64, from torch's generator for a dropout mask with probability `p`, and the factor of kept
+    elements. Recomputation under the same generator state draws the same seed. Raises ConfigError unless 0 ≤ p < 1."""
     if not 0.0 <= p < 1.0:
-        raise ConfigError(f"Dropout has p={p}, but p is at least 0 and below 1.")
+        raise ConfigError(f"Dropout has p={p}, but p must be at least 0 and below 1.")
     return torch.randint(-(1 << 62), 1 << 62, (1,), device=device), _LEVELS / (_LEVELS - round(p * _LEVELS))
 
 
 def drawn(seed: Tensor, rows: int, columns: int, level: int) -> Tensor:
-    """Elements (R, D) that a seed keeps, bool: those whose 24 bits of Philox-4x32-10 (Salmon et al., SC 2011), under
-    the counter (column // 4, row, 0, 0) and the seed's key, are not below `level` of 2²⁴."""
+    """Elements (R, D) that a seed keeps, bool: an element is kept if its 24 bits from Philox-4x32-10 (Salmon et al., SC
+    2011), with counter (column // 4, row, 0, 0) and the seed as key, are not below `level` of 2²⁴."""
     device = seed.device
     quarter = torch.arange(-(-columns // 4), device=device).expand(rows, -1)
     line = torch.arange(rows, device=device)[:, None].expand_as(quarter)
     words = [quarter, line, torch.zeros_like(line), torch.zeros_like(line)]
     keys = [seed & _WORD, (seed >> 32) & _WORD]
     for _ in range(10):
-        # Products of 64 bits wrap around, and their bits stay right.
+        # 64-bit products wrap around, but their bits stay right.
         odd, even = words[2] * 0xCD9E8D57, words[0] * 0xD2511F53
         words = [
             ((odd >> 32) & _WORD) ^ words[1] ^ keys[0], odd & _WORD,
@@ -63,12 +63,12 @@ def drawn(seed: Tensor, rows: int, columns: int, level: int) -> Tensor:
 
 
 def _level(scale: float) -> int:
-    """The level of `drawn` at which dropout keeps what it multiplies by `scale`."""
+    """The level of `drawn` for dropout that multiplies kept elements by `scale`."""
     return round((1.0 - 1.0 / scale) * _LEVELS)
 
 
 def _mask(kept: Tensor | None, like: Tensor, scale: float) -> Tensor | None:
-    """The elements that are kept, bool."""
+    """Which elements are kept, bool; None: all."""
     if kept is None or kept.dtype == torch.bool:
         return kept
     rows = like.numel() // max(1, like.shape[-1])
@@ -79,7 +79,7 @@ def reference(
     x: Tensor, branch: Tensor, kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None,
     eps: float, rms: bool, out: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """s, in the type of x, and its norm in the type `out`, by torch's operators. Shapes (…, D); `kept` as in
+    """s, in x's dtype, and its norm in dtype `out`, with torch's operators. Shapes (…, D); for `kept` see
     `add_norm`."""
     added, mask = widened(branch), _mask(kept, x, scale)
     s = (x + (added if mask is None else torch.where(mask, added * scale, 0.0))).to(x.dtype)
@@ -98,7 +98,7 @@ def _forward(
     x: Tensor, branch: Tensor, kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None,
     eps: float, rms: bool, out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """s, its norm, and the mean and the inverse deviation of each row, fp32."""
+    """s, its norm, and each row's mean and inverse standard deviation, fp32."""
     shape, n = x.shape, x.shape[-1]
     means, inverses = (x.new_empty(shape[:-1], dtype=sums_type(x.dtype)) for _ in range(2))
     if _launches(kept, x, branch):
@@ -148,7 +148,8 @@ def _make_gradient(
     kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None, rms: bool,
     branch_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, branch, weight and bias; empty where it is the gradient of x too, or where there is none."""
+    """Gradients of x, branch, weight and bias. Empty: the branch's if it equals x's, and a missing weight's or
+    bias's."""
     n = s.shape[-1]
     own_gradient = kept is not None or branch_type != s.dtype
     if _launches(kept, s, normed_gradient):
@@ -158,10 +159,10 @@ def _make_gradient(
         if s.numel():
             from penstock.kernels.triton.seeded_norm import backward
 
-            given, total = normed_gradient.reshape(-1, n).contiguous(), s.reshape(-1, n).contiguous()
+            normed_rows, total = normed_gradient.reshape(-1, n).contiguous(), s.reshape(-1, n).contiguous()
             more = None if sum_gradient is None else sum_gradient.reshape(-1, n).contiguous()
             sums = backward(
-                given, more, total, _vector(weight), bias is not None, means.view(-1), inverses.view(-1),
+                normed_rows, more, total, _vector(weight), bias is not None, means.view(-1), inverses.view(-1),
                 means if kept is None else kept, _level(scale), scale, not rms,
                 results[1].view(-1, n) if own_gradient else results[1], results[0].view(-1, n),
             )  # fmt: skip
@@ -174,23 +175,23 @@ def _make_gradient(
         return _plain_gradient(
             normed_gradient, sum_gradient, s, means, inverses, kept, scale, weight, bias, rms, branch_type
         )
-    given, s = normed_gradient.contiguous(), s.contiguous()
+    normed_rows, s = normed_gradient.contiguous(), s.contiguous()
     more = None if sum_gradient is None else sum_gradient.to(s.dtype).contiguous()
     kept = None if kept is None else kept.contiguous()
     vector = _vector(weight)
     into_x = torch.empty_like(s)
     into_branch = torch.empty_like(s, dtype=branch_type) if own_gradient else s.new_empty(0)
-    # Outputs of an operator may not share memory, not even of no elements.
+    # Outputs of an operator may not share memory, not even if they are empty.
     into_weight, into_bias = (
         s.new_empty(0) if one is None else torch.zeros_like(one) for one in (weight, bias)
     )
     if s.numel():
         kernels.penstock_add_norm_gradient(
-            address(given), address(more), address(s), address(means), address(inverses), address(kept), c_float(scale),
-            address(vector), int(rms), address(into_x), address(into_branch if own_gradient else None),
+            address(normed_rows), address(more), address(s), address(means), address(inverses), address(kept),
+            c_float(scale), address(vector), int(rms), address(into_x), address(into_branch if own_gradient else None),
             address(None if weight is None else into_weight), address(None if bias is None else into_bias),
             *sizes(s.numel() // n, n), TYPES[s.dtype], TYPES[branch_type],
-            0 if vector is None else TYPES[vector.dtype], TYPES[given.dtype], threads_for(s.numel()),
+            0 if vector is None else TYPES[vector.dtype], TYPES[normed_rows.dtype], threads_for(s.numel()),
         )  # fmt: skip
     return into_x, into_branch, into_weight, into_bias
 
@@ -216,11 +217,11 @@ def _plain_gradient(
     normed_gradient: Tensor, sum_gradient: Tensor | None, s: Tensor, means: Tensor, inverses: Tensor,
     kept: Tensor | None, scale: float, weight: Tensor | None, bias: Tensor | None, rms: bool, branch_type: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same by torch's operators."""
+    """The same with torch's operators."""
     n, wide = s.shape[-1], means.dtype
-    given = normed_gradient.to(wide)
+    wide_gradient = normed_gradient.to(wide)
     unit = (s.to(wide) - means[..., None]) * inverses[..., None]
-    weighted = given if weight is None else given * weight.to(wide)
+    weighted = wide_gradient if weight is None else wide_gradient * weight.to(wide)
     inner = weighted - unit * (weighted * unit).mean(-1, keepdim=True)
     if not rms:
         inner = inner - weighted.mean(-1, keepdim=True)
@@ -233,8 +234,8 @@ def _plain_gradient(
     return (
         into_x.to(s.dtype),
         into_branch.to(branch_type) if own_gradient else s.new_empty(0),
-        s.new_empty(0) if weight is None else (given * unit).reshape(-1, n).sum(0).to(weight.dtype),
-        s.new_empty(0) if bias is None else given.reshape(-1, n).sum(0).to(bias.dtype),
+        s.new_empty(0) if weight is None else (wide_gradient * unit).reshape(-1, n).sum(0).to(weight.dtype),
+        s.new_empty(0) if bias is None else wide_gradient.reshape(-1, n).sum(0).to(bias.dtype),
     )
 
 
@@ -270,10 +271,10 @@ def residual_norm(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x + dropout(branch), and its `norm` over the last dimension, in one pass forward and one backward.
 
-    x and branch: (…, D) of one shape; norm: over D features. `dropout` is a probability, 0 in evaluation, whose mask is
-    drawn as `penstock.kernels.dropout` draws it. `for_products` says that matrix products alone read the norm, so that
-    it is returned in the type that autocast would cast it to. Differentiable in x, branch and the norm's weights.
-    Raises ConfigError where the shapes differ.
+    x and branch: (…, D) of one shape; norm: over D features. `dropout` is a probability, 0 in evaluation; its mask is
+    drawn as in `penstock.kernels.dropout`. `for_products` says that only matrix products read the norm, which is then
+    returned in the dtype that autocast would cast it to. Differentiable in x, branch and the norm's weights. Raises
+    ConfigError if the shapes differ.
     """
     if x.shape != branch.shape or tuple(norm.normalized_shape) != (x.shape[-1],):
         raise ConfigError(
@@ -300,8 +301,8 @@ def add_norm(
     x: Tensor, branch: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, rms: bool = False,
     out: torch.dtype | None = None, kept: Tensor | None = None, scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`residual_norm` with the norm's weights, (D,), and with what dropout keeps, bool like x or a seed (1,) int64 on
-    the device (see `drawn`), and its factor. The branch is no wider than x."""
+    """`residual_norm` from the norm's weights, (D,), and dropout as `kept`, a bool mask like x or a seed (1,) int64 on
+    the device (see `drawn`), with the factor `scale`. The branch's dtype is no wider than x's."""
     inputs = (x, branch, kept, scale, weight, bias, eps, rms, out or x.dtype)
     if direct(x):
         return _DirectNorm.apply(*inputs)  # type: ignore[no-any-return]
@@ -310,14 +311,14 @@ def add_norm(
 
 
 def _launches(kept: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether the Triton kernels take these (…, D)."""
+    """Whether the Triton kernels support these tensors (…, D)."""
     narrow = all(t.dtype != torch.float64 for t in tensors)
     seeded = kept is None or kept.dtype == torch.int64
     return seeded and narrow and tensors[0].shape[-1] <= MOST and runs_triton(tensors[0].device)
 
 
 def _fits(x: Tensor, other: Tensor, kept: Tensor | None, weight: Tensor | None, out: torch.dtype) -> bool:
-    """Whether the C++ kernel takes them: on a CPU, of fp32 and bf16, with a mask."""
+    """Whether the C++ kernel supports these inputs: on a CPU, in fp32 or bf16, with a mask or without dropout."""
     vector = torch.float32 if weight is None else weight.dtype
     if kept is not None and kept.dtype != torch.bool:
         return False

@@ -1,13 +1,13 @@
-"""The loss over a vocabulary of each sample, for losses that compare whole texts, without holding all logits.
+"""The cross entropy of each sample, for losses that compare whole texts, without holding all logits.
 
 Shapes: B samples, N tokens, R = B·N rows of features, D features, V entries of the vocabulary. For logits z = x Wᵀ + b,
 a sample's loss is the sum of its rows' cross entropy against the targets t (see `linear_cross_entropy`), without
-smoothing −Σ log softmax(z)_t. Where g is the gradient by a sample's loss, that by its rows of logits is
+smoothing −Σ log softmax(z)_t. If g is the gradient of a sample's loss, the gradient of its logits is, row by row,
 
     g (softmax(z) − onehot(t))
 
-The plain form holds R·V logits. The chunked form takes some rows at a time. How much a sample weighs is known in the
-backward pass alone, so that this makes the logits again, chunk by chunk: one product of three is repeated.
+The plain form holds R·V logits. The chunked form handles some rows at a time. The weight of a sample is known only in
+the backward pass, which therefore recomputes the logits, chunk by chunk: one matrix product of three is repeated.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def sample_losses(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, smoothing: float = 0.0,
     budget: int | None = None, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The sum over each sample's rows of the cross entropy of x Wᵀ + b against the targets, (B,), in fp32 (fp64 of
+    """The sum over each sample's rows of the cross entropy of x Wᵀ + b against the targets, (B,), in fp32 (fp64 for
     fp64 inputs).
 
-    x: (B, N, D), weight: (V, D), bias: (V), targets: (B, N) int64, of which −100 counts nothing. `budget` are the bytes
-    that logits and what is made of them may take at one time, at least those of one row; None holds them all, in the
-    plain form. Both multiply in the type that torch.autocast and the op lists give a linear layer. The chunked form can
-    be differentiated once.
+    x: (B, N, D), weight: (V, D), bias: (V), targets: (B, N) int64, where −100 is ignored. `budget` is the number of
+    bytes for logits and the tensors computed from them at one time, at least for one row; None holds all logits, in the
+    plain form. Both forms multiply in the dtype that torch.autocast and the op lists set for a linear layer. The
+    chunked form can be differentiated once.
     """
     if budget is None:
         return plain_sample_losses(x, weight, bias, targets, smoothing, cap)
-    # A product of no rows tells which type a linear layer has here.
+    # An empty product shows the dtype of a linear layer's outputs here.
     with torch.no_grad():
         dtype = F.linear(x[:0, 0], weight[:1]).dtype
     rows = _SampleLosses.apply(  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def plain_sample_losses(
 
 
 class _SampleLosses(torch.autograd.Function):
-    """The loss of each row (R,) of features (R, D); 0 where the target counts nothing."""
+    """The loss of each row (R,) of features (R, D); 0 for ignored targets."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Chooses the attention kernel of any module that calls `torch.nn.functional.scaled_dot_product_attention`.
 
-torch's own kernels are pinned by `torch.nn.attention.sdpa_kernel`. The plain form takes the call's place: torch's MATH
-kernel computes half types in fp32, which for bf16 on a CPU is slower than products in bf16.
+torch's own kernels are pinned by `torch.nn.attention.sdpa_kernel`. The plain form replaces the call: torch's MATH
+kernel computes half types in fp32, which on a CPU is slower than matrix products in bf16.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def own_sdpa(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
     backend: AttentionBackend = "plain",
 ) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain one,
-    two products and a softmax in the type of its inputs, keeps the scores, (…, L, S), for the backward pass.
-    """
+    """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain
+    kernel, two matrix products and a softmax in the dtype of its inputs, saves the scores, (…, L, S), for backward."""
     lead = query.shape[:-2]
 
     def four(tensor: Tensor) -> Tensor:
@@ -52,21 +51,21 @@ class Switch:
 
     backend: AttentionBackend
     again: bool = False
-    """Whether the backward pass computes scores again, where they would be kept for it."""
+    """Whether the backward pass recomputes scores that would otherwise be saved for it."""
     around: Switch | None = None
     """For a block, the switch of the model around it."""
     used: bool = False
-    """Whether torch's attention has been called since. Only ever set, so that compiled code needs no guard."""
+    """Whether torch's attention has been called since. Never reset, so that compiled code needs no guard."""
 
     def note(self) -> None:
-        """Say that attention has been called."""
+        """Record that attention was called."""
         self.used = True
         if self.around is not None:
             self.around.used = True
 
 
 class Watch(TorchFunctionMode):
-    """Inside, calls of torch's attention are noted, and answered by ours where the backend is none of torch's."""
+    """Within this mode, calls of torch's attention are recorded, and replaced by our kernel if the backend is ours."""
 
     def __init__(self, switch: Switch) -> None:
         super().__init__()
@@ -83,7 +82,7 @@ class Watch(TorchFunctionMode):
         backend = auto_attention(switch.backend, *form, avx512=this_cpu().avx512)
         own = backend in ("plain", "native")
         attend = functools.partial(own_sdpa, backend=backend) if own else func
-        if switch.again and backend in PINNED:  # pinned when it is computed again, too
+        if switch.again and backend in PINNED:  # also pinned when it is recomputed
             attend = functools.partial(_pinned, func, backend)
         if switch.again and torch.is_grad_enabled():
             scores = Scores(
@@ -104,19 +103,19 @@ def _given(name: str, place: int, args: Any, options: Any) -> Any:
 
 
 def set_sdpa(module: nn.Module, switch: Switch) -> None:
-    """Let all calls of torch's attention within a module's forward pass take a backend, until another is set."""
+    """Let all calls of torch's attention within a module's forward pass use a backend, until another is set."""
     forward: Any = module.forward
     if switch_of(module) is not None:
         forward = forward.args[0]
-    # An attribute of the instance: names of parameters stay, copies of the module call the copy's own forward, and
-    # torch.compile compiles the switch with the module, so that compiled code of two backends is told apart.
+    # An attribute of the instance: names of parameters stay, a copy of the module calls its own forward pass, and
+    # torch.compile compiles the switch with the module, so that two backends do not share compiled code.
     as_it_is = switch.backend == "sdpa" and not switch.again
     wrapped = forward if as_it_is else functools.partial(_switched, forward, switch)
     object.__setattr__(module, "forward", wrapped)
 
 
 def under_sdpa(module: nn.Module, forward: Any) -> None:
-    """Let a module's forward pass be this one, under the switch that is set."""
+    """Replace a module's forward pass, and keep the switch that is set."""
     switch = switch_of(module)
     wrapped = forward if switch is None else functools.partial(_switched, forward, switch)
     object.__setattr__(module, "forward", wrapped)
@@ -144,8 +143,8 @@ def _watched(forward: Any, switch: Switch, *args: Any, **kwargs: Any) -> Any:
     if switch.again or switch.backend not in PINNED:
         with Watch(switch), pinned:
             return forward(*args, **kwargs)
-    # Torch answers by itself. Its calls are watched once only, for each operator that is looked at costs time; compiled
-    # code does not look while it runs, and must not depend on what was seen.
+    # Torch's own kernel runs. Calls are watched only until the first, because watching costs time for every operator;
+    # compiled code does not watch while it runs, and must not depend on what was recorded.
     unseen = torch.compiler.is_compiling() or not switch.used
     with Watch(switch) if unseen else nullcontext(), pinned:
         return forward(*args, **kwargs)

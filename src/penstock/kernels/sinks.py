@@ -1,10 +1,10 @@
-"""Attention with a sink in each head: softmax(q kᵀ / √K) v, where the exponential of a learned number s is in the
-denominator besides those of the scores.
+"""Attention with a sink in each head: softmax(q kᵀ / √K) v, with exp s of a learned parameter s added to the softmax's
+denominator.
 
-torch's fused kernels know no sinks, but report the logarithm L of each row's sum of exponentials. The sum with the sink
-is M = log(exp L + exp s), and the output is the kernel's times exp(L − M). The fused backward pass makes weights again
-as exp(score − L), and takes their mean gradient from the output. Given M and the output with the sink instead, it makes
-the gradients of queries, keys and values with the sink; that of s is the sum over rows of −exp(s − M) · (o · do).
+torch's fused kernels have no sinks, but return the log-sum-exp L of each row's scores. With the sink it is M = log(exp
+L + exp s), and the output is the kernel's times exp(L − M). The fused backward pass recomputes weights as exp(score −
+L), and takes their mean gradient from the output. If it is given M and the output with the sink instead, it returns the
+gradients of queries, keys and values with the sink; the gradient of s is the sum over rows of −exp(s − M) · (o · do).
 
 Shapes: B samples, H heads, G KV heads, N queries, M keys, K features per head.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 def fused_with_sums(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's fused attention of q, k and v (B, H, ·, K): the output (B, H, N, K), and the logarithm of each row's sum
-    of exponentials (B, H, N), in fp32 or wider. Only a CPU takes a mask, of numbers to add."""
+    """torch's fused attention of q, k and v (B, H, ·, K): the output (B, H, N, K), and each row's log-sum-exp (B, H,
+    N), in fp32 or wider. A mask, of values to add to the scores, is supported on a CPU only."""
     if q.is_cuda:
         made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     else:
@@ -35,7 +35,7 @@ def fused_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, mask: Tensor | None, *,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, given the whole output and the logarithms of all sums that it was divided by."""
+    """The gradients of q, k and v, from the whole output and its log-sum-exp over all keys."""
     out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
     if q.is_cuda:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
@@ -50,18 +50,18 @@ def fused_gradients(
 
 
 def for_each_query(x: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, G, M, K) once for each of the query heads that share them."""
+    """Keys or values (B, G, M, K), repeated for each query head that shares them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def add_sinks(out: Tensor, logs: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (B, H, N, K) and logarithms of sums (B, H, N) with sinks, (H, 1) or (H, N)."""
+    """Add sinks, (H, 1) or (H, N), to the output (B, H, N, K) and the log-sum-exp (B, H, N)."""
     both = torch.logaddexp(logs, sinks.to(logs.dtype))
     return out * (logs - both).exp().unsqueeze(-1).to(out.dtype), both
 
 
 def sink_gradients(grad: Tensor, out: Tensor, logs: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of sinks, given the output and the logarithms of sums with them."""
+    """The gradient of sinks, from the output and the log-sum-exp that include them."""
     mean = (grad.to(logs.dtype) * out).sum(-1)
     return -((sinks.to(logs.dtype) - logs).exp() * mean).sum_to_size(sinks.shape).to(sinks.dtype)
 

@@ -1,8 +1,8 @@
-"""A linear whose backward pass comes in two halves: the gradient of its input at once, that of its weight later.
+"""A linear layer whose backward pass comes in two halves: the gradient of its input at once, the weight's later.
 
-A zero-bubble schedule fills the end of a pipeline with gradients of weights, which nobody waits for (Qi et al., ICLR
-2024, section 2). Inside `put_off` a backward pass leaves them as calls to make; outside it is torch's own. Biases,
-norms and embeddings get their gradients at once: they are no products.
+A zero-bubble schedule fills the end of a pipeline with gradients of weights, which no other stage waits for (Qi et al.,
+ICLR 2024, section 2). Inside `put_off`, a backward pass leaves them as calls to make; outside, it is torch's own.
+Biases, norms and embeddings get their gradients at once, because these are not matrix products.
 
 Shapes: x (…, in), weight (out, in), bias (out).
 """
@@ -24,7 +24,7 @@ _present: list[Later | None] = [None]
 
 @contextmanager
 def put_off(later: Later) -> Iterator[None]:
-    """Inside, backward passes put the gradients of weights off, as calls in `later`."""
+    """Inside, backward passes defer the gradients of weights, as calls in `later`."""
     before, _present[0] = _present[0], later
     try:
         yield
@@ -33,7 +33,7 @@ def put_off(later: Later) -> Iterator[None]:
 
 
 class SplitBackward:
-    """Laid over the class of a linear, lets its backward pass come in two halves. Results stay as they are."""
+    """A mixin for a linear layer's class that splits its backward pass in two halves. Results do not change."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -43,8 +43,8 @@ class SplitBackward:
 
 
 def linear_apart(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, whose weight's gradient is a tensor of its own, never deferred. That of torch's is a view of a view:
-    autograd adds no second gradient to it in place, but makes a third tensor as large as the weight."""
+    """`F.linear` that returns the weight's gradient as a separate tensor, never deferred. torch's is a view of a view:
+    autograd does not add a second gradient to it in place, but makes a third tensor as large as the weight."""
     return _Split.apply(x, weight, bias, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -80,6 +80,6 @@ def _of_weight(rows: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def _add(weight: Tensor, compute: Callable[[], Tensor]) -> None:
-    """Add to a parameter's gradient, as a backward pass does."""
+    """Accumulate a parameter's gradient, as a backward pass does."""
     gradient = compute()
     weight.grad = gradient if weight.grad is None else weight.grad + gradient

@@ -1,7 +1,8 @@
-"""How the tokens of samples are cut over ranks, and put together again.
+"""How the tokens of samples are split over ranks, and gathered again.
 
-Under a causal mask the first tokens have little to look at and the last much. So samples are cut into twice as many
-chunks as there are devices, of which device i has the i-th and the i-th but last: all then have equal work.
+Under a causal mask the first tokens attend to few keys and the last to many. So samples are split into twice as many
+chunks as there are devices, and device i holds the i-th from the start and the i-th from the end: all devices then have
+equal work.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from penstock.config.plan import ContextExchange
 
 
 class Cut:
-    """How samples are cut over the ranks of a group."""
+    """How samples are split over the ranks of a group."""
 
     def __init__(self, group: Any, rank: int, size: int, *, causal: bool, exchange: ContextExchange) -> None:
         self.group: Any = distributed.group.WORLD if group is None and distributed.is_initialized() else group
@@ -27,12 +28,12 @@ class Cut:
         return self  # a copy of a model belongs to the same group
 
     def unordered(self) -> Cut:
-        """How the same ranks cut samples whose tokens all see each other."""
+        """The split of the same ranks for samples without a causal mask."""
         return Cut(self.group, self.rank, self.size, causal=False, exchange="ring" if self.ring else "gather")
 
     @property
     def chunks(self) -> int:
-        """Into how many chunks a sample is cut."""
+        """The number of chunks per sample."""
         return 2 * self.size if self.causal else self.size
 
     def held(self, rank: int) -> tuple[int, ...]:
@@ -40,16 +41,16 @@ class Cut:
         return (rank, 2 * self.size - 1 - rank) if self.causal else (rank,)
 
     def chunk(self, tokens: int) -> int:
-        """Tokens of a chunk; the last ones may be padding."""
+        """Tokens per chunk; the last chunks may contain padding."""
         return -(-tokens // self.chunks)
 
     def places(self, rank: int, tokens: int, device: torch.device) -> Tensor:
-        """Which of N tokens a rank has, (n,); numbers from N on are padding."""
+        """Indices of the tokens that a rank holds, (n,); indices from N on are padding."""
         each = self.chunk(tokens)
         return torch.cat([torch.arange(c * each, (c + 1) * each, device=device) for c in self.held(rank)])
 
     def take(self, x: Tensor, dim: int, filling: float = 0) -> Tensor:
-        """This rank's tokens of a tensor that has all of them along `dim`."""
+        """This rank's tokens of a tensor that holds all tokens along `dim`."""
         each = self.chunk(x.shape[dim])
         missing = each * self.chunks - x.shape[dim]
         if missing:
@@ -58,15 +59,15 @@ class Cut:
         return torch.cat([x.narrow(dim, c * each, each) for c in self.held(self.rank)], dim)
 
     def whole(self, x: Tensor, dim: int, tokens: int) -> Tensor:
-        """All N tokens of a tensor of which each rank has its own along `dim`.
+        """Gather all N tokens of a tensor that holds only this rank's tokens along `dim`.
 
-        All ranks go on with the same, so that the same gradients come back on all. What this rank takes of them counts
-        once for each, because gradients of weights are averaged over the ranks later.
+        All ranks continue with the same values, so that all receive the same gradients. The part of this rank is
+        multiplied by the number of ranks, because gradients of weights are averaged over the ranks later.
         """
         return _Whole.apply(x, self, dim, tokens)  # type: ignore[no-any-return, no-untyped-call]
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over the ranks; of gradients see `whole`."""
+        """The sum over the ranks; for gradients see `whole`."""
         return _Summed.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
 

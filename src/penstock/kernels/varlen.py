@@ -1,8 +1,8 @@
-"""Attention over sequences of different lengths that lie behind each other, by torch's flash kernel for them.
+"""Attention over concatenated sequences of different lengths, by torch's variable-length flash kernel.
 
-`attention=flash` takes it on a GPU in half precision where a mask would tell packed documents apart, limit a window, or
-hide padding: no mask of N² numbers is made, and nothing is computed that no token sees. The kernel has no dropout and
-no biases; with these, and with other backends, a mask does it, which is the reference.
+`attention=flash` uses it on a GPU in half precision in place of a mask that separates packed documents, limits a
+window, or hides padding: no mask of N² values is made, and no masked score is computed. The kernel supports neither
+dropout nor biases; with these, and with other backends, a mask is used, which is the reference.
 
 Shapes: B samples, H heads, G KV heads, N tokens, K features per head; S sequences.
 """
@@ -17,15 +17,15 @@ from penstock.kernels.attention import Scores
 
 
 class Varlen:
-    """Where sequences begin in a batch whose samples are taken for one: an `AttentionMask`."""
+    """Start offsets of the sequences in a batch flattened to one row; an `AttentionMask`."""
 
     def __init__(self, starts: Tensor, longest: int, *, causal: bool, window: int | None = None) -> None:
         self.starts = starts
-        """(S + 1,) int32: where each begins, and where the last ends."""
+        """(S + 1,) int32: where each sequence begins, and where the last ends."""
         self.longest = longest
-        """No sequence has more tokens."""
+        """Upper bound on the tokens of a sequence."""
         self.before, self.after = -1, 0 if causal else -1
-        """How far a token sees; −1 is without limit."""
+        """How many tokens before and after itself a token attends to; −1: all."""
         if window is not None:
             self.before = window - 1 if causal else window // 2
             self.after = 0 if causal else window // 2
@@ -36,7 +36,7 @@ class Varlen:
         cls, documents: Tensor | None, *, samples: int, tokens: int, device: torch.device, causal: bool,
         window: int | None,
     ) -> Varlen:  # fmt: skip
-        """Sequences are the runs of one number in `documents` (B, N), else whole samples. Waits for the device."""
+        """Sequences are the runs of equal numbers in `documents` (B, N), else whole samples. Waits for the device."""
         first = torch.zeros(samples, tokens, dtype=torch.bool, device=device)
         first[:, 0] = True
         if documents is not None:
@@ -46,7 +46,7 @@ class Varlen:
         return cls(starts, tokens, causal=causal, window=window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """As `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
+        """The same as `attention`: q (B, H, N, K), k and v (B, G, N, K); returns (B, H, N, K)."""
         ends = (self.starts, self.longest)
         return varlen_attention(q, k, v, ends, ends, (self.before, self.after), scores.scale)
 
@@ -55,12 +55,12 @@ def varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, queries: tuple[Tensor, int], keys: tuple[Tensor, int],
     reach: tuple[int, int], scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Attention of each sequence of queries to the same one of keys: q (B, H, M, K), k and v (B', G, T, K), whose
-    samples are taken for one; returns (B, H, M, K). `queries` and `keys` say where sequences begin and how long the
-    longest is; `reach`, how many tokens before and after its own a query sees, −1 for all.
-    """
+    """Attention of each sequence of queries to the sequence of keys with the same number: q (B, H, M, K), k and v (B',
+    G, T, K), whose samples are flattened to one row; returns (B, H, M, K). `queries` and `keys` say where sequences
+    begin and how long the longest is; `reach` is the number of tokens before and after itself that a query attends to,
+    −1: all."""
     samples, heads, tokens, _ = q.shape
-    if k.shape[1] != heads:  # not every torch that we support has them grouped
+    if k.shape[1] != heads:  # not every supported torch has grouped KV heads here
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     out = _kernel(q, k, v, queries[0], keys[0], queries[1], keys[1], scale, reach)
@@ -71,7 +71,7 @@ def _kernel(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_keys: int,
     scale: float | None, reach: tuple[int, int],
 ) -> Tensor:  # fmt: skip
-    """torch's: q (T, H, K), k and v (T', H, K)."""
+    """torch's kernel: q (T, H, K), k and v (T', H, K)."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(q, k, v, starts, key_starts, longest, longest_keys, scale=scale, window_size=reach)

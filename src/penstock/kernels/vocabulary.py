@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary whose logits lie on several ranks (Shoeybi et al., "Megatron-LM", 2019, section 3).
+"""Cross entropy over a vocabulary that is split over ranks (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
-Shapes: R rows, C entries of the vocabulary on this rank, V in all. Each rank makes the logits of its own entries, and
-ranks exchange three numbers of a row: the largest logit, then the sum of exponentials and the logit of the target. With
-label smoothing they exchange the sum of logits too; with a teacher's logits, whose entries lie alike, five more.
+Shapes: R rows, C entries of the vocabulary on this rank, V in all. Each rank computes the logits of its own entries,
+and ranks exchange three values per row: the largest logit, then the sum of exponentials and the logit of the target.
+Label smoothing adds the sum of logits; a teacher's logits, split in the same way, add five values.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _collectives: Any = torch.ops._c10d_functional
 
 
 class Share(NamedTuple):
-    """The entries of the vocabulary that this rank has."""
+    """The part of the vocabulary that this rank holds."""
 
     group: str
-    """Name of the process group that shares the vocabulary out."""
+    """Name of the process group that the vocabulary is split over."""
     start: int
     whole: int
     """V."""
@@ -29,17 +29,17 @@ class Row(NamedTuple):
     """The values of each row that its loss and gradient need."""
 
     losses: Tensor
-    """(R,) cross entropy, of rows that count nothing too."""
+    """(R,) cross entropy of each row; ignored rows included."""
     column: Tensor
-    """(R, 1) the target's place here, 0 where it lies elsewhere."""
+    """(R, 1) the target's index among this rank's entries, 0 if it is not one of them."""
     here: Tensor
-    """(R, 1) whether the target lies here."""
+    """(R, 1) whether the target is one of this rank's entries."""
     sums: Tensor
     """(R,) log Σ exp of the logits of the whole vocabulary."""
 
 
 def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share, z_loss: float = 0.0) -> Row:
-    """Make of logits (R, C), in place, the probabilities of this rank's entries; targets (R) lie within V."""
+    """Turn logits (R, C) into the probabilities of this rank's entries, in place; targets (R) are below V."""
     index = targets[:, None] - share.start
     here = (index >= 0) & (index < z.shape[1])
     index = index.where(here, 0)
@@ -61,7 +61,7 @@ def normalised_(z: Tensor, targets: Tensor, smoothing: float, share: Share, z_lo
 
 
 def to_gradient_(p: Tensor, row: Row, smoothing: float, share: Share, z_loss: float = 0.0) -> Tensor:
-    """Make of probabilities (R, C), in place, the gradients of the logits."""
+    """Turn probabilities (R, C) into the gradients of the logits, in place."""
     if z_loss:
         p.mul_(1.0 + 2.0 * z_loss * row.sums[:, None])
     if smoothing:
@@ -77,9 +77,9 @@ def _over(x: Tensor, how: str, share: Share) -> Tensor:
 def divergence_and_gradient(
     logits: Tensor, taught: Tensor, temperature: float, share: Share
 ) -> tuple[Tensor, Tensor]:
-    """The divergence of each row (R,) of a student's logits from a teacher's, both of this rank's entries (R, C), and
-    the gradient (R, C) of its sum by the student's, as `kernels.distil.divergences_and_gradients` makes them of all
-    entries. Both logits are changed in place."""
+    """The divergence of each row (R,) of a student's logits from a teacher's, both for this rank's entries (R, C), and
+    the gradient (R, C) of its sum by the student's logits; `kernels.distil.divergences_and_gradients` does the same for
+    the whole vocabulary. Both logits are changed in place."""
     p, q = logits.div_(temperature), taught.div_(temperature)
     p_most, q_most = _over(torch.stack([p.amax(1), q.amax(1)]), "max", share)
     p.sub_(p_most[:, None])
@@ -115,9 +115,8 @@ def vocabulary_cross_entropy(
     logits: Tensor, targets: Tensor, share: Share, *, smoothing: float = 0.0, ignored: int = -100,
     z_loss: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """The sum of the cross entropy of rows, 0-d, the same on all ranks. logits: (R, C) fp32 or fp64 of this rank's
-    entries, targets: (R) int64 within the whole vocabulary, of which `ignored` counts nothing. `z_loss` is the factor
-    of (log Σ exp z)².
-    """
+    """The sum of the rows' cross entropy, 0-d, the same on all ranks. logits: (R, C) fp32 or fp64, for this rank's
+    entries; targets: (R) int64 within the whole vocabulary, where `ignored` is not counted. `z_loss` is the factor of
+    (log Σ exp z)²."""
     counted = targets != ignored
     return _SplitCrossEntropy.apply(logits, targets.where(counted, 0), counted, smoothing, share, z_loss)  # type: ignore[no-any-return, no-untyped-call]

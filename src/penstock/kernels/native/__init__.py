@@ -1,9 +1,9 @@
-"""Kernels in C++ for CPUs, compiled on first use by the compiler that torch.compile needs anyway.
+"""C++ kernels for CPUs, compiled on first use by the compiler that torch.compile needs anyway.
 
 The source is plain C++ with OpenMP and no header of torch, so that compiling takes seconds and one library serves every
 version of torch. The library is stored in the cache folder (`penstock.config.machine.cache_folder`) under a hash of the
-source, the compiler and its flags. Nothing is compiled at import. Without a compiler `library` returns None, says so
-once in the log, and operators compute in their Python form.
+source, the compiler and its flags. Nothing is compiled at import. Without a compiler, `library` returns None and logs
+this once, and operators use their Python form.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ _ISA_FLAGS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mprefer-vector-width=512"),
     "AVX2": ("-mavx2", "-mfma"),
 }  # fmt: skip
-"""Flags by torch's name of the instruction set; others compile for the machine's least common denominator."""
+"""Flags by torch's name of the instruction set; for any other, the compiler's default target is used."""
 _OWN_FLAGS: dict[Kernels, tuple[str, ...]] = {
     "attention": ("-mavx512bf16",), "grouped": ("-mavx512bf16",), "adamw": ("-ffp-contract=off",),
     "integers": ("-mavx512vnni", "-mavx512bf16", "-ffp-contract=off"),
     "blocks": ("-mavx512vnni", "-mavx512bf16"),
 }  # fmt: skip
-"""Flags of one file: attention and grouped products multiply pairs of bf16 numbers, AdamW rounds every operation by
-itself, and so do products of whole numbers."""
+"""Flags of single files: attention and grouped products multiply pairs of bf16 values; AdamW and integer products round
+every operation separately."""
 _LONGEST_BUILD = 300
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""Codes of the types that the kernels read and write."""
+"""Codes of the dtypes that the kernels read and write."""
 _ELEMENTS_PER_THREAD = 1 << 14
-"""Fewer are computed sooner than another thread wakes."""
+"""Fewer elements are computed before another thread has woken up."""
 
 
 @functools.cache
 def library(kernels: Kernels = "fused") -> ctypes.CDLL | None:
-    """The compiled kernels; None, with a warning in the log, where they cannot be compiled or loaded."""
+    """The compiled kernels. If they cannot be compiled or loaded, it logs a warning and returns None."""
     try:
         return ctypes.CDLL(str(_built(kernels)))
     except (OSError, _CannotBuild, EnvironmentProblem) as problem:
         _log.warning(
-            "The fused kernels for CPUs are not there (%s), so their Python form computes, more slowly. They need a "
+            "The fused kernels for CPUs are not available (%s), so slower Python forms replace them. They need a "
             "C++ compiler, such as Debian's package g++; $CXX names another.",
             problem,
         )
@@ -76,7 +76,7 @@ class _CannotBuild(Exception):
 
 
 def _built(kernels: Kernels) -> Path:
-    """The path of the library, compiled if it is not in the cache; one process at a time does so."""
+    """The path of the library. If it is not in the cache, it is compiled, by one process at a time."""
     compiler = _compiler()
     command = (*_FLAGS, *_ISA_FLAGS.get(this_cpu().isa, ()), *_OWN_FLAGS.get(kernels, ()))
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
@@ -96,7 +96,7 @@ def _built(kernels: Kernels) -> Path:
 
 
 def _compiler() -> str:
-    """The C++ compiler that $CXX names, or the first that is there."""
+    """The C++ compiler that $CXX names, or the first that is installed."""
     if chosen := os.environ.get("CXX"):
         return chosen
     for name in _COMPILERS:
@@ -106,7 +106,7 @@ def _compiler() -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) -> None:
-    """Compile to a file beside `path`, then rename it, so that nobody loads half a library."""
+    """Compile to a file next to `path`, then rename it, so that no process loads half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         done = subprocess.run(
@@ -120,18 +120,18 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) ->
 
 
 def direct(x: torch.Tensor) -> bool:
-    """Whether an operator may call its kernel without torch's dispatcher, which takes 100 µs more: the tensor is
-    plain, and nobody compiles, traces or counts operators."""
+    """Whether an operator may call its kernel without torch's dispatcher, which takes 100 µs more: the tensor is plain,
+    and operators are not being compiled, traced or counted."""
     return type(x) is torch.Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
 
 
 def direct_function(
     name: str, forward: Callable[..., Any], save: Callable[..., None], backward: Callable[..., Any], outputs: int = 0
 ) -> Any:  # fmt: skip
-    """An autograd Function that does without torch's dispatcher what an operator with these passes does: see `direct`.
+    """An autograd Function with these passes that bypasses torch's dispatcher: see `direct`.
 
-    `save` is called with the context, the inputs and all that `forward` returns, of which the first `outputs` are
-    returned: one alone, or several; 0 where it returns one tensor. Profiles list the Function by its `name`.
+    `save` is called with the context, the inputs and the results of `forward`. The Function returns the first `outputs`
+    results, one alone as a tensor; 0 if `forward` returns a single tensor. Profiles list the Function by its `name`.
     """
 
     def run(ctx: Any, *inputs: Any) -> Any:
@@ -149,16 +149,16 @@ def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
 
 
 def read_number(tensor: torch.Tensor) -> float:
-    """The number of a 0-d tensor of the host, in its memory as the kernels read it: no operator, no waiting."""
+    """The value of a 0-d CPU tensor, read from memory as the kernels do: no operator, no waiting."""
     number = tensor.float()
     return ctypes.c_float.from_address(number.data_ptr()).value
 
 
 def sizes(rows: int, features: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    """Numbers of rows and of features as the kernels take them."""
+    """Numbers of rows and of features as arguments of the kernels."""
     return ctypes.c_int64(rows), ctypes.c_int64(features)
 
 
 def threads_for(elements: int) -> int:
-    """How many of torch's threads are worth waking for a pass over so many elements."""
+    """How many of torch's threads are worth waking for a pass over this many elements."""
     return max(1, min(torch.get_num_threads(), elements // _ELEMENTS_PER_THREAD))

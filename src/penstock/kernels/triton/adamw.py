@@ -1,16 +1,16 @@
-"""AdamW over many tensors in one launch, which reads and writes everything once: fp32 weights, with a half-precision
-copy of them if there is one, and an average.
+"""AdamW over many tensors in one launch, which reads and writes everything once: fp32 weights and, if present, a
+half-precision copy and an average.
 
-Per element 14 to 16 bytes come in (weight 4, gradient 2 or 4, moments 4 + 4) and 12 go out, 14 with a half copy.
-Separate operations on the latter take 40: the gradient cast up, the fused update, the copy. An average in fp32 adds 4
-and 4, in place of 12 of an operation of its own. Unscaling and clipping are one division, and a step that overflowed
-writes nothing. 17 FLOPs per element, 3 more for an average.
+Per element it reads 14 to 16 bytes (weight 4, gradient 2 or 4, moments 4 + 4) and writes 12, or 14 with a half copy.
+With a half copy, separate operations take 40: the gradient's cast to fp32, the fused update, the copy. An fp32 average
+adds 4 read and 4 written, instead of 12 in a separate operation. Unscaling and clipping are one division, and a step
+that overflowed writes nothing. 17 FLOPs per element, 3 more for an average.
 
-A program handles BLOCK elements of one tensor. `blocks` says which, and `table` has the addresses of that tensor's
-arrays. Addresses of gradients have a table of their own, because only they change from step to step.
+A program handles BLOCK elements of one tensor. `blocks` says which, and `table` holds the addresses of that tensor's
+arrays. Addresses of gradients have a separate table, because only they change from step to step.
 
-Every operation is rounded by itself (`enable_fp_fusion=False`, division and square root correctly rounded), so that
-the result is the same on every GPU and in the interpreter. The update waits for memory, not for arithmetic.
+Every operation is rounded separately (`enable_fp_fusion=False`, division and square root correctly rounded), so that
+the result is the same on every GPU and in the interpreter. The update is limited by memory, not by arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.kernels.triton.common import narrow, on
 BLOCK = 2048
 WARPS = 4
 ALIGNMENT = 16
-"""Arrays that start on a multiple of so many bytes, and have a multiple of so many elements, are read in vectors."""
+"""Arrays whose address (in bytes) and number of elements are multiples of this are read in vectors."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,7 +88,7 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
             size = tl.multiple_of(size, 16)
         within = at < size
 
-        # What torch computes on the host in fp64, here because the step is known on the device only.
+        # torch computes these on the host in fp64; here the step is known only on the device.
         count = step.to(tl.float64)
         power1 = tl.exp2(count * log1_high + count * log1_low)
         power2 = tl.exp2(count * log2_high + count * log2_low)
@@ -135,24 +135,24 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
 
 
 Arrays = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""Weight, both moments, step, copy and average of one parameter, the step 0-d, all others flat and dense (N,). Tensors
-of one launch have the same ones and the same types."""
+"""Weight, both moments, step, copy and average of one parameter; the step is 0-d, all others are flat and dense (N,).
+All parameters of a launch have the same arrays, with the same dtypes."""
 
 
 def launch(
     arrays: Sequence[Arrays], gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None,
     *, maximize: bool, average_part: float, **numbers: float,
 ) -> None:  # fmt: skip
-    """One launch per type and alignment of gradients, normally one in all; the steps count this one already.
+    """Launch the kernel once per dtype and alignment of gradients, normally once; `step` already counts this step.
 
     `numbers` are lr, beta1, beta2, eps and weight_decay. Nothing waits for the device: tables of addresses are built on
-    the host and sent ahead, those of gradients again when autograd gave them new places.
+    the host and sent ahead; the gradients' table is sent again if autograd has allocated new ones.
     """
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, gradient in enumerate(gradients):
         if gradient.dtype not in (torch.float32, *HALVES):
             raise ConfigError(
-                f"AdamW in one pass takes bf16, fp16 and fp32 gradients, but was given {gradient.dtype}."
+                f"AdamW in one pass needs bf16, fp16 or fp32 gradients, but got {gradient.dtype}."
             )
         aligned = gradient.numel() % ALIGNMENT == 0 and all(
             array.data_ptr() % ALIGNMENT == 0
@@ -176,7 +176,7 @@ def launch(
 
 
 def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> tuple[float, ...]:
-    # β = 0 forgets at once: any power of it is 0, and so is 2^-2000 in fp64.
+    # For β = 0 any power is 0, and so is 2^-2000 in fp64.
     logarithms = [math.log2(beta) if beta > 0 else -2000.0 for beta in (beta1, beta2)]
     exact: list[float] = []
     for number in (lr, *logarithms):
@@ -186,7 +186,7 @@ def _numbers(lr: float, beta1: float, beta2: float, eps: float, weight_decay: fl
 
 
 def _tables(arrays: Sequence[Arrays], device: torch.device) -> tuple[Tensor, Tensor]:
-    """`blocks` and `table` of the kernel."""
+    """The kernel's `blocks` and `table`."""
     sizes = tuple(weight.numel() for weight, *_ in arrays)
     rows = [
         number
@@ -204,12 +204,12 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers as int64 on the device, sent once for as long as they stay the same."""
+    """The numbers as int64 on the device, sent again only when they change."""
     return _sent(numbers, torch.int64, device)
 
 
 def _sent(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers on the device, sent without waiting."""
     host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
-    # torch's allocator does not hand out the pinned memory again before the copy is through.
+    # torch's allocator does not reuse the pinned memory before the copy has finished.
     return host.to(device, non_blocking=True)

@@ -1,11 +1,11 @@
 """A step of beam search in two launches: see penstock/kernels/beam_step.py for what it does.
 
-The first reads the logits once. A program takes SPAN of them of one beam and keeps the K largest, the largest of all
-and the sum of exponentials below it. The second has a program for each text: it makes log-probabilities of what the
-programs of its beams have kept, takes the K best of all beams one after the other, and then does with these few numbers
-what the rest of a step does. The sum over a vocabulary needs no other pass, and nothing waits for the host.
+The first launch reads the logits once. A program handles SPAN logits of one beam and stores the K largest, the maximum,
+and the sum of exponentials relative to it. The second has a program for each text: it computes log-probabilities of the
+stored candidates, picks the K best of all beams one after the other, and then does the rest of the step on these few
+values. The sum over the vocabulary needs no other pass, and nothing waits for the host.
 
-Where several numbers are equal, the first is taken.
+Among equal values the first is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.kernels.triton.common import on, power_above
 
 SPAN = 4096
 MOST = 16384
-"""Candidates of a text that one program of the second launch takes."""
+"""Most candidates of a text that one program of the second launch can hold."""
 _OUT = tl.constexpr(-1e9)
 _NONE = tl.constexpr(float("-inf"))
 
@@ -29,7 +29,7 @@ _NONE = tl.constexpr(float("-inf"))
 def candidates_kernel(  # type: ignore[no-untyped-def]
     logits,  # (R, V)
     largest,  # (R, S), of each span
-    sums,  # (R, S), of exponentials of what is below the largest
+    sums,  # (R, S), of exponentials of logit − largest
     values,  # (R, S, K)
     tokens,  # (R, S, K) int32
     size,  # V
@@ -43,7 +43,7 @@ def candidates_kernel(  # type: ignore[no-untyped-def]
     inside = at < size
     left = tl.load(logits + row * size + at, inside, other=_NONE).to(tl.float32)
     most = tl.max(left, 0)
-    # A span that is blocked as a whole would give NaN.
+    # A span with nothing but −∞ would give NaN.
     below = tl.where(most == _NONE, 0.0, most)
     place = row * parts + part
     tl.store(largest + place, most)
@@ -61,13 +61,13 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     sums,
     values,
     tokens,
-    scores,  # these five as in `Beams`: (B, b), and (B, 1) the last
+    scores,  # these five as in `Beams`: (B, b), the last (B, 1)
     done_scores,
     done,
     finished,
     hopeful,
     stops,  # (ENDS,) int64
-    new_scores,  # and as they become
+    new_scores,  # the same after the step
     new_done_scores,
     new_done,
     new_finished,
@@ -85,7 +85,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     ENDS: tl.constexpr,
     NORMED: tl.constexpr,
     FULL: tl.constexpr,
-    BEAMS_WIDE: tl.constexpr,  # the next powers of two, which these shapes must be
+    BEAMS_WIDE: tl.constexpr,  # sizes rounded up to powers of two, which Triton's shapes must be
     PARTS_WIDE: tl.constexpr,
     EACH_WIDE: tl.constexpr,
     KEPT_WIDE: tl.constexpr,
@@ -129,7 +129,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     for i in range(ENDS):
         ending = ending | (token == tl.load(stops + i))
 
-    # Those among the best b that end, with what has ended so far: the best b of both.
+    # Merge candidates among the best b that end with the finished texts: keep the best b of both.
     hope = tl.load(hopeful + text) != 0
     there = tl.load(done_scores + text * BEAMS + lane, own, other=_NONE)
     there_code = tl.load(done + text * BEAMS + lane, own, other=0)
@@ -149,7 +149,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     for i in range(BEAMS):
         first, at = tl.max(there, 0, return_indices=True)
         other, at_other = tl.max(new, 0, return_indices=True)
-        newer = first < other  # equal ones stay
+        newer = first < other  # among equals the older stays
         taken = lane == tl.where(newer, at_other, at)
         code = tl.sum(tl.where(taken, tl.where(newer, new_code, there_code), 0), 0)
         is_real = tl.sum(tl.where(taken, tl.where(newer, new_real, there_real), 0), 0)
@@ -162,7 +162,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
         worst = tl.minimum(worst, better)
         count += is_real
 
-    # The best b of the others go on, while the best of them can still beat the worst that has ended.
+    # The best b of the others continue, while the best of them can still beat the worst finished text.
     on = tl.where(lane < KEPT, tl.where(ending, best + _OUT, best), _NONE)
     hoped = tl.max(on, 0) / ahead
     for i in range(BEAMS):
@@ -177,13 +177,13 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def fits(terms: Terms, size: int) -> bool:
-    """Whether one program can take a text's candidates, over a vocabulary of `size`."""
+    """Whether one program can hold a text's candidates, for a vocabulary of `size`."""
     parts = -(-size // SPAN)
     return power_above(terms.size) * power_above(parts * min(terms.kept, size)) <= MOST
 
 
 def launch(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool) -> Step:
-    """As `penstock.kernels.beam_step.plain_step`, for terms that fit."""
+    """The same as `penstock.kernels.beam_step.plain_step`, for terms that fit."""
     count, size = logits.shape
     texts, each_beam = len(beams.scores), min(terms.kept, size)
     parts, kept = -(-size // SPAN), min(terms.kept, terms.size * each_beam)

@@ -1,4 +1,4 @@
-"""Parts of several kernels: exact exponentials, rounding to a narrow type, and how many warps a row gets."""
+"""Parts of several kernels: exact exponentials, rounding to a narrow dtype, and the number of warps per row."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether Triton's interpreter runs these kernels. Its casts to bf16 truncate, so there numbers are
-rounded to nearest even by hand first; a GPU rounds so by itself."""
-_EVEN = tl.constexpr(12582912.0)  # 1.5 · 2²³: what is added to it and taken off again is a whole number
+"""Whether Triton's interpreter runs these kernels. Its casts to bf16 truncate, so values are rounded to nearest even by
+hand first; a GPU does so itself."""
+_EVEN = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding and subtracting it rounds to a whole number
 
 
 @triton.jit
 def whole(value):  # type: ignore[no-untyped-def]
-    """The nearest whole number of an fp32 one below 2²², ties to even."""
+    """The nearest whole number of an fp32 value below 2²², ties to even."""
     return (value + _EVEN) - _EVEN
 
 
 @triton.jit
 def exponential(x):  # type: ignore[no-untyped-def]
-    """e^x to fp32's last bits, of x up to 88. A GPU's own is a power of two of x · log2(e), whose rounding grows with
-    x; here x is less than half of log(2) from a whole power of two (Cody & Waite, 1980)."""
-    x = tl.where(x < -200.0, -200.0, x)  # NaN stays
+    """e^x, exact to fp32's last bits, for x up to 88. A GPU's own is 2^(x · log2(e)), whose rounding error grows with
+    x; here the exponent's remainder is at most half of log(2) (Cody & Waite, 1980)."""
+    x = tl.where(x < -200.0, -200.0, x)  # keeps NaN
     power = whole(x * 1.4426950408889634)
     rest = (x - power * 0.693145751953125) - power * 1.428606765330187e-06
     return tl.exp2(power) * tl.exp2(rest * 1.4426950408889634)
@@ -35,7 +35,7 @@ def exponential(x):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def narrow(value, kind: tl.constexpr):  # type: ignore[no-untyped-def]
-    """fp32 numbers in the type `kind`, to nearest even."""
+    """fp32 values cast to `kind`, rounded to nearest even."""
     if INTERPRETED and kind == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         bits = tl.where(value == value, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
@@ -44,19 +44,19 @@ def narrow(value, kind: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def power_above(number: int) -> int:
-    """The least power of two that is not below a number."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def tile_of(columns: int, most: int = 2048) -> tuple[int, int, int]:
-    """Rows of a tile, its columns, a power of two, and the warps that compute it: whole rows, several of short ones."""
+    """A tile's rows, its columns (a power of two), and its warps. A tile has whole rows; if they are short, several."""
     block = max(16, power_above(columns))
     rows = max(1, min(16, most // block))
     return rows, block, min(32, max(4, rows * block // 512))
 
 
 def programs_for(device: torch.device, tiles: int, each: int = 4) -> int:
-    """Programs that share out so many tiles in a loop: `each` per multiprocessor of a GPU."""
+    """The number of programs that loop over the tiles: at most `each` per multiprocessor of a GPU."""
     if device.type != "cuda":
         return min(tiles, 3)
     return min(tiles, each * torch.cuda.get_device_properties(device).multi_processor_count)

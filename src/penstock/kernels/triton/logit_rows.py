@@ -1,8 +1,8 @@
 """Loss and gradient of rows of logits, in place: see penstock/kernels/logit_rows.py for what it computes.
 
-A program takes one row. It reads it once for the largest logit, the sum of exponentials below that and what else the
-loss needs, and once more, of what is in the cache by then, for the gradient that takes its place. A row that counts
-nothing is not read at all.
+A program handles one row. It reads the row once for the largest logit, the sum of exponentials relative to it and the
+other terms of the loss, and again, by then from the cache, to overwrite it with the gradient. An ignored row is not
+read at all.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NONE = tl.constexpr(float("-inf"))
 BLOCK = 8192
 WARPS = 8
 TAUGHT_SHARE = 2
-"""A teacher's sums take registers, so that spans are shorter by this factor."""
+"""Factor by which spans are shorter with a teacher, whose sums take registers."""
 
 
 @triton.jit
 def _finite(value):  # type: ignore[no-untyped-def]
-    """The number that is taken off before exponentials: 0 where a whole span is blocked, which would give NaN."""
+    """The value to subtract before exponentials: 0 for a span with nothing but −∞, which would give NaN."""
     return tl.where(value == _NONE, 0.0, value)
 
 
@@ -43,7 +43,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
     share,  # of the divergence in the loss
     temperature,
     scale,
-    SMOOTHS: tl.constexpr,  # else nothing is added up that a blocked logit would make infinite
+    SMOOTHS: tl.constexpr,  # without smoothing, logits are not summed: −∞ would make the sum infinite
     TAUGHT: tl.constexpr,
     WEIGHED: tl.constexpr,
     WRITES: tl.constexpr,
@@ -64,7 +64,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                     line + first + lane, narrow(tl.zeros([BLOCK], tl.float32), kind), first + lane < columns
                 )
     else:
-        # One sum for each lane waits for no other, so that the loop has no barrier but that of the largest.
+        # Each lane has its own sum, so that the loop's only barrier is for the maximum.
         most, most_cool, most_taught = float("-inf"), float("-inf"), float("-inf")
         total = tl.zeros([BLOCK], tl.float32)
         cool = tl.zeros([BLOCK], tl.float32)  # at the temperature
@@ -130,7 +130,7 @@ def launch(
     logits: Tensor, targets: Tensor, taught: Tensor | None, row_weights: Tensor | None, smoothing: float,
     z_loss: float, share: float, temperature: float, scale: float, gradient: bool, losses: Tensor, sums: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the last two, and write the gradient over the logits if it is asked for; their rows lie in one piece."""
+    """Fill `losses` and `sums`, and with `gradient` overwrite the logits, whose rows must be contiguous."""
     block = min(BLOCK // (1 if taught is None else TAUGHT_SHARE), max(16, power_above(logits.shape[1])))
     with on(logits):
         logit_rows_kernel[(len(logits),)](

@@ -1,9 +1,9 @@
-"""Dropout, residual and norm in one pass each way: see penstock/kernels/residual_norm.py for what they compute.
+"""Dropout, residual and norm in one pass forward and one backward: see penstock/kernels/residual_norm.py.
 
 A tile has whole rows. The forward pass reads branch and residual and writes their sum and its norm. The backward pass
-reads the sum and two gradients and writes two. The mask is drawn again there: Philox (Salmon et al., SC 2011) of
-counters (column // 4, row) under the seed makes the numbers of four neighbours at a time, which lie in one thread.
-Programs of the backward pass take one tile after the other, and keep sums of the weight's gradients in registers.
+reads the sum and two gradients and writes two. It draws the mask again: Philox (Salmon et al., SC 2011) with counter
+(column // 4, row) and the seed as key yields the numbers of four adjacent elements, which belong to one thread.
+Programs of the backward pass loop over tiles, and keep sums of the weight's gradients in registers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.kernels.triton.common import narrow, on, programs_for, tile_of
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _drawn(seed, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers of 24 bits, (ROWS, BLOCK) int32."""
+    """Random 24-bit numbers, (ROWS, BLOCK) int32."""
     quarter = tl.arange(0, BLOCK // 4)[None, :] + 0 * row[:, None]
     line = row[:, None] + 0 * quarter
     a, b, c, d = tl.philox(tl.load(seed), quarter, line, 0 * line, 0 * line)
@@ -39,7 +39,7 @@ def seeded_norm_kernel(  # type: ignore[no-untyped-def]
     inverses,  # (R,) fp32
     rows,
     columns,
-    level,  # of 2²⁴: numbers below are dropped
+    level,  # of 2²⁴: elements with numbers below it are dropped
     scale,
     eps,
     DROPS: tl.constexpr,
@@ -60,7 +60,7 @@ def seeded_norm_kernel(  # type: ignore[no-untyped-def]
     value += tl.load(residual + at, real, other=0.0).to(tl.float32)
     kept = narrow(value, total.dtype.element_ty)
     tl.store(total + at, kept, real)
-    value = kept.to(tl.float32)  # statistics are those of what the backward pass reads
+    value = kept.to(tl.float32)  # statistics are of the rounded values, which the backward pass reads
     if CENTRED:
         mean = tl.sum(value, 1) / columns
         tl.store(means + row, mean, row < rows)
@@ -95,7 +95,7 @@ def seeded_norm_backward_kernel(  # type: ignore[no-untyped-def]
     DROPS: tl.constexpr,
     CENTRED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
-    HAS_X: tl.constexpr,  # whether the gradient of x is another than that of the residual
+    HAS_X: tl.constexpr,  # whether the gradient of x differs from the residual's
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -124,7 +124,7 @@ def seeded_norm_backward_kernel(  # type: ignore[no-untyped-def]
             grad *= factor[None, :]
         grad -= value * (tl.sum(grad * value, 1) / columns)[:, None]
         if CENTRED:
-            # The mean of `value` is 0, so that what was taken off has none.
+            # The mean of `value` is 0, so the subtraction above did not change the mean of `grad`.
             grad -= (tl.sum(grad, 1) / columns)[:, None]
         grad *= inverse
         if HAS_TOTAL:
@@ -145,7 +145,7 @@ def forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, seed: Tensor, level: int, scale: float,
     eps: float, centred: bool, normed: Tensor, total: Tensor, means: Tensor, inverses: Tensor,
 ) -> None:  # fmt: skip
-    """Fill the last four, of contiguous inputs (R, D) with R > 0."""
+    """Fill `normed`, `total`, `means` and `inverses`, from contiguous inputs (R, D) with R > 0."""
     rows, block, warps = tile_of(x.shape[1])
     with on(x):
         seeded_norm_kernel[(triton.cdiv(len(x), rows),)](
@@ -159,7 +159,7 @@ def backward(
     to_normed: Tensor, to_total: Tensor | None, total: Tensor, weight: Tensor | None, has_bias: bool, means: Tensor,
     inverses: Tensor, seed: Tensor, level: int, scale: float, centred: bool, to_x: Tensor, to_residual: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Fill the last two, and return the gradients of weight and bias, (D,) fp32."""
+    """Fill `to_x` and `to_residual`, and return the gradients of weight and bias, (D,) fp32."""
     rows, block, warps = tile_of(total.shape[1])
     programs = programs_for(total.device, triton.cdiv(len(total), rows))
     sums = torch.empty(2, programs, total.shape[1], dtype=torch.float32, device=total.device)

@@ -101,7 +101,7 @@ def test_the_command_line_tells_vectors_and_classes(
     assert [row[2] for row in rows] == [TEXTS[number] for number in nearest]
     assert float(rows[0][1]) == pytest.approx(1.0, abs=1e-3)
     assert main(["retrieve", str(tmp_path / "vectors"), "--image", "a.png", *searched]) == 2
-    assert "gives no vectors of images" in capsys.readouterr().err
+    assert "does not embed images" in capsys.readouterr().err
     assert main(["classify", str(tmp_path / "classes"), "--json", *TEXTS]) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["input"] for each in told] == TEXTS

@@ -197,7 +197,7 @@ def test_prompts_that_do_not_fit_are_refused_with_the_remedy() -> None:
             made.generate(prompts, **given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="decoder begins with"):
         Generator(tiny("t5-tiny"))
-    with pytest.raises(ConfigError, match="this is one by itself"):
+    with pytest.raises(ConfigError, match="but only one is running"):
         Generator(tiny("gpt"), Plan(tp=2))
     assert math.isfinite(generator("t5-tiny").generate([1, 2], beams=2, max_tokens=3)[0].score or math.nan)
 
@@ -290,7 +290,7 @@ def test_what_a_folder_asks_for_is_obeyed_or_named_once(
     for _ in range(2):
         assert "".join(made.stream("The river", max_tokens=1)) == " runs"
     assert [record.getMessage() for record in caplog.records][1:] == [
-        "Other settings contradict what the model's folder says of beams."
+        "Settings of the model's folder that do not fit this call are ignored: beams."
     ]
     assert written("--temperature", "0.001", "--max_tokens", "1") == " runs"
     assert "beams" in caplog.records[0].getMessage()

@@ -1,3 +1,3 @@
-"""Decoding: how models make text token by token, over a cache of keys and values."""
+"""Decoding: models generate text token by token, with a cache of keys and values."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Beam search.
 
-All beams of a text are tokens side by side: they share the keys and values of the prompt, of the source and of their
-common ancestors, which are never copied; what follows a beam is a line of a table that says whom it sees. Nor are their
-tokens: each step keeps which beam the new ones continue, and texts are read back from these at the end.
+All beams of a text are computed as tokens of one sequence: they share the keys and values of the prompt, the source and
+their common ancestors, which are never copied; a row of a mask per beam says which columns it attends to. Tokens are
+not copied either: each step stores the parent of every new beam, and texts are traced back at the end.
 
 Shapes: B texts, b beams, T steps, V vocabulary.
 """
@@ -25,20 +25,20 @@ from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.models.positions import is_real
 
 _SWEEP = 16
-"""Steps between two times at which columns that no beam sees any more are left out."""
+"""Steps between two removals of the columns that no beam attends to any more."""
 
 
 class BeamTexts(NamedTuple):
     """The best texts of each prompt, the best first."""
 
     tokens: Tensor
-    """(B, best, T), −1 behind the last; without the token that ended a text."""
+    """(B, best, T), −1 after the last token; without the token that ended a text."""
     scores: Tensor
     """(B, best), sums of log-probabilities over length to the length penalty."""
 
 
 class _Search:
-    """The beams that have finished and those that go on."""
+    """The finished texts and the beams that continue."""
 
     def __init__(
         self, decoding: Decoding, prompts: Prompts, stops: Sequence[int], dtype: torch.dtype
@@ -55,15 +55,14 @@ class _Search:
         self._stops = torch.tensor(self.terms.stops, device=device) if stops else None
         self._prompts = prompts.lengths[:, None]
         self._tokens: Tensor | None = None
-        """(B, b, P + T), those of the prompt too, where the next tokens depend on them."""
+        """(B, b, P + T), each beam's tokens, prompt included; None if the settings do not depend on them."""
         if decoding.looks_back:
             tokens = torch.full((rows, self.terms.size, self.terms.steps), NOTHING, device=device)
             history = prompts.history()[:, None].expand(-1, self.terms.size, -1)
             self._tokens = torch.cat([history, tokens], dim=2)
 
     def step(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Take logits (B, b, V) of the next token: (B, b) the beam that each new beam continues, and with which
-        token."""
+        """Make a step from logits (B, b, V) of the next token; return parent and token of each new beam, (B, b)."""
         decoding, logits = self.decoding, logits.flatten(0, 1)
         if decoding.adjusts:
             logits, history = torch.log_softmax(logits, dim=-1), self._tokens
@@ -82,7 +81,7 @@ class _Search:
         return result.parents, result.chosen
 
     def going(self) -> Tensor:
-        """Which texts are still searched, (B,)."""
+        """Texts whose search has not ended, (B,) bool."""
         going = self.beams.hopeful.squeeze(1)
         if self.decoding.early_stopping == "full":
             going = going & ~self.beams.finished.all(1)
@@ -95,7 +94,7 @@ class _Search:
         return done.gather(1, places[:, :, None].expand(-1, -1, done.shape[2])), scores
 
     def only(self, rows: Tensor) -> None:
-        """Leave all but some texts out."""
+        """Continue with only the texts in `rows`."""
         self.beams = self.beams.only(rows)
         self.parents = [parents[rows] for parents in self.parents]
         self.choices = [chosen[rows] for chosen in self.choices]
@@ -104,7 +103,7 @@ class _Search:
 
 
 class _Sight:
-    """Which columns of the cache each beam sees: those of the prompt and of its own ancestors."""
+    """Which columns of the cache each beam attends to: the prompt and its own ancestors."""
 
     def __init__(self, texts: Texts, beams: int, steps: int) -> None:
         self.texts, self.beams = texts, beams
@@ -116,7 +115,7 @@ class _Sight:
         self.itself = torch.eye(beams, dtype=torch.bool, device=device)
 
     def follow(self, parents: Tensor) -> Tensor:
-        """Each beam sees what its parent saw, and itself: (B, beams, columns) of the next pass and later ones."""
+        """Let each new beam attend to its parent's columns and itself; return the next mask, (B, beams, columns)."""
         filled = self.texts.filled
         lines = parents[:, :, None].expand(-1, -1, filled)
         self.seen[:, :, :filled] = self.seen[:, :, :filled].gather(1, lines)
@@ -124,7 +123,7 @@ class _Sight:
         return self.seen
 
     def sweep(self, parents: Tensor) -> None:
-        """Leave out columns that no beam sees that is still there."""
+        """Remove the columns that no remaining beam attends to."""
         filled = self.texts.filled
         lines = parents[:, :, None].expand(-1, -1, filled)
         live = self.seen[:, :, :filled].gather(1, lines).any(1)
@@ -148,7 +147,7 @@ def search(
 ) -> BeamTexts:  # fmt: skip
     """The best texts that beam search finds for each prompt. `ends` are the tokens that end a text.
 
-    Ranks that share a model's weights must all call this with as many tokens to make; they take all steps together.
+    Ranks that share a model's weights must all call this with the same `max_tokens`; they take all steps together.
     """
     together, device, steps = sharded(model), prompts.tokens.device, decoding.max_tokens
     beams, best = decoding.beams, decoding.best

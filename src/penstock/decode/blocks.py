@@ -1,8 +1,8 @@
 """Which blocks of a paged cache belong to which text: host logic, without tensors (Kwon et al., SOSP 2023, section 4).
 
-A text's tokens are in blocks of `size` tokens each. Texts that begin alike share the blocks of their beginning: a
-block of prompt tokens is found by these tokens and the block before it. A block that nobody uses any more keeps its
-tokens until its place is needed, so that the next text with this beginning finds them.
+A text's tokens are in blocks of `size` tokens each. Texts with the same beginning share its blocks: a block of prompt
+tokens is found by these tokens and the block before it. A block that is no longer used keeps its tokens until its space
+is needed, so that the next text with this beginning finds it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class BlockTable:
 
     blocks: list[int]
     reused: int
-    """Tokens at the beginning whose keys and values the cache has already."""
+    """Tokens at the beginning whose keys and values are already in the cache."""
     published: int = 0
     """Blocks that other texts can find."""
     ids: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class BlockTable:
 
 @dataclass(slots=True)
 class Blocks:
-    """The blocks of a cache and who uses them."""
+    """The blocks of a cache, and how many texts use each."""
 
     count: int
     size: int
@@ -44,17 +44,17 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that a new text can have."""
+        """Number of blocks that a new text can use."""
         return len(self._free) + len(self._idle)
 
     def count_for(self, tokens: int) -> int:
-        """Blocks for `tokens` tokens."""
+        """Number of blocks for `tokens` tokens."""
         return -(-tokens // self.size)
 
     def allocate(self, ids: Sequence[int], tokens: int) -> BlockTable | None:
-        """Blocks for a text of at most `tokens` that begins with `ids`; None where too few are left.
+        """Allocate blocks for a text of at most `tokens` tokens that begins with `ids`; None if too few are free.
 
-        The last token of a prompt is never taken from another text, for its features are needed.
+        The last token of a prompt is always computed, never reused, because its features are needed.
         """
         shared = self._matching(ids)
         for block in shared:
@@ -71,7 +71,7 @@ class Blocks:
         return BlockTable(blocks, len(shared) * self.size, len(shared), tuple(ids))
 
     def _matching(self, ids: Sequence[int]) -> list[int]:
-        """Blocks that hold the beginning of these tokens."""
+        """Cached blocks that hold the beginning of these tokens."""
         blocks: list[int] = []
         before = -1
         for start in range(0, len(ids) - self.size, self.size):
@@ -90,7 +90,7 @@ class Blocks:
         return block
 
     def _forget(self, block: int) -> None:
-        """Give the place of a block that nobody uses to others; what followed it cannot be found any more."""
+        """Free an unused block for other tokens; blocks that followed it can no longer be found."""
         del self._idle[block]
         self._free.append(block)
         key = self._keys.pop(block)
@@ -103,19 +103,19 @@ class Blocks:
                 self._free.append(other)
 
     def publish(self, table: BlockTable, tokens: int) -> None:
-        """Let other texts find the blocks of a text's prompt, of which `tokens` tokens have been computed."""
+        """Let other texts find the blocks of a text's prompt, after `tokens` of its tokens have been computed."""
         while (table.published + 1) * self.size <= min(tokens, len(table.ids)):
             start = table.published * self.size
             block = table.blocks[table.published]
             before = table.blocks[table.published - 1] if table.published else -1
             key = (before, table.ids[start : start + self.size])
             if key in self._by_key or (before >= 0 and before not in self._keys):
-                break  # another text was first, and what follows belongs to its blocks
+                break  # another text was first; later blocks would have to follow its block
             self._by_key[key], self._keys[block] = block, key
             table.published += 1
 
     def release(self, table: BlockTable) -> None:
-        """Give back a text's blocks."""
+        """Release a text's blocks."""
         for block in reversed(table.blocks):
             self._users[block] -= 1
             if self._users[block] == 0:

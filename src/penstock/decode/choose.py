@@ -1,6 +1,6 @@
 """Choosing the next token from logits by the settings of `Decoding`.
 
-Shapes: R rows, one for each text; V vocabulary; L tokens that are there, the newest last, −1 before a text's first.
+Shapes: R rows, one per text; V vocabulary; L earlier tokens, the newest last, with −1 before a text's first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from penstock.kernels.beams import NOTHING as NOTHING
 from penstock.kernels.top import largest, top
 
 _NUCLEUS = 1024
-"""Likeliest tokens that are tried for `top_p` first; a sort of all is slow."""
+"""Number of likeliest tokens that are tried first for `top_p`, because sorting the whole vocabulary is slow."""
 
 
 def adjust_logits(
     logits: Tensor, settings: Decoding, history: Tensor | None, new: Tensor | int, ends: Tensor | None,
     prompt: Tensor | int = 0,
 ) -> Tensor:  # fmt: skip
-    """Logits (R, V), or log-probabilities, after bias, penalties, blocked n-grams, least and forced tokens.
+    """Logits (R, V), or log-probabilities, after biases, penalties, blocked n-grams, minimum length and forced tokens.
 
-    history (R, L): needed where `settings.looks_back`. `new` of them have been generated, after `prompt`: a number, or
-    (R, 1). `ends` are the numbers that end a text. Returns a new tensor where anything changes.
+    history (R, L): required if `settings.looks_back`. The last `new` tokens were generated, after `prompt` tokens:
+    numbers, or (R, 1). `ends` are the tokens that end a text. Returns a new tensor if anything changes.
     """
     for before, last, amounts in _biases(settings.bias, logits.dtype, logits.device):
         more, width = amounts.expand(len(logits), -1), before.shape[1]
@@ -61,7 +61,8 @@ def adjust_logits(
 def _biases(
     bias: tuple[str, ...], dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """`Decoding.bias` by how many tokens come before the last: these (n, count), the last (n,), and amounts (n,)."""
+    """`Decoding.bias`, grouped by length: in each group tokens before the last (n, count), the last (n,), amounts
+    (n,)."""
     groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for numbers, amount in Decoding(bias=bias).biases:
         groups.setdefault(len(numbers), []).append((numbers, amount))
@@ -73,18 +74,20 @@ def _biases(
     return made
 
 
-def _forced(logits: Tensor, there: Tensor | bool, tokens: tuple[int, ...]) -> Tensor:
-    """Logits of which, in the rows that are `there`, only these tokens have any."""
-    if there is False:
+def _forced(logits: Tensor, rows: Tensor | bool, tokens: tuple[int, ...]) -> Tensor:
+    """Logits in which, in the marked `rows`, every token but `tokens` is −∞."""
+    if rows is False:
         return logits
-    only = torch.full_like(logits, -math.inf)
-    only[:, list(tokens)] = 0.0
-    return torch.where(torch.as_tensor(there, device=logits.device).reshape(-1, 1), only, logits)
+    forced = torch.full_like(logits, -math.inf)
+    forced[:, list(tokens)] = 0.0
+    return torch.where(torch.as_tensor(rows, device=logits.device).reshape(-1, 1), forced, logits)
 
 
 def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor | int) -> Tensor:
     rows, size = logits.shape
-    wide = torch.cat([logits, logits.new_zeros(rows, 1)], dim=1)  # the last column takes what is no token
+    wide = torch.cat(
+        [logits, logits.new_zeros(rows, 1)], dim=1
+    )  # the last column is for places without a token
     places = torch.where(history < 0, size, history)
     if settings.repetition_penalty != 1.0:
         present = wide.gather(1, places)
@@ -108,9 +111,8 @@ def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor |
 
 
 def shares(logits: Tensor, settings: Decoding) -> tuple[Tensor, Tensor | None]:
-    """Probabilities (R, C) with which candidates are drawn, and the candidates' numbers (R, C); None where they are
-    the whole vocabulary. They need not add up to 1.
-    """
+    """Probabilities (R, C) for drawing from candidates, and the candidates' token numbers (R, C), or None if these are
+    the whole vocabulary. Probabilities need not add up to 1."""
     logits = logits.float() / settings.temperature
     size = logits.shape[1]
     if settings.top_k and settings.top_k < size:
@@ -124,7 +126,7 @@ def shares(logits: Tensor, settings: Decoding) -> tuple[Tensor, Tensor | None]:
             least = settings.min_p * probabilities.amax(-1, keepdim=True)
             probabilities = probabilities.masked_fill(probabilities < least, 0.0)
         return probabilities, None
-    # Sorted, the likeliest first: those behind the first that reach top_p are dropped, but never the first itself.
+    # Sorted, the likeliest first: candidates after those that together reach top_p are dropped, but never the first.
     allowed = probabilities.cumsum(-1) - probabilities < settings.top_p
     if settings.min_p:
         allowed &= probabilities >= settings.min_p * probabilities[:, :1]
@@ -133,7 +135,7 @@ def shares(logits: Tensor, settings: Decoding) -> tuple[Tensor, Tensor | None]:
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens that have this probability together, and perhaps more; the likeliest first."""
+    """The likeliest tokens with at least this total probability, and perhaps more, in descending order."""
     size = probabilities.shape[1]
     if probabilities.device.type == "cpu" and size > _NUCLEUS:
         values, numbers = top(probabilities, _NUCLEUS)
@@ -143,9 +145,8 @@ def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def choose_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None) -> Tensor:
-    """One token for each row: the likeliest, or drawn by a number `uniform` (R,) in [0, 1) for each row, so that a row
-    draws the same whatever others are beside it.
-    """
+    """One token for each row: the likeliest, or drawn with the row's random number in `uniform` (R,), in [0, 1), so
+    that a row's draw does not depend on the other rows."""
     if not settings.draws:
         return largest(logits)
     assert uniform is not None
@@ -153,20 +154,20 @@ def choose_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None) ->
     sums = probabilities.double().cumsum(-1)
     targets = uniform.double()[:, None] * sums[:, -1:]
     places = torch.searchsorted(sums, targets, right=True)
-    # Rounding must not lead behind the last token that can be drawn.
+    # Rounding must not lead past the last token that can be drawn.
     last = probabilities.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1, keepdim=True)
     places = torch.minimum(places, last)
     return (places if numbers is None else numbers.gather(1, places)).squeeze(1)
 
 
 def next_tokens(logits: Tensor, settings: Decoding, uniform: Tensor | None, *past: Any) -> Tensor:
-    """The next token (R,) after logits (R, V), with the arguments of `choose_tokens` and `adjust_logits`. Logits in
-    half precision are converted to single."""
+    """The next token (R,) from logits (R, V), with the arguments of `choose_tokens` and `adjust_logits`. Logits in half
+    precision are converted to fp32."""
     return choose_tokens(adjust_logits(widened(logits), settings, *past), settings, uniform)
 
 
 def history_of(tokens: Tensor, lengths: Tensor | int) -> Tensor:
-    """The first `lengths`, (R, 1) or one for all, of tokens (R, P), with the last at the right."""
+    """The first `lengths`, (R, 1) or one number, of tokens (R, P), right-aligned and filled with −1 on the left."""
     length = tokens.shape[1]
     if isinstance(lengths, int):
         return tokens[:, :lengths]

@@ -1,13 +1,13 @@
-"""Continuous batching: texts come and go while others are generated (Yu et al., OSDI 2022, "Orca", section 3).
+"""Continuous batching: texts start and finish while others are generated (Yu et al., OSDI 2022, "Orca", section 3).
 
-An engine has a fixed number of slots, each with room for one text in the cache. In each step it reads pieces of new
-prompts and makes one token for every text whose prompt has been read. Which request gets a slot when is for the
-caller to decide. Which others run beside a text changes none of its tokens.
+An engine has a fixed number of slots, each with space for one text in the cache. In each step it reads pieces of new
+prompts and generates one token for every text whose prompt has been read. The caller decides which request gets a slot,
+and when. A text's tokens do not depend on the other texts in the batch.
 
-All tokens stay on the device, and `advance` never waits for it, so a caller that need not see each token at once, such
+All tokens stay on the device, and `advance` never waits for it, so a caller that does not need each token at once, such
 as `penstock.decode.sample`, lets a GPU work ahead.
 
-Shapes: r texts of a pass, N tokens of each, V vocabulary.
+Shapes: r texts in a pass, N tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Request:
     """Token numbers of the prompt, or of the source that an encoder–decoder translates."""
     decoding: Decoding = field(default_factory=Decoding)
     route: int | None = None
-    """Label of the text, by which a router of kind `given` chooses experts."""
+    """Label of the text, by which a `given` router chooses experts."""
 
     @property
     def max_tokens(self) -> int:
@@ -56,7 +56,7 @@ class SlotResult(NamedTuple):
     tokens: tuple[int, ...]
     """New tokens; the one that ends a text is left out."""
     finished: Finished
-    """Empty while the text goes on; `stop` at the model's end of text, `length` at the request's `max_tokens`."""
+    """Empty while the text continues; `stop` at the model's end of text, `length` at the request's `max_tokens`."""
     end: int | None = None
     """The token that ended the text, with `stop`."""
 
@@ -67,14 +67,14 @@ class _SlotText:
 
     request: Request
     settings: Decoding
-    """The request's settings without the seed: texts with equal ones choose their tokens together."""
+    """The request's settings without the seed: texts with equal settings choose their tokens together."""
     prompt: int
-    """Tokens of the decoder that are not generated."""
+    """Number of the decoder's tokens that are not generated."""
     cached: int
     """Tokens whose keys and values are in the cache."""
     table: BlockTable | None
     source: bool = False
-    """Whether its source has still to be encoded."""
+    """Whether its source still has to be encoded."""
     generated: int = 0
     done: bool = False
 
@@ -84,32 +84,32 @@ class _SlotText:
 
 
 class _Batch(NamedTuple):
-    """Texts that make a token in the same pass."""
+    """Texts that get their next token in the same pass."""
 
     slots: list[int]
     texts: list[_SlotText]
     every: bool
-    """Whether the pass computes no other slots."""
+    """Whether the pass computes these slots only."""
     tokens: Tensor
-    """(r, 1), their newest tokens; of a slot between them, any."""
+    """(r, 1), their newest tokens; any token for other slots in between."""
     places: Tensor | None
-    """(r, 1), the positions of these; none where the pass computes no other slots and all are equal."""
+    """(r, 1), the positions of these tokens; None if the pass computes these slots only and all positions are equal."""
 
 
 class Engine:
-    """Slots of one model. Use it from one thread; `admit`, `step` and `release` never wait for each other."""
+    """Slots of one model. Use an engine from one thread; `admit`, `step` and `release` never wait for each other."""
 
     def __init__(
         self, model: Model, *, slots: int = 8, context: int | None = None, cache: CacheKind = "slots",
         tokens: int | None = None, block: int = 16, chunk: int = 512, start: int | None = None,
         ends: Sequence[int] = (), source: int | None = None, compiled: Compiled | None = None,
     ) -> None:  # fmt: skip
-        """`context` are the most tokens of one text, prompt and new ones; none: as many as the model has positions. The
-        last token of a text needs none, for the model is not given it. `source` are the most tokens of a source.
-        With `cache=paged` all texts together have room for `tokens` (none: every slot's `context`) in blocks of `block`
-        tokens, and prompts that begin alike share them. A step reads at most `chunk` tokens of prompts. `start` is what
-        an encoder–decoder's decoder begins with, `ends` are the tokens that end a text. `compiled` makes the tokens of
-        all slots at once, with `cache=slots`.
+        """`context` is the maximum number of tokens of one text, prompt and new; None: one per position of the model.
+        The last token of a text needs no position, because the model never reads it. `source` is the maximum number of
+        tokens of a source. With `cache=paged` all texts together have space for `tokens` (None: every slot's `context`)
+        in blocks of `block` tokens, and prompts with the same beginning share blocks. A step reads at most `chunk`
+        tokens of prompts. `start` is the first token of an encoder–decoder's decoder, `ends` are the tokens that end a
+        text. `compiled` is a compiled step for all slots, with `cache=slots`.
 
         Raises ConfigError for a model that does not generate.
         """
@@ -137,25 +137,25 @@ class Engine:
         if cache == "paged":
             count = -(-(tokens or slots * self.context) // block)
             self._blocks = Blocks(count, block)
-            store = Pages(count + 1, block)  # the last block takes what slots without a text write
+            store = Pages(count + 1, block)  # slots without a text write to the last block
         else:
             store = Columns(slots, self.context)
         self._past = KVCache(store, rows=slots, columns=self.context, memory=self._source, device=self.device)
         self._lengths = torch.ones(slots, dtype=torch.int64, device=self.device)
-        """(slots,), tokens of each source."""
+        """(slots,), number of tokens of each source."""
         self._routes = torch.zeros_like(self._lengths) if model.graph.routed else None
         """(slots,), the label of each text."""
         self._ids = torch.zeros(slots, self.context, dtype=torch.int64, device=self.device)
-        """All tokens of the texts, prompts and new ones."""
+        """All tokens of the texts, prompts and new tokens."""
         self._uniform: Tensor | None = None
-        """(slots, context), numbers in [0, 1) to draw new tokens with."""
+        """(slots, context), random numbers in [0, 1) for drawing new tokens."""
         self._ends = torch.tensor(self.ends, device=self.device) if self.ends else None
         self._every = torch.arange(self.context, device=self.device)
         self._next: _Batch | None = None
-        """The texts of the next step, if nobody comes or goes before."""
+        """The texts of the next step, if no text starts or finishes before it."""
 
     def admit(self, request: Request) -> int | None:
-        """Give a request a slot; nothing is computed yet. None where slots or blocks are short.
+        """Give a request a slot; nothing is computed yet. None if no slot or too few blocks are free.
 
         Raises ConfigError for a request that could never run.
         """
@@ -166,7 +166,7 @@ class Engine:
         ids = [self.start] if self._source and self.start is not None else list(request.ids)
         table = None
         if self._blocks is not None:
-            # With other experts, prompts that begin alike have other keys.
+            # Prompts with the same beginning but different experts have different keys.
             shareable = () if self._source or self._routes is not None else ids
             table = self._blocks.allocate(shareable, len(ids) + request.max_tokens)
             if table is None:
@@ -182,7 +182,7 @@ class Engine:
             numbers = [rng.random() for _ in range(request.max_tokens)]
             self._uniform[slot, : len(numbers)] = torch.tensor(numbers, device=self.device)
         settings = decoding if decoding.seed is None else replace(decoding, seed=None)
-        # One object for all texts with these settings, since comparing them at each step would take long.
+        # Share one object among all texts with equal settings, because comparing settings in each step would be slow.
         settings = next(
             (text.settings for text in self._texts if text and text.settings == settings), settings
         )
@@ -236,14 +236,14 @@ class Engine:
 
     @property
     def free(self) -> int:
-        """Tokens that new texts can have in the cache: in whole blocks, or with `cache=slots` those of free slots."""
+        """Tokens that new texts can have in the cache: in whole blocks, or with `cache=slots` in free slots."""
         if self._blocks is not None:
             return self._blocks.available * self._blocks.size
         return (self.slots - self.running) * self.context
 
     @torch.inference_mode()
     def step(self, chunk: int | None = None) -> list[SlotResult]:
-        """Read at most `chunk` tokens of prompts, and make a token for each text whose prompt has been read."""
+        """Read at most `chunk` tokens of prompts, and generate a token for each text whose prompt has been read."""
         return [
             self._result(slot, token)
             for slots, tokens in self.advance(chunk)
@@ -251,7 +251,7 @@ class Engine:
         ]
 
     def advance(self, chunk: int | None = None) -> list[tuple[list[int], Tensor]]:
-        """Do a `step`, but return slots and their new tokens (r,), among them those that end a text."""
+        """Do a `step`, but return slots and their new tokens (r,), including tokens that end a text."""
         results = []
         batch, self._next = self._next, None
         steady = batch is not None
@@ -271,7 +271,7 @@ class Engine:
         return results
 
     def _ready(self) -> _Batch | None:
-        """All texts whose prompts have been read, unless there is none."""
+        """All texts whose prompts have been read; None if there are none."""
         slots = [slot for slot, text in enumerate(self._texts) if text and not text.done and not text.unread]
         if not slots:
             return None
@@ -287,11 +287,11 @@ class Engine:
         return _Batch(slots, texts, every, self._ids[low:high].gather(1, columns), columns)
 
     def _span(self, slots: list[int]) -> tuple[int, int]:
-        """First slot of a pass over these, and the slot behind its last."""
+        """First slot of a pass over these slots, and the slot after its last."""
         return (slots[0], slots[-1] + 1) if self._compiled is None else (0, self.slots)
 
     def keep(self, slots: Tensor) -> None:
-        """Leave all but some slots (r,) out from now on; they are renumbered in their order. Not for `paged`."""
+        """Continue with only these slots (r,), renumbered in order. Not for `paged`."""
         assert self._blocks is None
         self._past.keep(slots)
         self._ids, self._lengths = self._ids[slots], self._lengths[slots]
@@ -301,7 +301,7 @@ class Engine:
         self.slots, self._next = len(self._texts), None
 
     def warm(self) -> None:
-        """Generate a text for nobody, so that compilation happens before the first request."""
+        """Generate a text and discard it, so that compilation happens before the first request."""
         slot = self.admit(Request(ids=(0,), decoding=Decoding(max_tokens=2, ignore_end=True), route=0))
         assert slot is not None
         while not any(each.finished for each in self.step()):
@@ -309,14 +309,14 @@ class Engine:
         self.release(slot)
 
     def _pieces(self, room: int) -> Iterator[tuple[int, int, int]]:
-        """First slot, slot behind the last, and tokens of each, of prompts that are read together: of neighbours that
-        begin now, as many as find room in `room` tokens with their padding; else a piece of one."""
+        """Yield prompts to read together as first slot, slot after the last, and tokens of each: adjacent new prompts,
+        as many as fit into `room` tokens with padding; else a piece of one prompt."""
         low, texts = 0, self._texts
         while low < len(texts) and room > 0:
             text, high = texts[low], low + 1
             if text is not None and text.unread:
-                longest, alone = text.prompt - text.cached, text.cached > 0
-                while not alone and high < len(texts):
+                longest, resumed = text.prompt - text.cached, text.cached > 0
+                while not resumed and high < len(texts):
                     neighbour = texts[high]
                     if neighbour is None or neighbour.cached:
                         break
@@ -329,7 +329,7 @@ class Engine:
             low = high
 
     def _read_prompts(self, low: int, high: int, count: int) -> Tensor:
-        """Compute the next tokens of some prompts: logits (r, V) after the last of each."""
+        """Read the next `count` tokens of some prompts; return logits (r, V) after the last of each."""
         texts = [self._text(slot) for slot in range(low, high)]
         begin, rows = texts[0].cached, self._rows(low, high)
         for text in texts:
@@ -348,7 +348,7 @@ class Engine:
                 text.source = False
         places = torch.arange(begin, begin + count, device=self.device)
         self._look(texts)
-        # Padding is written behind its text, where nothing is read before it is written again.
+        # Padding is written after its text, to columns that are written again before they are read.
         self._past.at(
             places, columns=begin, width=begin + count, rows=rows, first=begin == 0, alone=count == 1
         )
@@ -364,7 +364,7 @@ class Engine:
         return logits
 
     def _routed(self, low: int, high: int) -> Tensor | None:
-        """Labels of the texts in these slots, where they choose experts."""
+        """Labels of the texts in these slots, if labels choose experts."""
         return None if self._routes is None else self._routes[low:high]
 
     def _rows(self, low: int, high: int) -> slice:
@@ -383,16 +383,16 @@ class Engine:
         else:
             columns, texts = batch.places, self._texts[low:high]
             if not batch.every:
-                # A slot between them that is empty, or reads its prompt, writes where nothing is read before it is
-                # written.
+                # An empty slot in between, or one that reads its prompt, writes where nothing is read before it is
+                # overwritten.
                 cached = [min(text.cached, self.context - 1) if text else 0 for text in texts]
                 columns, width = torch.tensor(cached, device=self.device)[:, None], max(cached) + 1
                 wanted_rows = torch.tensor(batch.slots, device=self.device) - low
             if self._compiled is not None:
                 assert isinstance(self._past.store, Columns)
                 width, now = bucket(width), self._past.store.width
-                width = width if width <= now // 2 else max(width, bucket(now))  # a long text that has gone
-                # One graph serves all steps, if no tensor is given twice.
+                width = width if width <= now // 2 else max(width, bucket(now))  # a long text has finished
+                # One graph serves all steps, if no tensor is passed twice.
                 columns = columns.clone() if batch.every else columns
                 logits = self._compiled(self._past, batch.tokens, batch.places, columns, width)
                 logits = logits if wanted_rows is None else logits[wanted_rows]
@@ -418,8 +418,8 @@ class Engine:
     def _choose(
         self, slots: list[int], texts: Sequence[_SlotText | None], logits: Tensor, behind: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """The next token (r,) of each of these slots, whose texts may have different settings. `behind` (r, 1) are
-        their positions, where these are known on the device."""
+        """The next token (r,) of each of these slots, whose texts may have different settings. `behind` (r, 1) holds
+        their positions, if these are known on the device."""
         groups: dict[int, list[int]] = {}
         for place, text in enumerate(texts):
             assert text is not None
@@ -432,7 +432,7 @@ class Engine:
         return tokens
 
     def _choose_alike(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
-        """The next token (r,) of each of these slots, whose texts have equal settings."""
+        """The next token (r,) of each of these slots; all texts have equal settings."""
         texts = [self._text(slot) for slot in slots]
         settings, history, uniform = texts[0].settings, None, None
         together = slots[-1] - slots[0] + 1 == len(slots)
@@ -462,7 +462,7 @@ class Engine:
         return tokens
 
     def _column(self, numbers: list[int]) -> int | Tensor:
-        """One number of all texts, or that of each, (r, 1)."""
+        """One number if all are equal, else a column (r, 1)."""
         if min(numbers) == max(numbers):
             return numbers[0]
         return torch.tensor(numbers, device=self.device)[:, None]

@@ -1,10 +1,10 @@
 """Keys and values of earlier tokens in every block, kept so that a token is computed once.
 
-One thing serves all ways of generating. New tokens of a text, N at a time, look at the columns of a cache, and a mask
-says which columns each sees: a prompt's tokens those before them; beams, which are tokens of one text side by side,
-the columns of their ancestors; drafts of a speculation the branch they stand on. So no beam copies keys or values.
+One cache serves all ways of generating. New tokens of a text, N at a time, attend to the columns of the cache, and a
+mask says which columns each attends to: a prompt's tokens to earlier ones; beams, which are tokens of one text at the
+same position, to their ancestors; speculated tokens to their own branch. So no beam copies keys or values.
 
-Shapes: R rows of the cache, one for each text; N new tokens; C columns; G KV heads, H query heads; K features.
+Shapes: R rows of the cache, one per text; N new tokens; C columns; G KV heads, H query heads; K features.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from penstock.models.anatomy import ELSEWHERE
 from penstock.models.positions import within
 
 NEVER = 1 << 30
-"""The position of a column that nothing may see."""
+"""The position of a column that no token may attend to."""
 _FIRST = 64
-"""Columns that a cache begins with; it doubles as they are needed."""
+"""Initial number of columns of a cache; it doubles when more are needed."""
 
 
 class Columns:
-    """Keys and values of each block, one row of columns for each text."""
+    """Keys and values of each layer, with one row of columns per text."""
 
     def __init__(self, rows: int, columns: int) -> None:
-        """`columns` are the most that there can be."""
+        """`columns` is the maximum number of columns."""
         self.rows, self.columns = rows, columns
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: KVCache) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, (r, G, N, K), and return those of the columns in sight, (r, G, width, K)."""
+        """Write new keys and values, (r, G, N, K), and return those of the first `width` columns, (r, G, width, K)."""
         if layer == len(self.layers):
             empty = (self.rows, k.shape[1], 0)
             self.layers.append((k.new_zeros(*empty, k.shape[3]), v.new_zeros(*empty, v.shape[3])))
@@ -56,7 +56,7 @@ class Columns:
         return in_sight[0], in_sight[1]
 
     def _grow(self, layer: int, width: int) -> None:
-        """Make room for `width` columns. Those that are not written yet are zero, because 0 times NaN would be NaN."""
+        """Grow to at least `width` columns. Unwritten columns are zero, because 0 times NaN would be NaN."""
         present = self.layers[layer][0].shape[2]
         columns = min(self.columns, max(width, 2 * present, _FIRST))
         k, v = (F.pad(store, (0, 0, 0, columns - present)) for store in self.layers[layer])
@@ -64,25 +64,25 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Columns for which there is room now."""
+        """Number of columns that are allocated now."""
         return self.layers[0][0].shape[2] if self.layers else 0
 
     def fix(self, width: int) -> None:
-        """Have room for exactly `width` columns."""
+        """Allocate exactly `width` columns."""
         if self.width != width:
             self.layers = [(_widened(k, width), _widened(v, width)) for k, v in self.layers]
 
     def only(self, rows: Tensor) -> None:
-        """Leave all but some rows out."""
+        """Keep only these rows."""
         self.rows = len(rows)
         self.layers = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.layers]
 
     def gather(self, places: Tensor) -> None:
-        """Put the columns at `places` (R, c) of each row first, and leave out the others."""
+        """Move the columns at `places` (R, c) of each row to the front, and drop the others."""
         self.layers = [(_gather_columns(k, places), _gather_columns(v, places)) for k, v in self.layers]
 
     def move(self, source: Tensor, target: int) -> None:
-        """Copy one column of each row, `source` (R,), to another."""
+        """Copy column `source` (R,) of each row to column `target`."""
         for pair in self.layers:
             for store in pair:
                 store[:, :, target] = store[torch.arange(len(store), device=store.device), :, source]
@@ -97,22 +97,22 @@ def _gather_columns(store: Tensor, places: Tensor) -> Tensor:
 
 
 class Pages:
-    """Keys and values of each block in blocks of tokens that any text can have: see `penstock.decode.blocks`."""
+    """Keys and values of each layer in blocks of tokens that any text can use: see `penstock.decode.blocks`."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.tokens, self.size = blocks * size, size
         self.layers: list[tuple[Tensor, Tensor]] = []
         self.table = torch.zeros(0, 0, dtype=torch.int64)
-        """(r, blocks of a text), the blocks of the texts of this pass."""
+        """(r, blocks per text), the blocks of the texts in this pass."""
         self._pass: dict[int, tuple[Tensor, Tensor]] = {}
-        """The rows that this pass writes and reads, by number of KV heads, in which layers may differ."""
+        """The rows that this pass writes and reads, by number of KV heads, which may differ between layers."""
 
     def look(self, table: Tensor) -> None:
         """Set the blocks of the texts of the next pass."""
         self.table, self._pass = table, {}
 
     def keep(self, layer: int, k: Tensor, v: Tensor, past: KVCache) -> tuple[Tensor, Tensor]:
-        """Keep and return as `Columns.keep`. Columns are gathered, since kernels here take contiguous keys."""
+        """The same as `Columns.keep`. Columns are gathered, because the kernels need contiguous keys."""
         if layer == len(self.layers):
             rows = k.shape[1] * self.tokens
             self.layers.append((k.new_zeros(rows, k.shape[3]), v.new_zeros(rows, v.shape[3])))
@@ -127,7 +127,7 @@ class Pages:
         return in_sight[0], in_sight[1]
 
     def _places(self, past: KVCache, groups: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Rows of the store that new tokens are written to, and those that are read: (r·G·N,) and (r·G·width,)."""
+        """Rows of the store that the new tokens are written to, and rows to read: (r·G·N,) and (r·G·width,)."""
         device = self.table.device
         columns = past.columns
         if not isinstance(columns, Tensor):
@@ -143,18 +143,18 @@ class Pages:
 
 
 class KVCache(Continuing):
-    """A cache, and the positions of this pass's tokens in it, with which a model continues texts.
+    """A cache, and the positions of the current pass's tokens in it; a model continues texts with it.
 
-    `at` says so before each pass; then `model(…, past=past)`.
+    Call `at` before each pass, then `model(…, past=past)`.
     """
 
     def __init__(
         self, store: Columns | Pages, *, rows: int, columns: int, positions: int | None = None, memory: int = 0,
         device: torch.device,
     ) -> None:  # fmt: skip
-        """`rows` and `columns` are those of the cache. `positions` are the most that a text can have, where columns are
-        not the positions of the tokens in them. `memory` are tokens of a source, where texts come at different times.
-        """
+        """`rows` and `columns` are the size of the cache. `positions` is the maximum number of positions of a text, for
+        caches whose columns are not the tokens' positions. `memory` is the number of tokens of a source, for texts that
+        start at different times."""
         self.store, self.positions = store, positions or columns
         self.in_order = positions is None
         places = torch.arange(columns, device=device)[None]
@@ -175,13 +175,13 @@ class KVCache(Continuing):
         self, places: Tensor, *, columns: int | Tensor, width: int, rows: slice = slice(None),
         key_places: Tensor | None = None, seen: Tensor | None = None, first: bool = False, alone: bool = False,
     ) -> None:  # fmt: skip
-        """Set where the next pass's tokens stand.
+        """Set the places of the next pass's tokens.
 
-        `places` (N,) or (r, N) are their positions, `columns` where their keys go: the first of N, or (r, N). They look
-        at `width` columns, of which they see those whose positions are not after their own, or those that `seen` (r, N,
-        width) says. `key_places` (r, N) are the positions under which others see them, if not `places`: that of
-        padding is `NEVER`. `first`: nothing is in the cache, and columns are the tokens of this pass in order. `alone`:
-        one token looks at columns that it sees all of.
+        `places` (N,) or (r, N) are their positions, `columns` where their keys are written: the first of N columns, or
+        (r, N). They attend to the first `width` columns, as far as a column's position is not after their own, or as
+        `seen` (r, N, width) says. `key_places` (r, N) are their positions as keys, if these are not `places`: padding
+        has `NEVER`. `first`: the cache is empty, and columns are the tokens of this pass in order. `alone`: one token
+        that attends to all of these columns.
         """
         self.places, self.columns, self.width = places, columns, width
         self.rows, self.all_rows = rows, rows == slice(None)
@@ -193,7 +193,7 @@ class KVCache(Continuing):
         self.seen, self.causal, self.alone = seen, first, alone
 
     def windows_of(self, stack: Any) -> tuple[int, ...]:
-        """The windows of blocks of this rank, since others do not look."""
+        """The windows of this rank's blocks; other ranks compute the other blocks."""
         on_rank = (not block.__dict__.get(ELSEWHERE) for block in stack.blocks)
         return tuple(itertools.compress(stack.windows, on_rank))
 
@@ -237,18 +237,18 @@ class KVCache(Continuing):
         return grouped_attention(q, keys, values, mask, backend, scores)
 
     def remember(self, lengths: Tensor | None, memory: int) -> None:
-        """Set how many tokens of each row's source, (R,) of `memory`, are no padding; none: all."""
+        """Set the number of real tokens in each row's source, (R,), of `memory` tokens; None: all."""
         self.memory_mask = None
         if lengths is not None:
             self.see(within(lengths, memory))
 
     def see(self, seen: Tensor) -> None:
-        """Set which tokens of the memory each row sees, (R, 1, 1, M)."""
+        """Set which tokens of the memory each row attends to, (R, 1, 1, M)."""
         self.memory_mask = torch.zeros((), device=seen.device).masked_fill(~seen, -math.inf)
 
     def fix(self, width: int) -> Tensor:
-        """Have this many columns, for passes whose shapes do not change: (1 or R, width) their positions, which such a
-        pass writes itself where they are not in order."""
+        """Allocate exactly `width` columns, for passes whose shapes do not change. Returns their positions (1 or R,
+        width), which the pass itself updates if columns are not in order of position."""
         assert isinstance(self.store, Columns)
         self.store.fix(width)
         if self.in_order:
@@ -262,7 +262,7 @@ class KVCache(Continuing):
         return self.key_places
 
     def fix_memory(self, width: int) -> None:
-        """Have room for `width` tokens of a source; the additional ones are seen by none."""
+        """Allocate `width` tokens of a source; no token attends to the added ones."""
         assert self.memory_mask is not None
         more = width - self.memory_mask.shape[3]
         if more:
@@ -270,7 +270,7 @@ class KVCache(Continuing):
             self.memory_mask = F.pad(self.memory_mask, (0, more), value=-math.inf)
 
     def take(self, tensors: Any) -> None:
-        """Replace the tensors by those of a `penstock.decode.static.StepTensors`."""
+        """Use the tensors of a `penstock.decode.static.StepTensors`."""
         self.store.layers, self.memory = tensors.layers, tensors.memory
         self.memory_mask, self.tables = tensors.memory_mask, tensors.tables
         if self.in_order:
@@ -279,7 +279,7 @@ class KVCache(Continuing):
             self.key_places = tensors.column_places
 
     def keep(self, rows: Tensor) -> None:
-        """Leave all but some texts of a batch out from now on."""
+        """Continue with only these texts of a batch."""
         assert isinstance(self.store, Columns)
         self.store.only(rows)
         self.memory = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.memory]
@@ -289,7 +289,7 @@ class KVCache(Continuing):
             self.key_places = self.key_places.index_select(0, rows)
 
     def gather(self, places: Tensor) -> None:
-        """Put the columns at `places` (R, c) first, and leave out the others, which nothing can see any more."""
+        """Move the columns at `places` (R, c) to the front, and drop the others, which no token attends to any more."""
         assert isinstance(self.store, Columns)
         self.store.gather(places)
         positions = self.key_places.expand(len(places), -1)
@@ -301,9 +301,9 @@ def run_pass(
     model: Any, past: Any, tokens: Tensor, rows: Tensor | None = None, source: Tensor | None = None,
     lengths: Tensor | None = None, routes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) of the tokens numbered by `rows` (M,). An
-    encoder–decoder is given its source (R, S) in the first pass, with the `lengths` (R,) of its texts. A model whose
-    experts are chosen by the label of a text takes these `routes` (R,)."""
+    """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) for the tokens at `rows` (M,). An
+    encoder–decoder needs its source (R, S) in the first pass, with the `lengths` (R,) of its texts. `routes` (R,) are
+    labels, for a model whose experts are chosen by them."""
     graph = model.graph
     arguments: dict[str, Any] = {} if routes is None else {"routes": routes}
     if graph.remembered:
@@ -316,8 +316,8 @@ def run_pass(
 def run_pass_with(
     model: Any, past: Any, tokens: Tensor, rows: Tensor | None, values: Mapping[str, Tensor]
 ) -> Tensor:
-    """A pass like `run_pass`, of a model with several sources: `values` has, in the first pass, the sources that there
-    are and the other arguments of the model that they need."""
+    """A pass like `run_pass`, for a model with several sources: in the first pass, `values` holds the sources that are
+    used and the model's other arguments for them."""
     target = model.graph.input_of(model.graph.written[0]).name
     logits: Tensor = model.logits(**{target: tokens}, rows=rows, past=past, **values)
     return logits if rows is not None else logits.flatten(0, 1)

@@ -1,7 +1,7 @@
-"""Attention over cached columns, for eager and compiled passes alike: the context of their blocks, masks by position,
-rotary angles, and attention of query heads that share KV heads.
+"""Attention over cached columns, for eager and compiled passes: the context of the blocks, masks by position, rotary
+angles, and attention of query heads that share KV heads.
 
-Shapes: R texts, or 1 where all are alike; N new tokens; W columns; G KV heads, H query heads; K features.
+Shapes: R texts, or 1 if all are equal; N new tokens; W columns; G KV heads, H query heads; K features.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from penstock.models.positions import Rotation, alibi, rotations
 
 
 class Continuing:
-    """The base of a pass over tokens that follow others, whose keys and values are kept: a
-    `penstock.models.inputs.TokenCache`. Each of several stacks has tables of its own, and keeps."""
+    """The base of a pass over tokens that continue cached ones: a `penstock.models.inputs.TokenCache`. Each stack of a
+    model has its own tables and cached keys and values."""
 
     places: Tensor
     """(N,) or (R, N), positions of the tokens."""
     positions: float
-    """Positions that a text can have, where windows may be wider than that."""
+    """Maximum number of positions of a text; windows may be wider."""
     column_places: Tensor
     """(R or 1, W), positions of the tokens in the columns."""
     seen: Tensor | None = None
-    """(R, N, W), which columns each token sees; none: those whose positions are not after its own."""
+    """(R, N, W), which columns each token attends to; None: those whose positions are not after its own."""
     causal = False
-    """Whether nothing is kept yet, and columns are the tokens of this pass in order."""
+    """Whether the cache is empty, and columns are the tokens of this pass in order."""
     alone = False
-    """Whether one token looks at columns that it sees all of."""
+    """Whether the pass has one token, which attends to all columns."""
     remembers = False
-    """Whether the keys and values of the memory are kept too."""
+    """Whether the keys and values of the memory are cached too."""
     tables: dict[str, Any]
     """Rotations and biases of each stack, over all positions."""
     run = layer = across = 0
-    """Stacks that this pass has met, and their blocks and cross attentions: those of the next come behind them."""
+    """Stacks, blocks and cross-attentions that this pass has counted; those of the next stack follow."""
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """The `Context` for the blocks of a `TokenStack` in this pass."""
-        if stack.begins:  # a stage of a pipeline is also asked for the shapes that it is sent: a pass more
+        if stack.begins:  # a pipeline stage also computes the shapes that it receives, in an extra pass
             self.run = self.layer = self.across = 0
         windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
         masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
@@ -52,7 +52,7 @@ class Continuing:
         look.first, look.store = self.causal, self.hold
         turns: dict[str, Any] = self._turns(stack)
         if crosses and (memory is not None or self.remembers):
-            # Blocks make keys and values of the memory that is given, and after the first pass there is none any more.
+            # Blocks compute keys and values of the memory in the first pass; later passes get an empty memory.
             memory = x.new_zeros(1, 0, x.shape[2]) if memory is None else memory
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
             across = _Look(self.attend_across, self.across, [()] * len(windows))
@@ -62,20 +62,20 @@ class Continuing:
         return Context(mask=look, near=look, memory=memory if across else None, memory_mask=across, **turns)
 
     def windows_of(self, stack: Any) -> tuple[int, ...]:
-        """The window of each block that is computed here; 0 is none."""
+        """The window of each block that is computed here; 0: no window."""
         windows: tuple[int, ...] = stack.windows
         return windows
 
     def attend(self, layer: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        """Keep k and v of a block's new tokens, and attend to all columns; `how` are backend and `Scores`."""
+        """Cache k and v of a block's new tokens, and attend to all columns; `how` is the backend and `Scores`."""
         raise NotImplementedError
 
     def hold(self, layer: int, k: Tensor, v: Tensor) -> Any:
-        """Keep k and v of a block's new tokens, (r, G, N, K)."""
+        """Cache k and v of a block's new tokens, (r, G, N, K)."""
         raise NotImplementedError
 
     def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
-        """Attend to the memory; k and v are of no token where they are kept."""
+        """Attend to the memory; k and v are empty once they are cached."""
         raise NotImplementedError
 
     @property
@@ -89,7 +89,7 @@ class Continuing:
         return rotations_at(self.tables[name], self._rows, sequence_first=stack.sequence_first)
 
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Numbers to add to scores, (R or 1, H or 1, N, W); None where all is seen, or a causal mask is enough."""
+        """Values to add to scores, (R or 1, H or 1, N, W); None if nothing is masked, or a causal mask is enough."""
         narrow = window is not None and window < self.positions
         biased = stack.sizes.biased
         if not narrow and not biased and (self.causal or self.alone):
@@ -100,7 +100,7 @@ class Continuing:
         )  # fmt: skip
 
     def _by_distance(self, stack: Any) -> Tensor:
-        """Biases (H, positions) by how far a token lies behind the one that looks."""
+        """Biases (H, positions) by how far a key is before its query."""
         if (name := f"bias {self.run}") not in self.tables:
             count = int(self.positions)
             if stack.relative is not None:
@@ -113,11 +113,11 @@ class Continuing:
 
 
 class _Look(Continued):
-    """An `AttentionMask` of the columns, or of a memory whose keys and values are made in the first pass and kept: of
-    each block in turn, for blocks run in their order."""
+    """An `AttentionMask` over the columns, or over a memory whose keys and values are computed in the first pass and
+    cached. Each call serves the next block, because blocks run in order."""
 
     def __init__(self, attend: Callable[..., Tensor], layer: int, more: Sequence[tuple[Any, ...]]) -> None:
-        """`more` are arguments of `attend` for each block, behind its number."""
+        """`more` holds the arguments of `attend` for each block, after its number."""
         self._attend, self._more, self._first, self._layer = attend, more, layer, layer
 
         self.first, self.store = False, attend
@@ -129,7 +129,7 @@ class _Look(Continued):
         return mask
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: AttentionBackend, scores: Scores) -> Tensor:
-        """Attend like `penstock.kernels.attention.attention`, for the next block."""
+        """The same as `penstock.kernels.attention.attention`, for the next block."""
         layer, self._layer = self._layer, self._layer + 1
         return self._attend(layer, *self._more[layer - self._first], q, k, v, backend, scores)
 
@@ -138,11 +138,12 @@ def mask_of(
     places: Tensor, column_places: Tensor, *, dtype: torch.dtype, seen: Tensor | None = None,
     window: int | None = None, biases: Tensor | None = None, itself: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Numbers to add to scores, (R, H or 1, N, W): −∞ where a token sees nothing.
+    """Values to add to scores, (R, H or 1, N, W): −∞ for columns that a token does not attend to.
 
-    A token at one of `places` (R, N) sees the columns whose positions, `column_places` (R, W), are not after its own,
-    or those marked in `seen` (R, N, W); of either only those within the `window`. `biases` (H, positions) are added by
-    how far behind a column is. `itself`: token n sees column n in any case, for a row of −∞ alone would be NaN.
+    A token at one of `places` (R, N) attends to columns whose positions, `column_places` (R, W), are not after its own,
+    or that `seen` (R, N, W) marks; in both cases only within the `window`. `biases` (H, positions) are added by a
+    column's distance before the token. `itself`: token n attends to column n in any case, because a row of only −∞
+    would be NaN.
     """
     if seen is not None and window is None and biases is None:
         return torch.where(seen, 0.0, -math.inf).to(dtype).unsqueeze(1)
@@ -160,9 +161,8 @@ def mask_of(
 
 
 def rotations_at(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
-    """The rotary tables of tokens at `places` (R, N), out of tables of all positions (1, positions, 1, K/2) from
-    `rotations`.
-    """
+    """The rotary tables of tokens at `places` (R, N), taken from `rotations`' tables of all positions (1, positions, 1,
+    K/2)."""
 
     def chosen(table: Tensor) -> Tensor:
         turns = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
@@ -174,11 +174,11 @@ def rotations_at(tables: dict[str, Rotation], places: Tensor, *, sequence_first:
 def grouped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backend: AttentionBackend, scores: Scores
 ) -> Tensor:
-    """Attention in which query heads that share a KV head become more tokens of one head, to read the keys once.
-    `scores` are its options besides the mask. Values without features are those of the keys."""
+    """Attention in which query heads that share a KV head become tokens of one head, so that keys are read once.
+    `scores` holds options other than the mask. Values without features mean that the keys serve as values."""
     texts, heads, tokens, features = q.shape
     v = v if v.shape[-1] else k
-    if torch.compiler.is_exporting():  # the program of what is below would hold for one number of tokens
+    if torch.compiler.is_exporting():  # the code below would export for one number of tokens only
         k, v = (each.repeat_interleave(heads // each.shape[1], dim=1) for each in (k, v))
     groups = k.shape[1]
     if groups == heads:

@@ -1,4 +1,4 @@
-"""One token after the other for all texts of a batch: the likeliest, or drawn."""
+"""Generate one token after the other for all texts of a batch: the likeliest, or drawn."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def sample(
     model: Any, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int], seeds: Sequence[int | None] = (),
     compiled: Compiled | None = None,
 ) -> Tensor:  # fmt: skip
-    """New tokens of each text, (B, steps) int64: up to the first of `ends`, which is left out, and then −1.
+    """New tokens of each text, (B, steps) int64: up to the first of `ends`, exclusive, and then −1.
 
-    `seeds` are those of the texts, where tokens are drawn. Ranks that share a model's weights must all call this with
-    as many tokens to make; they take all steps together. The model is left in the mode it was found in.
+    `seeds` has one seed per text, if tokens are drawn. Ranks that share a model's weights must all call this with the
+    same `max_tokens`; they take all steps together. The model's training mode is restored.
     """
     if not decoding.max_tokens:
         return prompts.tokens.new_empty(len(prompts), 0)
@@ -67,7 +67,7 @@ def _filled_engine(
     model: Any, prompts: Prompts, decoding: Decoding, ends: Sequence[int], seeds: Sequence[int | None],
     compiled: Compiled | None,
 ) -> Engine:  # fmt: skip
-    """An engine with a slot for each prompt, which reads them all in its first step."""
+    """An engine with a slot for each prompt; it reads all prompts in its first step."""
     rows, most, start = prompts.rows(), prompts.tokens.shape[1], None
     routed = model.graph.routed and prompts.routes is not None
     routes = prompts.routes.tolist() if routed and prompts.routes is not None else [None] * len(rows)

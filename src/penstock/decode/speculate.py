@@ -1,8 +1,8 @@
-"""Speculative generation: tokens are guessed ahead, and the model checks all guesses in one pass.
+"""Speculative decoding: tokens are guessed ahead, and the model checks all guesses in one pass.
 
-A guess that the model would have made stays; the first that it would not is replaced by its own. Drawn tokens keep the
-model's distribution exactly (Leviathan et al., ICML 2023, section 2.3). Guesses come from a smaller model with the same
-vocabulary, or from what followed the newest tokens at an earlier place of the text.
+Guesses that the model agrees with are kept; the first that it does not is replaced by its own token. Drawn tokens keep
+the model's distribution exactly (Leviathan et al., ICML 2023, section 2.3). Guesses come from a smaller model with the
+same vocabulary, or are the tokens that followed an earlier occurrence of the newest tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.dtypes import widened
 from penstock.kernels.top import largest
 
 _LONGEST = 3
-"""Tokens that an earlier place must share with the end of the text; fewer where no place shares this many."""
+"""Number of tokens at the end of the text that an earlier place must match; fewer if no place matches this many."""
 
 
 class Guesses(NamedTuple):
@@ -30,14 +30,14 @@ class Guesses(NamedTuple):
 
     tokens: list[int]
     shares: list[Tensor] | None = None
-    """The probabilities (V,) that each was drawn with; none: it was certain."""
+    """The probabilities (V,) that each token was drawn with; None: tokens were not drawn."""
 
 
 class Guessing(Protocol):
     """A source of guesses."""
 
     def guess(self, ids: list[int], count: int) -> Guesses:
-        """At most `count` tokens that may follow `ids`."""
+        """Guess at most `count` tokens that follow `ids`."""
         ...
 
 
@@ -54,7 +54,7 @@ class LookUp:
 
 
 class DraftedText:
-    """One text that a model reads, of which the newest tokens can be taken back."""
+    """One text that a model reads; its newest tokens can be undone."""
 
     def __init__(
         self, model: Generating, columns: int, source: Sequence[int] = (), route: int | None = None
@@ -68,7 +68,7 @@ class DraftedText:
         self.past = KVCache(Columns(1, columns), rows=1, columns=columns, device=self.device)
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Logits (N, V) after each of the next tokens."""
+        """Read the next tokens; return logits (N, V) after each."""
         begin, end = self.read_count, self.read_count + len(tokens)
         places = torch.arange(begin, end, device=self.device)
         self.past.at(places, columns=begin, width=end, first=begin == 0, alone=len(tokens) == 1)
@@ -88,7 +88,7 @@ class Chooser:
         self.random = random.Random(decoding.seed) if decoding.seed is not None else random.Random()
 
     def changed(self, logits: Tensor, ids: Sequence[int]) -> Tensor:
-        """Logits (V,) after `ids` with penalties and biases."""
+        """Logits (V,) that follow `ids`, with penalties and biases."""
         history = torch.tensor([list(ids)], device=logits.device) if self.decoding.looks_back else None
         wide = widened(logits)
         past = history, len(ids) - self.prompt, self.stops, self.prompt
@@ -110,7 +110,7 @@ class Chooser:
 
 
 class Draft:
-    """Guesses of a smaller model, which chooses by the same settings as the larger one."""
+    """Guesses of a smaller model, which chooses tokens by the same settings as the larger one."""
 
     def __init__(
         self, model: Generating, decoding: Decoding, prompt: int, columns: int, source: Sequence[int],
@@ -118,7 +118,7 @@ class Draft:
     ) -> None:  # fmt: skip
         self.reading = DraftedText(model, columns, source, route)
         self.chooser = Chooser(decoding, prompt, (), self.reading.device)
-        # Guesses drawn by the numbers that they are then checked with would not be independent of the checks.
+        # Guesses need other random numbers than their checks, because the two must be independent.
         self.chooser.random = random.Random(None if decoding.seed is None else f"draft {decoding.seed}")
         self._ids: list[int] = []
 
@@ -149,8 +149,8 @@ def speculate(
     model: Generating, ids: Sequence[int], decoding: Decoding, guessing: Guessing, *, ends: Sequence[int],
     source: Sequence[int] = (), route: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """New tokens after the decoder's `ids`, without the one that ends the text. `source` is an encoder–decoder's,
-    `route` the label of the text, where it chooses experts."""
+    """New tokens after the decoder's `ids`, without the token that ends the text. `source` is an encoder–decoder's,
+    `route` the label of the text, if labels choose experts."""
     text = list(ids)
     reading = DraftedText(model, len(text) + decoding.max_tokens + decoding.speculate + 1, source, route)
     chooser = Chooser(decoding, len(text), ends, reading.device)
@@ -164,13 +164,13 @@ def speculate(
             if token in stops:
                 return text[len(ids) :]
             text.append(token)
-        # The newest token has not been read; guesses that were refused are written over.
+        # The newest token has not been read; rejected guesses will be overwritten.
         reading.read_count = len(text) - 1
     return text[len(ids) :]
 
 
 def _check_guesses(chooser: Chooser, logits: Tensor, text: list[int], guesses: Guesses) -> list[int]:
-    """The guesses that stay, and one token more. Logits (N + 1, V) are those after the text and after each guess."""
+    """The accepted guesses, and one more token. Logits (N + 1, V) follow the text and each guess."""
     so_far, tokens = list(text), list[int]()
     for place, guess in enumerate([*guesses.tokens, None]):
         adjusted = chooser.changed(logits[place], so_far)
@@ -188,7 +188,7 @@ def _check_guesses(chooser: Chooser, logits: Tensor, text: list[int], guesses: G
 
 def _accept_or_draw(chooser: Chooser, logits: Tensor, guess: int | None, drafted: Tensor | None) -> int:
     """The guess with probability min(1, p / q), else a token drawn by max(0, p − q): p are the model's probabilities, q
-    those that the guess was drawn with, `drafted` (V,); none: it was certain."""
+    the draft's, `drafted` (V,); None: the guess was not drawn."""
     shares = chooser.shares(logits)
     if guess is None:
         return chooser.draw(shares)

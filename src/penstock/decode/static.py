@@ -1,14 +1,14 @@
-"""The step that makes the next tokens as one compiled graph, over a cache whose width only grows from bucket to bucket.
+"""The decoding step as one compiled graph, over a cache whose width grows from bucket to bucket.
 
-An eager step asks Python for some hundred operations. Here torch.compile makes one graph of them: columns are written
-by tensors of their numbers and masks say what is seen, so that the next step is the same graph with other numbers. Of
-the sizes that change from batch to batch, texts, columns, tokens of a source, the code is independent; one text alone,
-and one token of each in place of beams side by side, have code of their own.
+An eager step runs hundreds of operations from Python. Here torch.compile makes one graph of them: columns are written
+by index tensors and masks say what each token attends to, so that the next step is the same graph with other values.
+The code does not depend on sizes that change from batch to batch (texts, columns, tokens of a source); a batch of one
+text, and one token per text instead of several beams, have code of their own.
 
-On a GPU each step is recorded once for each bucket of widths and texts, and played back from then on as a whole (CUDA
-graphs): its tensors stay where they are.
+On a GPU each step is recorded once per bucket of widths and texts as a CUDA graph, and then replayed as a whole: its
+tensors stay at their addresses.
 
-The eager pass of `penstock.decode.kv_cache` is the reference. It reads the prompts, too.
+The eager pass of `penstock.decode.kv_cache` is the reference, and also reads the prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BACKEND = "inductor"
 """Backend of torch.compile."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
-"""A function that records another: it returns one that repeats it, and the tensor that its result will be in."""
+"""A function that records another function; it returns a replay function, and the tensor that holds the result."""
 
 
 class StepTensors(NamedTuple):
@@ -46,11 +46,11 @@ class StepTensors(NamedTuple):
     places: Tensor
     """(R, 1), positions of the tokens."""
     columns: Tensor
-    """(R or 1, N), where their keys and values go."""
+    """(R or 1, N), where their keys and values are written."""
     column_places: Tensor
-    """(R or 1, W), positions of what is in the columns."""
+    """(R or 1, W), positions of the tokens in the columns."""
     seen: Tensor | None
-    """(R, N, W), which columns each sees; none: those whose positions are not after its own."""
+    """(R, N, W), which columns each token attends to; None: those whose positions are not after its own."""
     layers: list[tuple[Tensor, Tensor]]
     """Keys and values of each block (R, G, W, K), into which the new ones are written."""
     memory: list[tuple[Tensor, Tensor]]
@@ -60,11 +60,11 @@ class StepTensors(NamedTuple):
     tables: dict[str, Any]
     """Tables of rotations and biases over all positions, from `KVCache`."""
     updates_places: bool
-    """Whether the positions of the new tokens are to be written into `column_places`."""
+    """Whether the step writes the positions of the new tokens into `column_places`."""
 
 
 class _CompiledPast(Continuing):
-    """The past of one compiled step, for a model."""
+    """The cache of one compiled step, as a model sees it."""
 
     positions = math.inf
 
@@ -96,8 +96,8 @@ class _CompiledPast(Continuing):
 
 
 class Compiled:
-    """The compiled step of one model; caches are the callers'. `backend` is torch.compile's. `record` makes something
-    that plays a step back; none: CUDA graphs on a GPU, and nothing elsewhere."""
+    """The compiled step of one model; callers own the caches. `backend` is torch.compile's. `record` records a step for
+    replay; None: CUDA graphs on a GPU, and no recording elsewhere."""
 
     def __init__(self, model: Model, *, backend: Any = None, record: Record | None = None) -> None:
         if model.graph.routed:
@@ -131,16 +131,15 @@ class Compiled:
 
     @property
     def rounds(self) -> bool:
-        """Whether every number of texts costs something again, so that few should be used."""
+        """Whether each new number of texts costs a recording, so that few different numbers should be used."""
         return self._record is not None
 
     def __call__(
         self, past: KVCache, tokens: Tensor, places: Tensor, columns: Tensor, width: int,
         seen: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Logits (R·N, V) of one step, and the past with its keys and values. `width` is of a bucket, and the other
-        tensors are as in `StepTensors`. The next call may write over the logits.
-        """
+        """Run one step: add its keys and values to `past`, and return logits (R·N, V). `width` is the size of a bucket;
+        for the other tensors see `StepTensors`. The next call may overwrite the logits."""
         assert isinstance(past.store, Columns)
         if self.rounds and past.memory and past.memory_mask is not None:
             past.fix_memory(bucket(past.memory[0][0].shape[2]))
@@ -151,7 +150,7 @@ class Compiled:
         )  # fmt: skip
         if self._record is None:
             return self._run(tensors)
-        # A tensor made for inference alone cannot be written to elsewhere.
+        # A tensor that was made in inference mode cannot be written to outside of it.
         key = (
             torch.is_inference_mode_enabled(),
             *((each.shape, each.dtype) for each in all_tensors(tensors)),
@@ -166,8 +165,8 @@ class Compiled:
 
 
 def _mark_changing(tensors: StepTensors) -> None:
-    """Mark sizes that change from batch to batch, so that code does not depend on them; sizes of one are not marked."""
-    from torch._dynamo import maybe_mark_dynamic  # late: reading it takes a second
+    """Mark sizes that change from batch to batch as dynamic; sizes of 1 are not marked."""
+    from torch._dynamo import maybe_mark_dynamic  # imported late, because the import takes a second
 
     changing: list[tuple[Any, tuple[int, ...]]] = [
         (tensors.tokens, (0, 1)), (tensors.places, (0,)), (tensors.columns, (0, 1)),
@@ -181,7 +180,7 @@ def _mark_changing(tensors: StepTensors) -> None:
 
 
 class _Play:
-    """One step, recorded, and the tensors that it reads and writes."""
+    """A recorded step, and the tensors that it reads and writes."""
 
     def __init__(self, run: Callable[[StepTensors], Tensor], tensors: StepTensors, record: Record) -> None:
         self.tensors = replaced(tensors, torch.clone)
@@ -201,13 +200,14 @@ class _Play:
         return self.logits
 
     def _holds(self, past: KVCache) -> bool:
-        """Whether a past's keys and values are still here."""
+        """Whether this recording still holds the keys and values of `past`."""
         layers = past.store.layers
         return bool(layers) and layers[0][0] is self.tensors.layers[0][0]
 
 
 def _record_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    """A CUDA graph. It is run first, which compiles it, and writes what the first playback writes again."""
+    """Record a CUDA graph. The step runs before, which compiles it; the first replay overwrites what these runs
+    write."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""The texts of one batch while they are continued: their cache, and passes of the model over their next tokens.
+"""The texts of one batch during generation: their cache, and the model's passes over their next tokens.
 
 Shapes: B texts, P tokens of the longest prompt, M of the longest source, N new tokens of each text, V vocabulary.
 """
@@ -23,9 +23,9 @@ from penstock.shards import TENSOR
 
 Generating = Model
 _FEW = 0.75
-"""Share of texts still going on below which the others are left out of what is computed."""
+"""Share of unfinished texts below which finished ones are removed from the batch."""
 ASK = 16
-"""Steps of a GPU between two checks whether all texts have ended, each of which waits for the GPU."""
+"""Steps on a GPU between two checks whether all texts have ended; each check waits for the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,20 @@ class Prompts:
     """(B, M), of an encoder–decoder."""
     source_lengths: Tensor | None = None
     values: Mapping[str, Tensor] | None = None
-    """Arguments of a model with several sources, in place of the source: those that are there, their lengths, and what
-    each text sees."""
+    """Arguments of a model with several sources, in place of `source`: the sources that are used, their lengths, and
+    which source each text attends to."""
     even: bool = False
-    """Whether all prompts are of one length."""
+    """Whether all prompts have the same length."""
     routes: Tensor | None = None
-    """(B,) int64, the label of each text, of a model whose experts are given by it."""
+    """(B,) int64, the label of each text, for a model whose experts are chosen by it."""
 
     @classmethod
     def of(
         cls, ids: Sequence[Sequence[int]], *, start: int | None, device: torch.device,
         routes: Sequence[int | None] = (),
     ) -> Prompts:  # fmt: skip
-        """Prompts of a decoder; with a `start`, what the decoder begins with, sources of an encoder–decoder. `routes`
-        are the labels of all, or of none."""
+        """Prompts of a decoder; or with `start`, the decoder's first token, sources of an encoder–decoder. `routes` has
+        the labels of all texts, or is empty."""
         labels = None if not routes or None in routes else torch.tensor(routes, device=device)
         lengths = torch.tensor([len(row) for row in ids], device=device)
         longest = max(map(len, ids))
@@ -66,7 +66,7 @@ class Prompts:
     def translating(
         cls, source: Tensor, lengths: Tensor, start: int, *, routes: Tensor | None = None
     ) -> Prompts:
-        """Sources (B, M) with `lengths` (B,), of an encoder–decoder whose decoder begins with `start`."""
+        """Prompts from sources (B, M) with `lengths` (B,), for an encoder–decoder whose decoder begins with `start`."""
         tokens = torch.full((len(source), 1), start, device=source.device)
         return cls(tokens, torch.ones_like(lengths), source, lengths, even=True, routes=routes)
 
@@ -74,11 +74,11 @@ class Prompts:
         return len(self.tokens)
 
     def history(self) -> Tensor:
-        """The decoder's first tokens, (B, P), the last at the right."""
+        """The decoder's first tokens, (B, P), right-aligned."""
         return history_of(self.tokens, self.lengths[:, None])
 
     def rows(self) -> list[list[int]]:
-        """Numbers of the tokens of each prompt, or source, without padding."""
+        """Token numbers of each prompt, or source, without padding."""
         tokens, lengths = self.tokens, self.lengths
         if self.source is not None:
             tokens, lengths = self.source, torch.full_like(lengths, self.source.shape[1])
@@ -87,13 +87,13 @@ class Prompts:
 
 
 class Texts:
-    """Texts of a batch. Each call of `following` puts in new tokens of each, side by side: beams."""
+    """Texts of a batch. Each call of `following` adds tokens (beams) at the next position of each text."""
 
     def __init__(
         self, model: Any, prompts: Prompts, *, steps: int, side_by_side: int, compiled: Compiled | None = None
     ) -> None:
-        """There is room for `steps` calls of `following` with `side_by_side` tokens each, which runs `compiled`, if it
-        is given."""
+        """The cache has space for `steps` calls of `following`, each with `side_by_side` tokens; `compiled` can run
+        them."""
         self.model, self.prompts, self.compiled = model, prompts, compiled
         self.routes = prompts.routes if model.graph.routed else None
         """(B,), the label of each text."""
@@ -129,8 +129,8 @@ class Texts:
             past.remember(prompts.source_lengths, prompts.source.shape[1])
 
     def following(self, tokens: Tensor, seen: Tensor) -> Tensor:
-        """Put in the next tokens, (B, N), all at one position: logits (B·N, V). `seen` (B, N, columns or more) says
-        which columns each sees."""
+        """Read the next tokens, (B, N), all at one position; return logits (B·N, V). `seen` (B, N, columns or more)
+        says which columns each attends to."""
         if self.compiled is not None:
             return self._fixed(self.compiled, tokens, seen)
         self._follow(tokens.shape[1], seen)
@@ -164,7 +164,7 @@ class Texts:
         return run_pass(self.model, self.past, tokens, rows, source, lengths, self.routes)
 
     def keep(self, rows: Tensor) -> None:
-        """Leave all but some texts out from now on."""
+        """Continue with only the texts in `rows`."""
         self.past.keep(rows)
         self.routes = None if self.routes is None else self.routes[rows]
         if len(self.lengths) > 1:
@@ -172,10 +172,12 @@ class Texts:
 
 
 def remaining(going: Tensor, compiled: Compiled | None) -> Tensor | None:
-    """Rows of texts (B,) worth computing from now on: all that still go on, and perhaps others; None: all rows."""
+    """Rows of the texts to continue with: all unfinished, and perhaps some finished ones; None: all rows."""
     count = int(going.sum())
     if compiled is not None and compiled.rounds:
-        count = 1 << (count - 1).bit_length()  # some that have ended stay, so that few numbers of texts occur
+        count = (
+            1 << (count - 1).bit_length()
+        )  # keeps some finished texts, so that few different numbers of texts occur
         if count > len(going) // 2:
             return None
         return (~going).to(torch.uint8).argsort(stable=True)[:count].sort().values
@@ -183,17 +185,16 @@ def remaining(going: Tensor, compiled: Compiled | None) -> Tensor | None:
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Inside, compiled parts of models run as they are: shapes change from step to step, and for each of them compiled
-    code would be made again."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and reading it takes a second
+    """Within this context, compiled parts of models run eagerly: shapes change from step to step, and each would be
+    compiled again."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and the import takes a second
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def sharded(model: torch.nn.Module) -> bool:
-    """Whether ranks with other texts hold parts of the model's weights, so that all must take as many steps. Ranks that
-    split each layer have the same texts, which end at the same step.
-    """
+    """Whether ranks with different texts hold parts of the model's weights, so that all must take the same number of
+    steps. Ranks that split each layer have the same texts, which end at the same step."""
     meshes = (each.device_mesh for each in model.parameters() if hasattr(each, "device_mesh"))
     return any(mesh.mesh_dim_names != (TENSOR,) for mesh in meshes)

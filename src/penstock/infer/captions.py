@@ -1,4 +1,4 @@
-"""`penstock.Captioner`: texts that a model of images and texts writes of either."""
+"""`penstock.Captioner`: captions of images and translations of texts, by one multimodal model."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 _OTHER_WAYS = (
     "temperature", "top_k", "top_p", "min_p", "seed", "best", "speculate", "stop",
 )  # fmt: skip
-"""Fields of `Decoding` that ask for more than the likeliest text."""
+"""Fields of `Decoding` that make no sense for the single likeliest text."""
 
 
 def writes_of_either(folder: str | Path) -> bool:
-    """Whether a folder holds a model whose writer sees one of several memories."""
+    """Whether a folder holds a model whose decoder attends to one of several sources."""
     return any(len(run.memories) > 1 for run in read_config(local_weights(folder)).graph.written)
 
 
 class Captioner:
-    """Captions of images, and translations of texts, by a model whose writer sees either: the likeliest token each
-    time, or with `beams` the likeliest text of a search."""
+    """Captions of images, and translations of texts, by a model whose decoder attends to either: the likeliest token
+    each time, or with `beams` the likeliest text of a search."""
 
     def __init__(
         self, model: str | Path | Model, plan: Plan | None = None, *, tokenizer: Tokenizer | None = None,
@@ -54,7 +54,7 @@ class Captioner:
         self._inputs = {type(one): one for one in map(graph.input_of, graph.remembered)}
         if PatchInput not in self._inputs or TokenInput not in self._inputs:
             raise ConfigError(
-                "The model writes no captions; give one of images and texts, such as multimodal-tiny."
+                "The model does not write captions; give a model of images and texts, such as multimodal-tiny."
             )
         self.model, self.tokenizer, self.batch = opened.model, needed(opened.tokenizer), batch
         self.start, self.ends, self.languages = opened.start, opened.ends, opened.languages
@@ -63,9 +63,9 @@ class Captioner:
     def caption(
         self, paths: Sequence[str | Path], language: str, decoding: Decoding | None = None, **settings: Any
     ) -> list[str]:
-        """A caption of each image, in a language by the name that training gave it. `settings` are fields of
-        `Decoding`. Raises DataError for a file that cannot be read, ConfigError for a language that training did not
-        have, and for settings that ask for more than the likeliest text."""
+        """A caption of each image, in a language by its name in training. `settings` are fields of `Decoding`. Raises
+        DataError for a file that cannot be read, ConfigError for a language that training did not have, and for
+        settings that make no sense for the single likeliest text."""
         name, how = self._inputs[PatchInput].name, replace(decoding or Decoding(), **settings)
         return self._written(
             paths, lambda some: {name: read_images(self.model, some, white=self.white)}, language, how
@@ -74,11 +74,11 @@ class Captioner:
     def translate(
         self, texts: Sequence[str], language: str, decoding: Decoding | None = None, **settings: Any
     ) -> list[str]:
-        """Each text in another language, as `caption` writes it."""
+        """A translation of each text; language, settings and errors are as in `caption`."""
         return self._written(texts, self._read, language, replace(decoding or Decoding(), **settings))
 
     def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """The model's arguments of some texts."""
+        """The model's arguments for some texts."""
         one = self._inputs[TokenInput]
         tokens, lengths = padded(self.tokenizer.framed(texts), 0)
         if tokens.shape[1] > one.length:

@@ -1,7 +1,7 @@
 """`penstock.Embedder` and `penstock.Classifier`: vectors and classes of texts, and classes of images.
 
-Texts are taken by length, so that those of a batch are nearly as long, and what is padding still is left out of all but
-attention. Results come in the order of the texts.
+Texts are batched by length, so that the texts of a batch are nearly equally long, and the remaining padding is dropped
+everywhere except in attention. Results are in the order of the texts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
 
 _CROP = 0.875
-"""Share of an image's sides that is seen, as in evaluations."""
+"""Share of an image's sides that the centre crop keeps, as in evaluation."""
 _MOST_PIXELS = 178_956_970
 _MOST_BYTES = 256 << 20
 
 
 class _Texts:
-    """An encoder, its tokenizer, and batches by length: the base of all that reads texts here."""
+    """An encoder, its tokenizer, and batches by length; embedding and classifying texts use it."""
 
     def __init__(
         self, opened: Loaded, batch: int, run: Callable[..., Tensor], dims: ParallelDims = ALONE,
@@ -53,7 +53,7 @@ class _Texts:
         set_switch(self.model, "padding", "remove")
 
     def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
-        """Token numbers of texts or pairs, cut to what the model reads, and where the second of a pair begins."""
+        """Token numbers of texts or pairs, truncated to the model's length, and where a pair's second text begins."""
         return [self._row(text) for text in texts]
 
     def _row(self, text: Any) -> tuple[list[int], int]:
@@ -75,8 +75,7 @@ class _Texts:
     def compute(
         self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
-        """`finish` of the model's outputs and the lengths, None without padding, for all rows in their order. Ranks
-        split the rows."""
+        """`finish(outputs, lengths)` for all rows in order; lengths are None without padding. Ranks split the rows."""
         if not rows:
             raise ConfigError("There are no texts; give at least one.")
         if any(not ids for ids, _ in rows):
@@ -112,12 +111,12 @@ class _Texts:
 
 class Embedder:
     """Vectors of texts, by an encoder: one of ours, or a folder of transformers with BERT. A model of images and texts
-    gives vectors of both, whose length is 1 in any case.
+    returns vectors of both, always of length 1.
 
     A text's vector is the mean of its tokens' features, or its first token's where the folder's `1_Pooling` says so.
 
-    With `dp` in the Plan, as many ranks make the same calls, split the texts and get all vectors; with `ep`, each hosts
-    some experts of a mixture. They are those that `penstock.Generator` would use, and end with `with` as there.
+    With `dp` in the Plan, that many ranks make the same calls, split the texts and get all vectors; with `ep`, each
+    rank hosts some experts of a mixture. Ranks start and end as in `penstock.Generator`.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class Embedder:
             head = _vectors(opened.model, TokenInput)
             if head is None and (graph.vision or graph.writer is not None):
                 raise ConfigError(
-                    f"The model, {graph.form}, gives no vectors of texts; give an encoder such as bert-base, or a "
+                    f"The model, {graph.form}, does not embed texts; give an encoder such as bert-base, or a "
                     "model of images and texts such as multimodal-tiny."
                 )
             self.model, self.first, self._made = opened.model, opened.pooled_first, head is not None
@@ -168,17 +167,17 @@ class Embedder:
         return self._texts.compute(self._texts.rows(texts), finish)
 
     def embed_images(self, paths: Sequence[str | Path]) -> Tensor:
-        """Vectors (images, E) of length 1 of images in files, in the space of those of texts. Raises ConfigError for a
-        model without such vectors, DataError for a file that cannot be read."""
+        """Vectors (images, E) of length 1 of images in files, in the same space as the vectors of texts. Raises
+        ConfigError for a model without such vectors, DataError for a file that cannot be read."""
         head = _vectors(self.model, PatchInput)
         if head is None:
-            raise ConfigError("The model gives no vectors of images; give one of images and texts.")
+            raise ConfigError("The model does not embed images; give a model of images and texts.")
         return _over_images(self.model, paths, self.batch, head[1], white=self.white)
 
 
 def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
-    """Most tokens of a run over inputs of a kind of which a head makes vectors to compare, and their vectors of length
-    1; None without such a head."""
+    """For inputs of a kind with a vector head: the maximum number of tokens of their run, and a function that returns
+    vectors of length 1. None without such a head."""
     graph = model.graph
     for head in graph.heads_of(VectorHead):
         run = graph.run(head.run)
@@ -209,7 +208,7 @@ class Classified:
 
 
 class Classifier:
-    """Classes of texts or of pairs of them, by an encoder with a head for classes; or of images, by a ViT."""
+    """Classes of texts or pairs of texts, by an encoder with a classification head; or of images, by a ViT."""
 
     def __init__(
         self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
@@ -233,7 +232,8 @@ class Classifier:
         return self._texts is None
 
     def classify(self, inputs: Sequence[Any]) -> list[Classified]:
-        """Texts, pairs of texts, or token numbers for an encoder; images for a ViT, as paths or the bytes of files."""
+        """Classify texts, pairs of texts, or token numbers with an encoder; with a ViT, images as paths or file
+        contents."""
         if self._texts is not None:
             logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
         else:
@@ -268,8 +268,8 @@ def _over_images(
 def read_images(
     model: Model, paths: Sequence[str | Path | bytes], *, crop_share: float = 1.0, white: float | None = None
 ) -> Tensor:
-    """The centres of images in files, or of their bytes, as a model takes them: (B, C, S, S) in its type and on its
-    device. Raises DataError for one that cannot be read."""
+    """The centre crops of images, from paths or file contents, as inputs of a model: (B, C, S, S) in its dtype and on
+    its device. Raises DataError for an image that cannot be read."""
     from penstock.data.augment import center_batch
     from penstock.data.decode import decode
 

@@ -38,19 +38,19 @@ from penstock.products.shortlist import read_shortlist
 
 Prompt = str | Sequence[int]
 _SPREAD = 0x9E3779B9
-"""Parts the seeds of a call's texts."""
+"""Distance between the seeds of a call's texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One text that was made."""
+    """One generated text."""
 
     text: str
     """Empty without a tokenizer."""
     ids: tuple[int, ...]
     """New tokens, without the one that ended the text."""
     finished: Finished
-    """`stop`: at the model's end of text or before a stop text; `length`: after as many tokens as asked for."""
+    """`stop`: at the model's end of text or before a stop text; `length`: after `max_tokens` tokens."""
     score: float | None = None
     """Score in beam search: the sum of log-probabilities over length to the length penalty."""
 
@@ -58,20 +58,19 @@ class Generated:
 class Generator:
     """A decoder or an encoder–decoder that continues or translates texts.
 
-    `model` is one of ours, or where one lies: a run's export, or a folder of transformers with GPT-2, Llama, Mistral,
-    Qwen 2 or 3, Gemma 2 or 3, Phi-3 or 4, OLMo 2, SmolLM 3, GLM 4, T5, mT5, BART or Marian. The Plan says in which
-    type it computes (`precision=O3 dtype=bf16`), and `weights` how they are stored: see `penstock.products.convert`.
-    With `compile=whole` or `compile=blocks` each step that makes the next tokens is one compiled graph, compiled when
-    it is first met: see `penstock.decode.static`. `draft` is a smaller model with the same vocabulary, for
-    `speculate`.
+    `model` is one of ours, or a path: a run's export, or a folder of transformers with GPT-2, Llama, Mistral, Qwen 2 or
+    3, Gemma 2 or 3, Phi-3 or 4, OLMo 2, SmolLM 3, GLM 4, T5, mT5, BART or Marian. The Plan sets the dtype of the
+    computation (`precision=O3 dtype=bf16`), and `weights` how weights are stored: see `penstock.products.convert`. With
+    `compile=whole` or `compile=blocks` each decoding step is one compiled graph, compiled at first use: see
+    `penstock.decode.static`. `draft` is a smaller model with the same vocabulary, for `speculate`.
 
-    With `tp`, `pp` or `dp` in the Plan, as many ranks make the same calls, and each gets all texts: see
-    `penstock.infer.ranks`. With `ep`, each hosts some experts of a mixture: see `penstock.parallel.hosts`. Ranks are
-    those of the process group that is there, or those that `penstock launch` or torchrun started, which meet once more
-    when `with` ends.
+    With `tp`, `pp` or `dp` in the Plan, that many ranks make the same calls, and each gets all texts: see
+    `penstock.infer.ranks`. With `ep`, each rank hosts some experts of a mixture: see `penstock.parallel.hosts`. Ranks
+    are the processes of the existing process group, or those that `penstock launch` or torchrun started, which
+    synchronise again when `with` ends.
 
-    Raises ConfigError for a model that does not generate or a Plan that ranks cannot generate by, and what opening a
-    folder raises.
+    Raises ConfigError for a model that does not generate or a Plan that inference does not support, and the errors of
+    opening a folder.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class Generator:
             opens = partial(loaded, plan=plan, weights=weights, device=self.device, dims=self.dims, only=only)
             opened = _generating(opens(model, tokenizer=tokenizer, shortlist=listed))
             self.whole_bytes, self.bytes = opened.whole_bytes, opened.bytes
-            """Bytes of the weights in the model's folder, and of those that were read of it."""
+            """Bytes of all weights in the model's folder, and of the weights that were read."""
             self.model: Generating = opened.model
             self.tokenizer = opened.tokenizer
             self.start = opened.start if start is None else start
             self.ends: tuple[int, ...] = opened.ends if ends is None else tuple(ends)
             self.usual, self._dropped = opened.usual, set[str]()
-            """Fields of `Decoding` that the model's folder asks for, as transformers obeys it."""
+            """Fields of `Decoding` that the model's folder sets, as transformers would apply them."""
             self.labels = opened.labels
             if self.model.graph.remembered and self.start is None:
                 raise ConfigError(
@@ -139,11 +138,11 @@ class Generator:
     ) -> list[Generated]:  # fmt: skip
         """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
 
-        `settings` are fields of `Decoding`; others are as the model's folder asks for (`usual`). A `decoding` takes the
-        place of all that but the folder's biases and forced tokens. `label`, one of all prompts or one of each, chooses
-        the experts of a model whose router is `given`; without it, labels are those that prompts begin with, where they
-        did in training. Raises ConfigError for settings that contradict each other, for prompts that are too long for
-        the model, and for labels that are missing or unknown.
+        `settings` are fields of `Decoding`; the model's folder sets the others (`usual`). A `decoding` replaces the
+        folder's settings, except for its biases and forced tokens. `label`, one for all prompts or one for each,
+        chooses the experts of a model whose router is `given`; without it, each prompt begins with its label, if
+        prompts did in training. Raises ConfigError for settings that contradict each other, for prompts that are too
+        long for the model, and for labels that are missing or unknown.
         """
         decoding = self._settings(decoding, settings)
         texts = _several(prompts)
@@ -165,7 +164,7 @@ class Generator:
     def _generated(
         self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
     ) -> list[Generated]:
-        """`decoding.best` texts for each of some prompts with labels, each drawn by a seed of its own."""
+        """`decoding.best` texts for each of some prompts with labels, each drawn with its own seed."""
         scores: list[float] | None = None
         if decoding.beams > 1:
             prompts = self._prompts(rows, routes)
@@ -188,7 +187,7 @@ class Generator:
                 compiled=self._compiled,
             )  # fmt: skip
         made = [_until(row) for row in tokens.tolist()]
-        several = len(made) // len(rows)  # of beam search
+        several = len(made) // len(rows)  # more than 1 after beam search
         return [
             self._as_generated(
                 rows[number // several], ids, decoding, None if scores is None else scores[number]
@@ -199,8 +198,8 @@ class Generator:
     def stream(
         self, prompt: Prompt, decoding: Decoding | None = None, *, label: str | None = None, **settings: Any
     ) -> Iterator[str]:
-        """Pieces of the text that continues or translates a prompt, as they come. Only greedy and drawn texts come
-        piece by piece. `label` is as in `generate`. Of several ranks, all must read it to its end."""
+        """Yield the text that continues or translates a prompt in pieces, as it is generated. Only greedy and drawn
+        texts can be streamed. `label` is as in `generate`. With several ranks, each must read the stream to its end."""
         decoding = self._settings(decoding, settings, without=SEARCH)
         if self.tokenizer is None:
             raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
@@ -212,12 +211,11 @@ class Generator:
         attend(self.model)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token numbers of a prompt: of a decoder's with what the tokenizer puts before a text, of a source with the
-        token that ends it."""
+        """Token numbers of a prompt: a decoder's with the tokenizer's opening tokens, a source with its end token."""
         return prompt_numbers(prompt, self.tokenizer, source=bool(self.model.graph.remembered))
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token numbers of messages, each with `role` and `content`, up to where the model's next answer begins: a
+        """Token numbers of messages, each with `role` and `content`, up to the beginning of the model's next answer: a
         prompt for `generate` and `stream`. Raises ConfigError for a model without a chat template."""
         words = needed(self.tokenizer)
         template = template_of(words)
@@ -232,7 +230,7 @@ class Generator:
     def _settings(
         self, decoding: Decoding | None, settings: dict[str, Any], without: Sequence[str] = ()
     ) -> Decoding:
-        """The settings of a call, of which the folder's are left out that it names `without`."""
+        """The settings of a call, without the folder's settings that `without` names."""
         if decoding is None:
             usual = {name: value for name, value in self.usual.items() if name not in without}
             fields, dropped = chosen(usual, settings)
@@ -252,7 +250,7 @@ class Generator:
         return Prompts.of(rows, start=start, device=self.device, routes=routes)
 
     def _bounded(self, rows: list[list[int]], decoding: Decoding) -> Decoding:
-        """The settings with a number of tokens. Raises ConfigError for prompts that the model cannot take."""
+        """The settings with `max_tokens` filled in. Raises ConfigError for prompts that the model does not support."""
         config = self.model.config
         size: int = config.vocabulary
         remembered = self.model.graph.remembered
@@ -284,7 +282,7 @@ class Generator:
 
     @staticmethod
     def _seeds(decoding: Decoding, count: int) -> list[int | None]:
-        """One for each text: with a seed, texts of one call differ, and the first is that of a call with it alone."""
+        """One seed for each text: texts of a call differ, and the first text is the same as in a call with one text."""
         if decoding.seed is None:
             return [None] * count
         return [(decoding.seed + number * _SPREAD) % 2**31 for number in range(count)]
@@ -302,8 +300,8 @@ class Generator:
     def _in_slots(
         self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
     ) -> Iterator[tuple[int, tuple[int, ...], str, Finished]]:
-        """The numbers of texts with the tokens and the text that come to each, and why it ends. One that ends, as
-        before a stop text, leaves its slot to the next."""
+        """Yield the number of a text, its new tokens, the new piece of text, and why it ended. A text that ends, for
+        example before a stop text, frees its slot for the next."""
         longest = 1 if self.model.graph.remembered else max(map(len, rows))
         engine = Engine(
             self.model, slots=min(len(rows), 32), context=longest + decoding.max_tokens, chunk=1 << 30,
@@ -338,7 +336,7 @@ class Generator:
         return texts
 
     def _text_after(self, prompt: Sequence[int], decoding: Decoding) -> Stream:
-        """The text that continues a prompt, or translates a source."""
+        """A stream for the text that continues a prompt, or translates a source."""
         return Stream(needed(self.tokenizer), decoding.stop, () if self.model.graph.remembered else prompt)
 
     def _as_generated(
@@ -354,7 +352,7 @@ class Generator:
 
 
 def _generating(opened: Loaded) -> Loaded:
-    """The model, if it generates; else raises ConfigError."""
+    """Return the model. Raises ConfigError if it does not generate."""
     if not opened.model.graph.generates:
         raise ConfigError(
             "The model does not generate text. Give a decoder or an encoder–decoder; for others there are "
@@ -364,7 +362,7 @@ def _generating(opened: Loaded) -> Loaded:
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list."""
+    """One or several prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     every: list[Any] = list(prompts)

@@ -1,4 +1,4 @@
-"""`penstock.ImageGenerator`: images from a trained model that denoises."""
+"""`penstock.ImageGenerator`: images from a trained diffusion model."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from penstock.tasks.denoise import conditions_of
 from penstock.tasks.noise import NoiseSchedule, ranges_of
 
 Arguments = dict[str, Tensor]
-"""Arguments of the model, each of as many samples."""
+"""Arguments of the model; all have the same number of samples."""
 LAST_WITH_EPS = 0.999
-"""First time of models that predict the noise: at 1 that says nothing of the image."""
+"""First time for models that predict the noise: at 1 the noise says nothing about the image."""
 
 
 class ImageGenerator:
-    """A model that denoises, and makes images of noise: one of ours, or that in the folder of a run or its export.
+    """A diffusion model that turns noise into images: a model object, or the folder of a run or its export.
 
-    Of a folder whose model has experts by ranges of time, those of one range are in memory at a time: a step needs no
-    others, and time passes each range once. `opened` counts how often experts were read.
+    If the model in a folder has experts by time range, only one range's experts are in memory at a time: a step needs
+    no others, and sampling visits each range once. `opened` counts how often experts were read.
 
-    Raises ConfigError for a model that does not denoise, and what opening a folder raises.
+    Raises ConfigError for a model that does not denoise, and the errors of opening a folder.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class ImageGenerator:
         self.classes = tuple(str(names.get(str(number), number)) for number in range(count))
         """Names of the classes that images can have."""
         self.reads = bool(self.graph.inputs_of(TokenInput))
-        """Whether labels are texts."""
+        """Whether labels are free texts."""
         self.ranges = labels_of(self.graph, settings).names
-        """Names of the ranges of time that have experts of their own; none where all times share them."""
+        """Names of the time ranges that have their own experts; empty if all times share them."""
         self._plan, self._weights = plan or Plan(), weights
         self._open = partial(loaded, source, self._plan, weights=weights, tokenizer=tokenizer, device=device)
-        # Weights in few bits are read together.
+        # Quantised weights cannot be read in part.
         self._parted = isinstance(source, Path) and bool(self.ranges) and not rounded_weights(source)
-        """Whether one range's experts are in memory at a time: those of `_range`, the first of which is the last."""
+        """Whether only the experts of range `_range` are in memory; sampling begins with the last range."""
         self.batch, self.opened, self._range = batch, int(self._parted), len(self.ranges) - 1
         self._loaded = self._open(only=self.ranges[-1:] if self._parted else ())
         self._tokenizer = self._loaded.tokenizer
@@ -79,22 +79,23 @@ class ImageGenerator:
     # -- the model at a time
 
     def _model(self, t: float) -> tuple[Model, int]:
-        """The model with the experts that time t needs, and the number of its range in that model."""
+        """The model with the experts for time t, and the number of t's range in that model."""
         number = int(ranges_of(torch.tensor(t, dtype=torch.float64), max(len(self.ranges), 1)))
         if self._parted and self._range != number:
-            del self._loaded  # before the next ones are read
+            del self._loaded  # before the next experts are read
             self._loaded, self._range = self._open(only=[self.ranges[number]]), number
             self.opened += 1
         return self._loaded.model, 0 if self._parted else number
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Bytes of weights that were last read of a folder, and of all weights in it."""
+        """Bytes of the weights that were last read from the folder, and of all weights in it."""
         return self._loaded.bytes, self._loaded.whole_bytes
 
     def predict(self, x: Tensor, t: float, arguments: Arguments, scale: float = 1.0) -> Tensor:
         """The model's output for noisy images x (B, C, S, S), fp32, all at time t. With a scale other than 1,
-        `arguments` are of 2 · B samples: it is guided from the second half, without a condition, towards the first."""
+        `arguments` have 2 · B samples: the output is guided from the second half, without a condition, towards the
+        first."""
         model, number = self._model(t)
         first, every = next(model.parameters()), x if scale == 1.0 else torch.cat([x, x])
         more = arguments | {"times": torch.full((len(every),), t, dtype=torch.float64)}
@@ -108,7 +109,7 @@ class ImageGenerator:
     # -- images
 
     def _arguments(self, labels: Sequence[str | int | None], factors: Sequence[str] = ()) -> Arguments:
-        """The model's arguments that say what images are of, and with `factors` how much words of it count."""
+        """The model's arguments for the labels; `factors` are weights of words in them."""
         names = self.classes
         if self.reads and not names:
             names = tuple(dict.fromkeys(str(label) for label in labels if label is not None))
@@ -119,19 +120,19 @@ class ImageGenerator:
     def sample(
         self, labels: Sequence[str | int | None], sampling: Sampling | None = None, **settings: Any
     ) -> Tensor:
-        """An image of each label, (N, C, S, S) fp32 on the CPU, pixels in [−1, 1] where the model was trained on those.
-        Labels are classes, by name or number, or texts where the model reads such; None leaves the choice to chance.
+        """An image for each label, (N, C, S, S) fp32 on the CPU, with pixels in [−1, 1] if the model was trained on
+        such. Labels are classes, by name or number, or texts if the model reads texts; None: without a condition.
 
-        `sampling` or single `settings` of it say how. Raises ConfigError for a label that is no class, and for guidance
-        of a model that takes no labels.
+        `sampling`, or single `settings` of it, control how. Raises ConfigError for an unknown class, and for guidance
+        of a model without labels.
         """
         how = replace(sampling or Sampling(), **settings)
         if not labels:
             raise ConfigError("There are no labels; give one for each image, or None for each.")
-        # Those of the images, and behind them those without a condition, which texts then are padded alike.
+        # The images' labels, then as many without a condition, encoded together so that texts have the same padding.
         every = self._arguments([*labels, *[None] * len(labels)], how.word_weights)
         if not every and how.guidance != 1.0:
-            raise ConfigError("The model takes no labels to guide towards; leave guidance at 1.")
+            raise ConfigError("The model has no labels to guide towards; leave guidance at 1.")
         chances = [np.random.default_rng([how.seed, number]) for number in range(len(labels))]
         shape = self.graph.images.shape
 
@@ -159,7 +160,7 @@ class ImageGenerator:
     def predict_seconds(
         self, images: int, machine: Machine, sampling: Sampling | None = None, **settings: Any
     ) -> float:
-        """Predicted seconds of `sample` for so many images on one device of a machine, without reading weights."""
+        """Predicted seconds of `sample` for a number of images on one device of a machine; reads no weights."""
         how = replace(sampling or Sampling(), **settings)
         weights = stored_on(machine, "packed" if self._weights == "auto" else self._weights)
 
@@ -172,10 +173,10 @@ class ImageGenerator:
 
 
 def _number(label: str, names: Sequence[str]) -> int:
-    """The number of a label among names. Raises ConfigError for one that is none of them."""
+    """The index of a label in `names`. Raises ConfigError if it is not one of them."""
     if label in names:
         return names.index(label)
     if not names:
-        raise ConfigError("The model knows no classes; leave label out.")
+        raise ConfigError("The model has no classes; leave label out.")
     known = ", ".join(names[:20]) + ", …" * (len(names) > 20)
     raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {known}.")

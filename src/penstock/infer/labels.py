@@ -1,4 +1,4 @@
-"""Labels of texts, by which the experts of a model are given: a prompt begins with its label, or the caller says it."""
+"""Labels of texts, which choose the experts of a model: a prompt begins with its label, or the caller passes it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class TextLabels:
     """The labels that texts of one model can have."""
 
     names: tuple[str, ...] = ()
-    """Names in the order of their numbers; none of a model that chooses experts by itself, or has none."""
+    """Names in the order of their numbers; empty for a model that chooses experts itself, or has none."""
     in_prompts: bool = False
     """Whether prompts begin with their label, as `en>sw: Germany` does."""
 
     def numbers(
         self, prompts: Sequence[str | Sequence[int]], label: str | Sequence[str] | None = None
     ) -> list[int | None]:
-        """The number of each prompt's label: of `label`, one for all or one for each, else of the prompt itself. None
-        of a model without labels. Raises ConfigError, with all labels, where one is missing or unknown."""
+        """The number of each prompt's label: from `label`, one for all or one for each, else from the prompt itself.
+        None for a model without labels. Raises ConfigError, listing all labels, if one is missing or unknown."""
         if label is not None and not self.names:
-            raise ConfigError("No label chooses experts of this model; leave label out.")
+            raise ConfigError("Labels do not choose this model's experts; leave label out.")
         each: Sequence[str | None] = (
             [label] * len(prompts) if label is None or isinstance(label, str) else label
         )
@@ -38,8 +38,8 @@ class TextLabels:
         return [self._number(*pair) if self.names else None for pair in zip(prompts, each, strict=True)]
 
     def among(self, only: Sequence[str]) -> list[int]:
-        """The numbers of some labels, in ascending order. Raises ConfigError for those that are unknown, and of a model
-        whose experts no label chooses."""
+        """The numbers of some labels, in ascending order. Raises ConfigError for unknown labels, and for a model whose
+        experts are not chosen by labels."""
         return sorted({number for number in self.numbers([()] * len(only), list(only)) if number is not None})
 
     def _number(self, prompt: str | Sequence[int], label: str | None) -> int:
@@ -60,8 +60,8 @@ class TextLabels:
 
 
 def labels_of(graph: Graph, settings: Mapping[str, Any]) -> TextLabels:
-    """The labels of a model, by the `settings` in its folder's config.json; where these have no names of them, their
-    numbers are their names. Raises CheckpointError for names that are not those of the model's labels."""
+    """The labels of a model, from the `settings` in its folder's config.json; without names there, numbers serve as
+    names. Raises CheckpointError for names that do not fit the model's number of labels."""
     given = [run.stack for run in graph.runs if run.stack.experts and run.stack.router == "given"]
     if not given:
         return TextLabels()

@@ -1,4 +1,4 @@
-"""Opening a trained model for inference: its weights in the type that is wanted, its tokenizer, its special tokens."""
+"""Opening a trained model for inference: weights in the requested dtype, tokenizer and special tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model ready for inference, and what its folder says of it."""
+    """A model ready for inference, and its folder's information about it."""
 
     model: Any
     tokenizer: Tokenizer | None
@@ -51,20 +51,20 @@ class Loaded:
     ends: tuple[int, ...] = ()
     """Tokens that end a text."""
     usual: Mapping[str, Any]
-    """Fields of `Decoding` that the folder asks for."""
+    """Fields of `Decoding` that the folder sets."""
     classes: tuple[str, ...] = ()
     """Names of a classifier's classes."""
     labels: TextLabels
-    """Labels by which experts are given."""
+    """Labels that choose experts."""
     languages: tuple[str, ...] = ()
-    """Languages that captions can be in; empty where the folder does not name them."""
+    """Languages of captions; empty if the folder does not list them."""
     white: float | None = None
-    """Value of white in images of more than 8 bits, as training had it."""
+    """Value of white in images of more than 8 bits, as in training."""
     whole_bytes: int = 0
-    """Bytes of all weights in the model's folder, in the type that it computes in; 0 of a model that was open
+    """Bytes of all weights in the model's folder, in the dtype of the computation; 0 for a model that was open
     already."""
     bytes: int = 0
-    """Bytes of the weights that were read of it, before they were split or stored in another form."""
+    """Bytes of the weights that were read from it, before they were split or stored in another form."""
     pooled_first: bool = False
     """Whether an embedding is the first token's features."""
 
@@ -75,23 +75,22 @@ def loaded(
     shortlist: Sequence[int] = (), beside: nn.Module | None = None, slots: Sequence[Slots] = (),
     only: Sequence[str] = (), telling: bool = False,
 ) -> Loaded:  # fmt: skip
-    """A model or the one at a path, in evaluation mode, in the type that the Plan computes in; its linear layers hold
-    their weights as `weights` says; with `auto` those of a quantised model multiply as its folder says. A module that
-    is given is left as it is where nothing has to be changed, else changed in place. Of several ranks, `dims` is this
-    one's place: each reads the whole model on the host, and its device gets this rank's part. `careful` is as
-    `store_linears` takes it. Of a model that generates, tokens that are neither on the `shortlist`, if there is one,
-    nor end a text have no logits. `beside` is another model that is served together with this one, and `slots` say
-    which experts each rank hosts, as in `penstock.parallel.hosts.host_experts`. Of a model at a path whose experts
-    labels choose, those of the labels `only` are read, if there are any. With `telling`, a model of several heads is
-    left with what its head for classes needs.
+    """Prepare a model, or the model at a path, for inference: in evaluation mode and in the Plan's dtype. Its linear
+    layers store weights as `weights` says; with `auto`, a quantised model multiplies as its folder says. A module is
+    changed in place, if anything has to change. With several ranks, `dims` is this rank's place: each rank reads the
+    whole model on the host and moves its own part to the device. `careful` is an argument of `store_linears`. With a
+    `shortlist`, a model that generates has logits only for these tokens and those that end a text. `beside` is another
+    model that is served together with this one, and `slots` say which experts each rank hosts, as in
+    `penstock.parallel.hosts.host_experts`. `only`: if labels choose the experts of the model at the path, read only the
+    experts of these labels. With `telling`, a model of several heads keeps only what its classification head needs.
 
-    Raises ConfigError where the Plan asks for several devices without ranks or for what these cannot do, and what
-    opening a folder raises.
+    Raises ConfigError if the Plan needs several devices without ranks, or something that ranks do not support, and the
+    errors of opening a folder.
     """
     if plan.gpus != dims.size:
         raise ConfigError(
-            f"Layers are split over devices only to generate text, and texts to generate and to embed; the plan asks "
-            f"for {plan.gpus} devices. Leave tp, pp and cp out, and to classify dp too."
+            f"Layers can be split over devices only to generate text, and texts to generate and to embed; the plan "
+            f"asks for {plan.gpus} devices. Leave tp, pp and cp out, and to classify dp too."
         )
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
@@ -187,7 +186,7 @@ def tokenizer_in(folder: Path) -> Tokenizer | None:
 
 
 def _telling(model: Any) -> Any:
-    """The model without heads beside that for classes, and without what these alone need."""
+    """The model with only its classification head, and without parts that only other heads need."""
     if model.graph.classes is None or len(model.graph.heads) == 1:
         return model
     first, state = next(model.parameters()), model.state_dict()
@@ -197,14 +196,14 @@ def _telling(model: Any) -> Any:
 
 
 def _is_shared_out(module: nn.Module, dims: ParallelDims) -> bool:
-    """Whether ranks share a model's weights already. Raises ConfigError where they do otherwise than `dims` say."""
+    """Whether a model is already sharded over ranks. Raises ConfigError if its sharding differs from `dims`."""
     if dims.alone:
         return False
     split, cut_up = line_of(module) is not None, stages_of(module) is not None
     hosted = rounds_of(module) is not None
     if sharded(module) or (split and dims.tp == 1) or (cut_up and dims.pp == 1) or (hosted and dims.ep == 1):
         raise ConfigError(
-            "Ranks shard the model's weights otherwise than the plan asks for; give the folder of its export."
+            "The model's weights are sharded in another way than the plan asks for; give the folder of its export."
         )
     return split or cut_up or hosted
 
@@ -219,7 +218,8 @@ def _marks(settings: dict[str, Any], tokenizer: Tokenizer | None) -> tuple[int |
 
 
 def _pooled_first(folder: Path) -> bool:
-    """Whether a text's vector is its first token's, and not the mean, by sentence-transformers' file in a folder."""
+    """Whether a text's vector is its first token's, not the mean, according to sentence-transformers' file in a
+    folder."""
     file = folder / "1_Pooling" / "config.json"
     if not file.is_file():
         return False
@@ -227,6 +227,6 @@ def _pooled_first(folder: Path) -> bool:
     modes = {name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True}
     if not modes <= {"pooling_mode_cls_token", "pooling_mode_mean_tokens"} or len(modes) > 1:
         raise ConfigError(
-            f"{file} asks for {', '.join(sorted(modes))}; known are the mean of tokens and the first."
+            f"{file} asks for {', '.join(sorted(modes))}; only the mean of tokens and the first token are supported."
         )
     return "pooling_mode_cls_token" in modes

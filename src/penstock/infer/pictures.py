@@ -1,4 +1,4 @@
-"""Pictures of images that a model makes or finds: bytes, PNG files, and sheets of many."""
+"""Pictures of generated or found images: bytes, PNG files, and grids of several images."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from penstock.errors import ConfigError
 
 _LARGEST_CELL = 64
-"""Pixels of an image's side below which a grid enlarges it."""
+"""Pixels per side up to which a grid enlarges small images."""
 
 
 def pixels_of(images: Tensor) -> NDArray[np.uint8]:
     """Images (N, C, S, S) in [−1, 1] as (N, S, S, C) bytes. Raises ConfigError unless they are grey or RGB."""
     if images.shape[1] not in (1, 3):
         raise ConfigError(
-            f"The model makes images of {images.shape[1]} channels, which are no picture; decode what "
+            f"The model makes images of {images.shape[1]} channels, which cannot be shown; decode what "
             "penstock.ImageGenerator returns."
         )
     scaled = (images.float().clamp(-1, 1) + 1) * 127.5
@@ -35,7 +35,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def grid_of(pixels: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
-    """Images (N, S, S, C) in rows of `columns`, small ones enlarged by whole factors, a line between them."""
+    """Images (N, S, S, C) in a grid of `columns`, with lines between; small images are enlarged by a whole factor."""
     times = max(1, _LARGEST_CELL // pixels.shape[1])
     line, rows = max(1, times // 2), -(-len(pixels) // columns)
     cells = np.pad(

@@ -1,4 +1,4 @@
-"""Classes of many inputs: images below folders, texts of tables. What cannot be read is an entry of its own."""
+"""Classes of many inputs: images below folders, texts in tables. Unreadable inputs are listed with their problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.infer.encode import Classified, Classifier
 _log = logging.getLogger(__name__)
 
 FORMATS = (".csv", ".jsonl", ".json")
-"""Ends of the names of files that predictions are written to."""
+"""Suffixes of files that predictions can be written to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ClassifierInput:
     value: Any
     """A text, a pair of texts, or the path of an image."""
     where: str = ""
-    """The table and line that a text is from."""
+    """The table and line that a text comes from."""
     problem: str = ""
 
 
@@ -53,7 +53,7 @@ class ClassPrediction:
         return self.input.where if value is None else words
 
     def record(self, classes: Sequence[str]) -> dict[str, Any]:
-        """The prediction as JSON has it, with the probability of each class by its name."""
+        """The prediction as a JSON object, with the probability of each class by its name."""
         from_table = {"source": self.input.where} if self.input.where else {}
         known = {"input": self.input.value, **from_table}
         if self.answer is None:
@@ -66,11 +66,11 @@ class ClassPrediction:
 def expand_inputs(
     words: Sequence[str], *, images: bool, columns: Sequence[str] = ()
 ) -> list[ClassifierInput]:
-    """Inputs that words name. For images a folder stands for all images below it. For texts a table stands for its
-    rows, one text each, or a pair where `columns` names two columns. Raises ConfigError for a folder without any.
-    """
+    """Inputs named on the command line. For images, a folder stands for all images below it. For texts, a table stands
+    for its rows, with one text each, or a pair if `columns` names two. Raises ConfigError for a folder without
+    images."""
     if images and columns:
-        raise ConfigError("The model reads images, which have no --columns; leave it out.")
+        raise ConfigError("The model reads images, which have no columns; leave --columns out.")
     inputs: list[ClassifierInput] = []
     for word in words:
         if images:
@@ -81,7 +81,7 @@ def expand_inputs(
             inputs.append(ClassifierInput(word))
     if columns and not any(one.where for one in inputs):
         raise ConfigError(
-            f"--columns names columns of a table, which end in {', '.join(TABLES)}; none is given."
+            f"--columns names columns of a table, but no input is a table, ending in {', '.join(TABLES)}."
         )
     return inputs
 
@@ -119,7 +119,7 @@ def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassifierInput]:
 
 
 def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[ClassPrediction]:
-    """Predictions in the order of the inputs, a batch at a time. Inputs that cannot be read are among them."""
+    """Predictions in the order of the inputs, a batch at a time, including inputs that cannot be read."""
     for begin in range(0, len(inputs), classifier.batch):
         some = inputs[begin : begin + classifier.batch]
         readable = [one for one in some if not one.problem]
@@ -134,7 +134,7 @@ def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterat
 
 
 def _answers(classifier: Classifier, values: list[Any]) -> list[Classified | str]:
-    """An answer to each value, or why there is none. A batch with an input that cannot be read is taken one by one."""
+    """An answer for each value, or why there is none. A batch with an unreadable input is classified one by one."""
     if not values:
         return []
     try:
@@ -152,8 +152,8 @@ def require_format(output: Path) -> None:
 
 
 def written(predictions: Sequence[dict[str, Any]], output: Path) -> str:
-    """Records as the text of a file, by the end of its name: a table of label and probability, or JSON with the
-    probabilities of all classes."""
+    """Records as the content of a file, by its suffix: a table of label and probability, or JSON with the probabilities
+    of all classes."""
     kind = output.suffix.lower()
     if kind == ".json":
         return json.dumps(predictions, indent=1, ensure_ascii=False) + "\n"

@@ -1,10 +1,10 @@
-"""Ranks that generate together: those of `tp` split each layer, those of `pp` have some blocks each, those of `dp`
-split the texts of a call, and those of `ep` host some experts each, for the texts of all.
+"""Ranks that generate together: `tp` splits each layer, `pp` gives each rank some blocks, `dp` splits the texts of a
+call, and with `ep` each rank hosts some experts for all texts.
 
-Every rank makes the same calls, with the same prompts and settings, and is given all texts. Ranks that share a model
-out take the same steps. What they choose tokens by is the same on all of them to the bit, for sums over ranks, gathered
-logits and the features of the last stage are; so each chooses by itself, and no token is sent. Where texts are drawn
-without a seed, rank 0 draws one for all.
+Every rank makes the same calls, with the same prompts and settings, and gets all texts. Ranks that split a model take
+the same steps. Their logits are bitwise equal, because sums over ranks, gathered logits and the features of the last
+stage are; so each rank chooses tokens by itself, and no token is sent. If texts are drawn without a seed, rank 0 draws
+a seed for all.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _DEGREES = ("dp", "tp", "pp", "ep")
 
 
 def require_ranks(plan: Plan, size: int, **more: Any) -> None:
-    """Raise ConfigError, with all reasons, unless `size` processes can generate as the Plan says. `more` is as of
-    `penstock.config.rules.inference_problems`."""
+    """Raise ConfigError, with all reasons, unless `size` processes can generate as the Plan says. `more` has arguments
+    of `penstock.config.rules.inference_problems`."""
     problems = inference_problems(plan, **more)
     degrees = " ".join(f"{name}={getattr(plan, name)}" for name in _DEGREES if getattr(plan, name) > 1)
     if not problems and plan.gpus != size:
         if size == 1:
             problems.append(
-                f"The plan {degrees} takes {plan.gpus} processes, and this is one by itself; start them with "
+                f"The plan {degrees} takes {plan.gpus} processes, but only one is running; start them with "
                 f'`penstock launch --procs {plan.gpus} -- generate MODEL --plan "{degrees}" …`, or embed '
                 "in place of generate; or leave the plan out."
             )
@@ -51,13 +51,12 @@ def require_ranks(plan: Plan, size: int, **more: Any) -> None:
 def together(
     plan: Plan, device: torch.device, *, timeout: float = 1800.0, **more: Any
 ) -> Iterator[ParallelDims]:
-    """Inside, this process is one of the ranks that generate as the Plan says: those of the process group that is
-    there, or those that `penstock launch` or torchrun started. `timeout` is as of `joined`. Raises ConfigError as
-    `require_ranks` does, which gets `more`.
-    """
+    """Within this context, this process is one of the ranks that generate as the Plan says: the processes of the
+    existing process group, or those that `penstock launch` or torchrun started. `timeout` is an argument of `joined`,
+    `more` of `require_ranks`, which raises ConfigError."""
     size = distributed.get_world_size() if distributed.is_initialized() else launched()
     require_ranks(plan, size, **more)
-    # Without the settings that only training has rules about.
+    # Leave out settings that have rules only for training.
     with joined(Plan(**{name: getattr(plan, name) for name in _DEGREES}), device, timeout=timeout) as dims:
         yield dims
 
@@ -72,7 +71,7 @@ def from_rank_zero(value: T, dims: ParallelDims) -> T:
 
 
 def own_texts(count: int, dims: ParallelDims) -> slice:
-    """Which of `count` texts are this rank's: a run of as many as others have, or one more or fewer."""
+    """This rank's share of `count` texts: a contiguous run; shares differ by at most one text."""
     begin, end = (count * place // dims.data_world for place in (dims.data_rank, dims.data_rank + 1))
     return slice(begin, end)
 

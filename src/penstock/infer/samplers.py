@@ -3,13 +3,13 @@
 Each solves the probability-flow ODE (Song et al., ICLR 2021, "Score-Based Generative Modeling through Stochastic
 Differential Equations", eq. 13), whose marginal at every t is that of x = α(t)·x₀ + σ(t)·ε:
 
-- `ddim` is exact where the denoised sample does not change within a step (Song et al., ICLR 2021, "Denoising Diffusion
-  Implicit Models", eq. 12); with `eta` above 0 it draws noise again, and with 1 it is DDPM's ancestral sampler;
+- `ddim` is exact if the denoised sample does not change within a step (Song et al., ICLR 2021, "Denoising Diffusion
+  Implicit Models", eq. 12); with `eta` above 0 it adds fresh noise, and with 1 it is DDPM's ancestral sampler;
 - `euler` moves along dx/dt; with the schedule `flow` this is `ddim`;
 - `dpm` is DPM-Solver++(2M) (Lu et al., 2022, algorithm 2): `ddim` with the denoised sample extrapolated from the last
   two, of second order.
 
-A step evaluates the denoiser once, at the earlier of its two times. So none is evaluated at t = 0.
+A step evaluates the denoiser once, at the first of its two times, so never at t = 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.tasks.noise import NoiseSchedule
 Denoiser = Callable[[Tensor, float], tuple[Tensor, Tensor]]
 """Splits noisy samples x (B, …), all at one time t in (0, 1], into estimates of x₀ and ε, (B, …) each."""
 Sampler = Callable[[Denoiser, Tensor, Sequence[float], NoiseSchedule], Tensor]
-"""Takes a denoiser, noisy samples x (B, …) at the first of some descending times, the times and the schedule; returns
-samples (B, …) at the last time. Raises ConfigError for times that do not descend within [0, 1]."""
+"""A function of a denoiser, noisy samples x (B, …) at the first of several descending times, the times and the
+schedule; returns samples (B, …) at the last time. Raises ConfigError for times that do not descend within [0, 1]."""
 
 
 class Level(NamedTuple):
@@ -41,7 +41,7 @@ class Level(NamedTuple):
 
 
 def even_times(steps: int, *, start: float = 1.0) -> list[float]:
-    """`steps` + 1 times at even distances, from `start` down to 0."""
+    """`steps` + 1 evenly spaced times, from `start` down to 0."""
     return [start * (steps - step) / steps for step in range(steps + 1)]
 
 
@@ -62,8 +62,8 @@ def ddim(
     eta: float = 0.0,
     draw: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """DDIM. `eta` is the share of the ancestral sampler's noise that is drawn again in each step, by `draw`, which
-    returns normal noise like x."""
+    """DDIM. `eta` is the share of the ancestral sampler's noise that each step adds; `draw` returns standard normal
+    noise like x."""
     for at, to in pairwise(levels(schedule, times)):
         x0, eps = denoise(x, at.t)
         new = eta * to.sigma * math.sqrt(max(0.0, 1 - (at.alpha * to.sigma / (to.alpha * at.sigma)) ** 2))
@@ -90,7 +90,7 @@ def dpm(denoise: Denoiser, x: Tensor, times: Sequence[float], schedule: NoiseSch
     before: tuple[Tensor, float] | None = None
     for at, to in pairwise(levels(schedule, times)):
         x0, _ = denoise(x, at.t)
-        # The step in λ = log(α / σ), which has no end where σ becomes 0, and no beginning where α is.
+        # The step in λ = log(α / σ), which is infinite if it ends at σ = 0 or begins at α = 0.
         ratio = at.alpha * to.sigma / (to.alpha * at.sigma)
         step = math.inf if ratio == 0 else -math.log(ratio)
         ahead = x0
@@ -103,10 +103,11 @@ def dpm(denoise: Denoiser, x: Tensor, times: Sequence[float], schedule: NoiseSch
 
 
 SAMPLERS: dict[str, Sampler] = {"ddim": ddim, "dpm": dpm, "euler": euler}
-"""Samplers by the names that `penstock sample` has for them."""
+"""Samplers by their names in `penstock sample`."""
 
 
 def guide(with_condition: Tensor, without: Tensor, scale: float) -> Tensor:
-    """A model's outputs (B, …) with and without the condition to those of classifier-free guidance: at scale 1 the
-    condition's own, above it further away from those without (Ho & Salimans, 2022, eq. 6, whose w is scale − 1)."""
+    """Classifier-free guidance of a model's outputs (B, …) with and without the condition: at scale 1 the output with
+    the condition, above 1 further away from the output without it (Ho & Salimans, 2022, eq. 6, whose w is scale −
+    1)."""
     return without + scale * (with_condition - without)

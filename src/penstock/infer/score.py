@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a text that is there, by one forward pass over it."""
+"""Log-probabilities of the tokens of a given text, by one forward pass over it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ ROWS = 256
 
 
 class TextScores(NamedTuple):
-    """Log-probabilities of a text of N tokens. The first has none, for it follows nothing."""
+    """Log-probabilities of a text of N tokens. The first token has none, because nothing precedes it."""
 
     logs: list[float]
-    """(N − 1) natural logarithms of the probability of each token after those before it."""
+    """(N − 1) natural logarithms of each token's probability, given the tokens before it."""
     likeliest: list[list[tuple[int, float]]]
-    """(N − 1) the likeliest tokens in its place, each with its logarithm, the likeliest first."""
+    """(N − 1) the likeliest tokens at each place with their log-probabilities, in descending order."""
 
 
 class Scorer:
-    """Scores texts by a decoder, as it is before temperature and penalties."""
+    """Scores texts with a decoder, without temperature and penalties."""
 
     def __init__(self, model: Model) -> None:
-        """Raises ConfigError for a model that is no decoder."""
+        """Raises ConfigError for a model that is not a decoder."""
         graph = model.graph
         if graph.form != "causal tokens" or graph.words is None:
             raise ConfigError("Only decoders score the tokens of a text.")
@@ -35,15 +35,15 @@ class Scorer:
 
     @torch.inference_mode()
     def __call__(self, ids: list[int], top: int = 0) -> TextScores:
-        """Scores of a text, with the `top` likeliest tokens in each place. Raises ConfigError for one that is longer
-        than the model reads."""
+        """Scores of a text, with the `top` likeliest tokens at each place. Raises ConfigError for a text that is too
+        long for the model."""
         scores = TextScores([], [])
         if len(ids) < 2:
             return scores
         if len(ids) > self.most + 1:
             raise ConfigError(f"The text has {len(ids):,} tokens, and the model reads {self.most:,} at most.")
         tokens = torch.tensor([ids], device=next(self.model.parameters()).device)
-        features = self.model.written(tokens[:, :-1])[0]  # logits of all of them are never held
+        features = self.model.written(tokens[:, :-1])[0]  # logits of all tokens are never held at one time
         for begin in range(0, len(features), ROWS):
             logs = torch.log_softmax(self.head(features[begin : begin + ROWS]).float(), dim=-1)
             following = tokens[0, begin + 1 : begin + 1 + len(logs), None]

@@ -1,4 +1,4 @@
-"""Text of tokens that come one after the other: pieces that are whole, and texts before which generation ends."""
+"""Incremental decoding of tokens: pieces of whole characters, and stop texts that end generation."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from penstock.errors import ConfigError
 
 _BROKEN = "\ufffd"
 _CONTEXT = 16
-"""Tokens that are decoded again with the next one, because what a token reads as may depend on those before it."""
+"""Tokens that are decoded again together with the next token, whose text may depend on them."""
 
 
 def needed(tokenizer: Tokenizer | None) -> Tokenizer:
-    """The tokenizer of a model that is given a text. Raises ConfigError where it came without one."""
+    """The tokenizer of a model that is given a text. Raises ConfigError if the model came without one."""
     if tokenizer is None:
         raise ConfigError("A text needs a tokenizer, and this model came without one; give token numbers.")
     return tokenizer
 
 
 def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, source: bool) -> list[int]:
-    """Token numbers of a prompt with what the tokenizer puts before a text, and of a `source` with the token that ends
-    it. Raises ConfigError for a text without a tokenizer."""
+    """Token numbers of a prompt, with the tokenizer's opening tokens and, for a `source`, with its end token. Raises
+    ConfigError for a text without a tokenizer."""
     if not isinstance(prompt, str):
         return list(prompt)
     words = needed(tokenizer)
@@ -31,11 +31,11 @@ def prompt_numbers(prompt: str | Sequence[int], tokenizer: Tokenizer | None, *, 
 
 
 class Stream:
-    """The text of one sequence of tokens, told as it comes. No character is told before it is whole, and nothing that
-    may still turn out to be the beginning of a stop text.
+    """Decodes one sequence incrementally. A character is returned only once all its bytes have arrived, and nothing is
+    returned that may still become the beginning of a stop text.
 
-    The text is what the tokens add to that of the prompt `after`: decoded alone, the first word of a continuation would
-    lose its space in tokenizers of sentencepiece's kind, such as Llama 2's."""
+    The text is what the tokens add to the text of the prompt `after`: decoded separately, the first word of a
+    continuation would lose its space with SentencePiece tokenizers, such as Llama 2's."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), after: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
@@ -46,12 +46,12 @@ class Stream:
         self._from = max(0, len(after) - count)
         self._held = ""
         self.text = ""
-        """All that has been told."""
+        """All text that has been returned."""
         self.stopped = False
-        """Whether a stop text has come; nothing is told after it."""
+        """Whether a stop text was found; no text is returned after it."""
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Take the next tokens; the text that can be told now."""
+        """Add the next tokens; return the text that is complete now."""
         if self.stopped:
             return ""
         self._tokens.extend(tokens)
@@ -60,14 +60,14 @@ class Stream:
             return ""
         self._from, self._read = max(self._from, len(self._tokens) - _CONTEXT), len(self._tokens)
         if self._from:
-            # A character that begins before the context would be read again, and wrongly.
+            # A character that begins before the context would be decoded again, and wrongly.
             tail = self._tokenizer.decode(self._tokens[self._from :])
             if not _stands_alone(tail) or not whole.endswith(tail):
                 self._from = 0
         return self._tell(more)
 
     def end(self) -> str:
-        """All that is left, when no token comes any more."""
+        """The rest of the text, after the last token."""
         if self.stopped:
             return ""
         more = self._tell(self._decoded()[1])
@@ -77,10 +77,10 @@ class Stream:
         return more + left
 
     def _decoded(self) -> tuple[str, str]:
-        """The text of the tokens from the context on, and what of it is new."""
+        """The text of the tokens from the context on, and its new part."""
         before = self._tokenizer.decode(self._tokens[self._from : self._read])
         whole = self._tokenizer.decode(self._tokens[self._from :])
-        if not whole.startswith(before):  # the prompt ended within a character, which is whole now
+        if not whole.startswith(before):  # the prompt ended within a character, which is complete now
             before = before.rstrip(_BROKEN)
         return whole, whole[len(before) :]
 
@@ -97,25 +97,25 @@ class Stream:
         return released
 
     def _overlap(self, stop: str) -> int:
-        """Characters at the end of what is held that may begin a stop text."""
+        """Number of characters at the end of the held text that may begin a stop text."""
         return next(
             (n for n in range(min(len(stop) - 1, len(self._held)), 0, -1) if self._held.endswith(stop[:n])), 0
         )
 
 
 class Spelling:
-    """How single tokens are shown, as OpenAI shows them, and where each begins in a text."""
+    """Single tokens as OpenAI's API shows them, and where each begins in a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._words = tokenizer, tokenizer.words()
         self._before = tokenizer.encode(["a"])[0].tolist()
-        """A token behind another keeps its space."""
+        """A prefix, because a token keeps its leading space only after another token."""
         self._length = len(tokenizer.decode(self._before))
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def __call__(self, number: int) -> tuple[str, bytes]:
-        """A token as text, and its own bytes. A special token is shown by its name, and one that has a part of a
-        character as `bytes:\\xe2\\x82`."""
+        """A token as text, and its own bytes. A special token is shown by its name, and a part of a character as
+        `bytes:\\xe2\\x82`."""
         if number not in self._known:
             word = self._words[number] if number < len(self._words) else str(number)
             text = self.decode([*self._before, number])[self._length :] or word
@@ -132,8 +132,8 @@ class Spelling:
         return self._tokenizer.decode(numbers)
 
     def offsets(self, numbers: Sequence[int], first: int) -> list[int]:
-        """In the text of some tokens, the places of those from `first` on; a token that goes on with a character has
-        that character's."""
+        """Where the tokens from `first` on begin in the text; a token that continues a character has that character's
+        place."""
         text, places = Stream(self._tokenizer, (), numbers[:first]), list[int]()
         begin = len(self.decode(numbers[:first]))
         for number in numbers[first:]:
@@ -143,7 +143,7 @@ class Spelling:
 
 
 def _bytes_of(word: str) -> bytes | None:
-    """The bytes that a token's name spells, in tokenizers that cut characters; None for other names."""
+    """The bytes that a token's name stands for, in tokenizers that split characters; None for other names."""
     if byte := re.fullmatch("<0x([0-9A-F]{2})>", word):
         return bytes.fromhex(byte[1])
     letters = {letter: byte for byte, letter in letters_of_bytes().items()}
@@ -151,5 +151,5 @@ def _bytes_of(word: str) -> bytes | None:
 
 
 def _stands_alone(text: str) -> bool:
-    """Whether what follows some tokens reads the same after these alone: their text has characters, the first whole."""
+    """Whether decoding can start at these tokens: their text is not blank, and its first character is complete."""
     return bool(text.strip()) and not text.startswith(_BROKEN)

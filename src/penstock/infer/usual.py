@@ -1,5 +1,5 @@
-"""Generation settings of a model's folder: generation_config.json, or config.json without one, as transformers obeys
-it, in fields of `Decoding`."""
+"""Generation settings of a model's folder as fields of `Decoding`: from generation_config.json, or else config.json, as
+transformers would apply them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from penstock.models.convert.pretrained import read_config
 
 _log = logging.getLogger(__name__)
 RULES = ("forced_first", "forced_last", "not_first")
-"""Fields that, as biases do, belong to the model and its vocabulary: they hold whatever else is chosen."""
+"""Fields that, like biases, belong to the model and its vocabulary: they apply whatever else is set."""
 SEARCH = ("beams", "length_penalty", "early_stopping", "best")
-"""Fields that texts one token after the other do not have."""
+"""Fields that do not apply to texts generated token by token."""
 _STOPPING = {True: "full", False: "heuristic", "never": "never"}
 _FIELDS: dict[str, str] = {
     "max_new_tokens": "max_tokens", "max_length": "max_length", "min_new_tokens": "min_tokens",
@@ -33,7 +33,7 @@ _FIELDS: dict[str, str] = {
     "num_beams": "beams", "length_penalty": "length_penalty", "early_stopping": "early_stopping",
     "num_return_sequences": "best",
 }  # fmt: skip
-"""Fields of `Decoding` by transformers' names. Where two contradict each other the first counts."""
+"""Fields of `Decoding` by transformers' names. If two contradict each other, the first is used."""
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty", "num_beam_groups"), (1,)),
     **dict.fromkeys(("penalty_alpha", "diversity_penalty", "encoder_no_repeat_ngram_size"), (0,)),
@@ -42,9 +42,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
         "forced_decoder_ids", "max_time", "token_healing", "renormalize_logits", "remove_invalid_values",
     ), (False, [], {})),
 }  # fmt: skip
-"""Names of what is not supported, and the values that ask for nothing."""
+"""Names of unsupported settings, and the values with which they have no effect."""
 _DRAWING = {"typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": ()}
-"""The same, of what transformers obeys only where tokens are drawn."""
+"""The same, for settings that transformers applies only if tokens are drawn."""
 
 
 class Usual(NamedTuple):
@@ -53,13 +53,13 @@ class Usual(NamedTuple):
     fields: dict[str, Any]
     """Fields of `Decoding`."""
     met: tuple[str, ...]
-    """Transformers' names of what these hold."""
+    """Transformers' names of the settings in `fields`."""
     unmet: tuple[str, ...]
-    """Settings that are not obeyed, in transformers' names, with the reason."""
+    """Settings that are not applied, by transformers' names, with the reason."""
 
 
 def usual_of(model: str | Path) -> Usual:
-    """Read the settings of a model's folder, or of the hub's."""
+    """Read the settings of a model's folder, or of a model on the hub."""
     folder = local_weights(model)
     return usual_in(folder, vocabulary_of(read_config(folder)))
 
@@ -76,7 +76,7 @@ def usual_in(folder: Path, size: int) -> Usual:
         if (value := settings.get(name)) is not None and value not in idle
     ]
     if draws:
-        settings = {"temperature": 1.0, "top_k": 50} | settings  # as transformers where nobody says otherwise
+        settings = {"temperature": 1.0, "top_k": 50} | settings  # transformers' defaults
     else:
         settings.pop("temperature", None)
     fields, met = dict[str, Any](), list[str]()
@@ -124,8 +124,8 @@ def _biases(settings: Mapping[str, Any], ends: list[Any]) -> Iterable[tuple[str,
 
 
 def chosen(usual: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of `Decoding` that somebody gave, and of the usual ones those that do not contradict them, but for
-    `max_tokens`; and the names of those that do."""
+    """The given fields of `Decoding`, with the usual fields that do not contradict them, except `max_tokens`; and the
+    names of the usual fields that do."""
     fields, dropped = dict(given), list[str]()
     for name, value in usual.items():
         if name == "bias":
@@ -142,8 +142,8 @@ def chosen(usual: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
 
 
 def lengths(usual: Mapping[str, Any], decoding: Mapping[str, Any], prompt: int, room: int) -> dict[str, int]:
-    """`max_tokens` where nobody says, after `prompt` tokens of a text that may have `room`, and `min_tokens`: as many
-    of the folder's as there is room for."""
+    """`max_tokens`, if it is not set, after a prompt of `prompt` tokens in a text of at most `room` tokens; and
+    `min_tokens`, the folder's limited to what fits."""
     least, length = decoding.get("min_tokens", 0), decoding.get("max_length", 0)
     most = usual.get("max_tokens", 0) if length == usual.get("max_length", 0) else 0
     tokens = length - prompt if length and not most else max(most or USUAL_TOKENS, least)
@@ -153,14 +153,16 @@ def lengths(usual: Mapping[str, Any], decoding: Mapping[str, Any], prompt: int, 
 
 
 def with_rules(usual: Mapping[str, Any], decoding: Decoding) -> Decoding:
-    """A whole record with the folder's `RULES`, where it has no others."""
+    """A complete `Decoding` with the folder's `RULES`, for rules that it does not set itself."""
     rules = {name: usual[name] for name in RULES if name in usual and getattr(decoding, name) in (None, ())}
     more = tuple(word for word in usual.get("bias", ()) if word not in decoding.bias)
     return replace(decoding, **rules, bias=(*decoding.bias, *more))
 
 
 def report_dropped(names: Iterable[str], reported: set[str]) -> None:
-    """Warn once, which `reported` remembers, that a call's settings contradict some of the folder's."""
+    """Warn that a call's settings contradict some of the folder's, once per name; `reported` holds the names so far."""
     if more := sorted({*names} - reported):
         reported.update(more)
-        _log.warning("Other settings contradict what the model's folder says of %s.", ", ".join(more))
+        _log.warning(
+            "Settings of the model's folder that do not fit this call are ignored: %s.", ", ".join(more)
+        )

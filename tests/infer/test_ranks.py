@@ -314,7 +314,7 @@ def _opened(folder: Path) -> tuple[int, int, list[tuple[int, ...]]]:
             Generator(folder, Plan(tp=2), weights=weights)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="2 processes were started, but the plan is for 4"):
         Generator(folder, Plan(tp=2, dp=2))
-    with pytest.raises(ConfigError, match="otherwise than the plan"):
+    with pytest.raises(ConfigError, match="in another way than the plan"):
         Generator(made.model, Plan(dp=2))
     return held, len(packed), [each.ids for each in made.generate(ROWS, max_tokens=10)]
 

@@ -171,5 +171,5 @@ def test_what_is_dropped_follows_from_the_seed_alone() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="p is at least 0"):
+    with pytest.raises(ConfigError, match="p must be at least 0"):
         seed_of(torch.device("cpu"), 1.0)

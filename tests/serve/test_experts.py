@@ -71,7 +71,7 @@ def test_replicas_stand_on_ranks_by_their_loads() -> None:
     ("words", "said"),
     [
         ({"ep": 3, "tp": 2}, "make ep a multiple of tp"),
-        ({"ep": 2, "tokens": 64}, "a cache each"),
+        ({"ep": 2, "tokens": 64}, "each device has its own"),
         ({"rebalance": 8}, "rebalance is for experts on several devices"),
         ({"ep": 2, "compile": "whole", "cache": "slots"}, "the ranks of ep=2 exchange results"),
         ({"ep": 2, "device": "cuda:0"}, "ep=2 takes a GPU for each process"),

@@ -187,7 +187,7 @@ def test_of_several_texts_the_likeliest_are_told(quick: Running) -> None:
     choices = ask(quick, "/v1/completions", body)[1]["choices"]
     assert [one["text"] for one in choices] == ["bc", "lm"]
     for wrong, problem in (
-        (body | {"n": 4}, "best_of is 3, fewer than the 4 texts of n"),
+        (body | {"n": 4}, "best_of is 3, but must be at least n=4"),
         (body | {"stream": True}, "best_of cannot be streamed"),
         ({"prompt": "a", "logprobs": 1, "stream": True}, "logprobs cannot be streamed"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
@@ -422,9 +422,9 @@ def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
             400,
             "parts such",
         ),
-        ("/v1/embeddings", {"input": "x"}, 400, "come from encoders"),
+        ("/v1/embeddings", {"input": "x"}, 400, "need an encoder"),
         ("/v1/classify", {"input": "x"}, 400, "no head for classes"),
-        ("/v1/classify", {"input": "x", "echo": True}, 400, "'echo' is no setting of this route"),
+        ("/v1/classify", {"input": "x", "echo": True}, 400, "'echo' is not a setting of this route"),
         ("/v1/translate", {"text": "x"}, 400, "no encoder–decoder"),
         ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes"),
     ],
@@ -537,7 +537,7 @@ def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path
             os.kill(first, signal.SIGKILL)
             status, answer, _ = whole.result()
             assert (status, len(answer["choices"][0]["token_ids"])) == (200, 200)
-            assert "has been started again" in stream.result()[1].splitlines()[-2]
+            assert "has been restarted" in stream.result()[1].splitlines()[-2]
         assert worker_of(running) != first
         assert running.gauge("worker_restarts") == 1
         status, answer, _ = running.ask("/v1/completions", {"prompt": [POISON], "max_tokens": 4})

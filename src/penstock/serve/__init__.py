@@ -1,3 +1,3 @@
-"""Serving: a model behind HTTP, and which layout serves a traffic in time."""
+"""Serving: a model over HTTP, and the search for a layout that serves given traffic in time."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One text of an answer as it is made, and its forms in OpenAI's routes."""
+"""One text of an answer during generation, and its forms in OpenAI's routes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.serve.metrics import Metrics
 from penstock.serve.parse import TextRequest
 
 Piece = tuple[str, tuple[int, ...]]
-"""One part of a stream: complete text, and the tokens that came since the part before."""
+"""One part of a stream: complete text, and the tokens since the previous part."""
 
 
 class Text:
-    """One text as it is made."""
+    """One text during generation."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest, *,
@@ -40,15 +40,15 @@ class Text:
         self._begun = time.monotonic()
 
     async def run(self, tell: Callable[[Piece], None] | None = None) -> None:
-        """Take tokens until the last, and tell each piece of text as soon as it is sure, or where token numbers are
-        wanted every token as soon as it comes. Raises as `Ticket.events`."""
+        """Receive all tokens. Pass each piece of text to `tell` as soon as it is final, or, if token numbers are
+        wanted, each token at once. Raises the errors of `Ticket.events`."""
         words, metrics, sent = self._words(), self._metrics, False
         first = last = 0.0
         async with contextlib.aclosing(self._ticket.events()) as events:
             async for event in events:
                 if event.again:
                     if sent:
-                        raise Lost("The worker died while it made this text, and has been started again.")
+                        raise Lost("The worker died while it generated this text, and has been restarted.")
                     words, self.ids = self._words(), []
                     continue
                 last = time.monotonic()
@@ -79,20 +79,20 @@ class Text:
 
 @dataclass(slots=True)
 class Whole:
-    """One text with its prompt."""
+    """One complete text with its prompt."""
 
     prompt: list[int]
     ids: list[int]
     text: str
     finished: str
     end: int | None = None
-    """The token that ended it, which the text does not show."""
+    """The token that ended the text, which is not part of it."""
     scores: list[Any] | None = None
-    """Scores of `tokens`, as `penstock.infer.score.TextScores`."""
+    """Scores of `tokens`, in the form of `penstock.infer.score.TextScores`."""
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens: of the prompt, of the text, and the one that ended it."""
+        """All tokens: the prompt's, the text's, and the one that ended it."""
         return [*self.prompt, *self.ids, *(() if self.end is None else (self.end,))]
 
     @property
@@ -103,7 +103,7 @@ class Whole:
 
 
 def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
-    """The `choices` likeliest of each prompt's texts, in the order in which they were made."""
+    """The `choices` likeliest of each prompt's texts, in the order of generation."""
     if wanted.best_of == wanted.choices or wanted.max_tokens == 0:
         return list(texts)
     chosen: list[Whole] = []
@@ -115,7 +115,7 @@ def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
 
 
 def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
-    """How many tokens were read and made."""
+    """The numbers of tokens that were read and generated."""
     read, made = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
     return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
@@ -123,7 +123,7 @@ def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]
 def choice(
     place: int, whole: Whole, kind: str, wanted: TextRequest, spelling: Spelling | None
 ) -> dict[str, Any]:
-    """A whole text; behind its prompt, and with log-probabilities, where these are wanted."""
+    """The entry for a complete text; if requested, after its prompt, and with log-probabilities."""
     logs = None
     if wanted.logprobs is not None and whole.scores is not None:
         logs = _chat_logs(whole, spelling) if kind.startswith("chat") else _logs(whole, wanted.echo, spelling)
@@ -142,7 +142,7 @@ def _shown(number: int, spelling: Spelling | None) -> tuple[str, bytes]:
 
 
 def _chat_logs(whole: Whole, spelling: Spelling | None) -> dict[str, Any]:
-    """Log-probabilities of the tokens that were generated, in the form of chats."""
+    """Log-probabilities of the generated tokens, in the form of chats."""
     assert whole.scores is not None
 
     def entry(number: int, log: float) -> dict[str, Any]:
@@ -156,14 +156,14 @@ def _chat_logs(whole: Whole, spelling: Spelling | None) -> dict[str, Any]:
 
 
 def _logs(whole: Whole, echo: bool, spelling: Spelling | None) -> dict[str, Any]:
-    """Log-probabilities in the form of completions. Nothing comes before a first token, so that it has none."""
+    """Log-probabilities in the form of completions. The first token has none, because nothing precedes it."""
     assert whole.scores is not None
     tokens, first = whole.tokens, 0 if echo else len(whole.prompt)
     logs, tops = [None, *whole.scores[0]], [None, *whole.scores[1]]
     best: list[dict[str, float] | None] = []
     for row in tops[first:]:
         names: dict[str, float] = {}
-        for number, log in row or ():  # two tokens may be spelled alike, of which the likelier comes first
+        for number, log in row or ():  # if two tokens have the same spelling, the likelier comes first
             names.setdefault(_shown(number, spelling)[0], log)
         best.append(None if row is None else names)
     return {
@@ -200,5 +200,5 @@ def end(place: int, finished: str, kind: str) -> dict[str, Any]:
 
 
 def line(data: dict[str, Any]) -> str:
-    """A line of a stream, and the empty one behind it."""
+    """A line of an event stream, followed by an empty line."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -1,7 +1,7 @@
-"""The server's side of its worker: starts it, counts what it has to do, and starts another when it dies.
+"""The server's side of its worker: starts it, counts its requests, and restarts it if it dies.
 
-A request whose worker died is sent to the next one, once: its tokens are made again, and whoever has shown some of them
-already is told.
+A request whose worker died is sent to the next worker, once: its tokens are generated again, and an event tells the
+reader that earlier tokens are void.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from penstock.serve.scheduler import QueueFull
 
 log = logging.getLogger(__name__)
 MOST_ATTEMPTS = 2
-"""Workers to which a request is sent. One that kills every worker must not go on."""
+"""Most workers that a request is sent to, because a request might kill every worker."""
 SLOWEST_RESTART = 10.0
-"""Seconds between two starts, when one after the other has failed."""
+"""Longest pause in seconds between two starts, when workers fail one after the other."""
 
 
 class Refused(PenstockError):
-    """The worker refuses a request, and says why."""
+    """The worker refuses a request; the message says why."""
 
 
 class Lost(PenstockError):
-    """The worker died, and the request is not tried again."""
+    """The worker died, and the request is not sent again."""
 
 
 class Event(NamedTuple):
-    """News of a request."""
+    """An event of a request."""
 
     tokens: tuple[int, ...] = ()
     finished: str = ""
@@ -46,13 +46,13 @@ class Event(NamedTuple):
     end: int | None = None
     """The token that ended the text, with `stop`."""
     again: bool = False
-    """Whether all tokens so far are void, because another worker makes them again."""
+    """Whether all tokens so far are void, because another worker generates them again."""
     answer: list[Any] | None = None
     """Vectors of texts, or a text's `penstock.infer.score.TextScores` as lists."""
 
 
 class Ticket:
-    """A request under way. Read its events in `async for`; leaving early cancels it."""
+    """A request in progress. Read its events with `async for`; leaving early cancels it."""
 
     def __init__(self, backend: Backend, number: int, message: dict[str, Any]) -> None:
         self._backend, self.number, self.message = backend, number, message
@@ -60,7 +60,7 @@ class Ticket:
         self.news: asyncio.Queue[Event | PenstockError] = asyncio.Queue()
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """All events to the last. Raises Refused and Lost."""
+        """Yield all events up to the last. Raises Refused and Lost."""
         try:
             while True:
                 event = await self.news.get()
@@ -73,7 +73,7 @@ class Ticket:
             self._backend.forget(self)
 
     async def answer(self) -> list[Any]:
-        """The answer to a request that is not for tokens. Raises as `events`."""
+        """The answer to a request for something other than tokens. Raises the errors of `events`."""
         answer: list[Any] = []
         async for event in self.events():
             answer = event.answer or answer
@@ -81,22 +81,22 @@ class Ticket:
 
 
 class Backend:
-    """One worker, and the requests that it has."""
+    """One worker, and its requests."""
 
     def __init__(self, settings: dict[str, Any], *, opener: str, stall_seconds: float = 300.0) -> None:
-        """`settings` go to the worker as they are; `opener` is the function there that opens the model."""
+        """`settings` are passed to the worker; `opener` is the function that opens the model there."""
         self.settings, self.opener, self.stall_seconds = settings, opener, stall_seconds
         self.room = settings["slots"] + settings["waiting"]
         self.about: dict[str, Any] = {}
         self.experts: dict[str, Any] = {}
-        """How hosted experts stand, as of `penstock.serve.balance.Balance.state`; empty where there are none."""
+        """State of hosted experts, from `penstock.serve.balance.Balance.state`; empty if there are none."""
         self.loads: LoadRecord | None = None
-        """Visits to hosted experts since this worker started, a window for each look at them."""
+        """Visits to hosted experts since this worker started, in one window per check of the loads."""
         self.ready = asyncio.Event()
         self.restarts = -1
         self._tickets: dict[int, Ticket] = {}
         self._held: dict[int, Ticket] = {}
-        """Tickets of a large request, by number, which wait here until the worker has room."""
+        """Tickets of a large request, by number, that wait until the worker has room."""
         self._number = 0
         self._heard = 0.0
         self._writer: asyncio.StreamWriter | None = None
@@ -106,16 +106,16 @@ class Backend:
 
     @property
     def usual(self) -> dict[str, Any]:
-        """Fields of `Decoding` that the model's folder asks for."""
+        """Fields of `Decoding` that the model's folder sets."""
         return dict(self.about.get("usual", {}))
 
     @property
     def open(self) -> int:
-        """Requests under way or waiting."""
+        """Number of requests in progress or waiting."""
         return len(self._tickets)
 
     def gauges(self) -> dict[str, float]:
-        """Figures of now, by name."""
+        """Current figures, by name."""
         one = {"expert_load": "load", "expert_moves": "moves", "expert_moves_given_up": "given_up"}
         return {
             "open_requests": float(self.open), "worker_restarts": float(max(0, self.restarts)),
@@ -124,7 +124,7 @@ class Backend:
         }  # fmt: skip
 
     async def start(self) -> None:
-        """Start the worker, and wait until it is ready. Raises what it cannot open the model for."""
+        """Start the worker, and wait until it is ready. Raises the worker's error if it cannot open the model."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._care = asyncio.create_task(self._keep(first))
         await first
@@ -139,13 +139,13 @@ class Backend:
         await self._end()
 
     def require_room(self, count: int) -> None:
-        """Raise QueueFull where too many wait for this many to join them. More than there is room for at all may come
-        as long as there is any: they run in turn."""
+        """Raise QueueFull if the queue has no room for this many requests. More than the whole queue holds are accepted
+        as long as it is not full: they run in turn."""
         if self.open + min(count, self.room) > self.room and not (count > self.room > self.open):
             raise QueueFull(f"{self.open} requests are served or wait, of at most {self.room}.")
 
     def submit(self, message: dict[str, Any]) -> Ticket:
-        """Send a request, once there is room; a caller that is new asks `require_room` first."""
+        """Queue a request; it is sent once there is room. Callers check a new request with `require_room` first."""
         self._number += 1
         ticket = self._tickets[self._number] = Ticket(self, self._number, message)
         self._held[ticket.number] = ticket
@@ -153,7 +153,7 @@ class Backend:
         return ticket
 
     def forget(self, ticket: Ticket) -> None:
-        """Nobody waits for the ticket any more; where it is under way, the worker stops it."""
+        """Drop a ticket that nobody waits for; if it is in progress, the worker stops it."""
         if self._tickets.pop(ticket.number, None) is None:
             return
         if self._held.pop(ticket.number, None) is None and self.ready.is_set():
@@ -161,7 +161,7 @@ class Backend:
         self._fill()
 
     def _fill(self) -> None:
-        """Send as many tickets that wait as the worker has room for."""
+        """Send waiting tickets while the worker has room."""
         while self._held and self.ready.is_set() and self.open - len(self._held) < self.room:
             self._send(self._held.pop(next(iter(self._held))))
 
@@ -186,13 +186,13 @@ class Backend:
             if not first.done():
                 first.set_exception(problem)
                 return
-            log.warning("The worker has ended (%s) and is started again.", problem)
+            log.warning("The worker has ended (%s) and is restarted.", problem)
             self._retry()
             pause = 0.1 if time.monotonic() - begun > 60 else min(SLOWEST_RESTART, 2 * pause)
             await asyncio.sleep(pause)
 
     async def _run(self, first: asyncio.Future[None]) -> PenstockError:
-        """One worker from its start to its end; returns why it ended."""
+        """Run one worker from start to end; return why it ended."""
         own_end, worker_end = socket.socketpair()
         command = [sys.executable, "-m", "penstock.serve.worker", str(worker_end.fileno())]
         try:
@@ -207,7 +207,7 @@ class Backend:
                 line = await asyncio.wait_for(reader.readline(), 1.0)
             except TimeoutError:
                 if self.ready.is_set() and self.open and time.monotonic() - self._heard > self.stall_seconds:
-                    return EnvironmentProblem(f"it has made no token for {self.stall_seconds:.0f} s")
+                    return EnvironmentProblem(f"it has generated no token for {self.stall_seconds:.0f} s")
                 continue
             except (OSError, ValueError):
                 line = b""
@@ -240,11 +240,11 @@ class Backend:
             number, answer = message["answer"]
             self._tell(number, Event(answer=answer), last=True)
         if "failed" in message:
-            number, words = message["failed"]
-            self._tell(number, Refused(words), last=True)
+            number, text = message["failed"]
+            self._tell(number, Refused(text), last=True)
 
     def _count(self, experts: dict[str, Any]) -> None:
-        """Take news of hosted experts, and close a window of their loads where there was a look at them."""
+        """Store the state of hosted experts, and close a window of their loads if the loads were checked."""
         self.experts, before = experts, self.loads
         if before is None or before.windows[-1].until < experts["until"]:
             counts = tuple((tuple(row),) for row in experts["visits"])
@@ -259,7 +259,7 @@ class Backend:
         self._fill()
 
     def _retry(self) -> None:
-        """Leave the dead worker's requests to the next one, or report them as lost."""
+        """Keep the dead worker's requests for the next one, or report them as lost."""
         for number, ticket in list(self._tickets.items()):
             if ticket.attempts >= MOST_ATTEMPTS:
                 self._tell(number, Lost("The worker died twice while it served this request."), last=True)

@@ -1,8 +1,8 @@
-"""When experts move while a model serves, and where to: host logic, without tensors.
+"""When and where experts move while a model serves: host logic, without tensors.
 
-Loads are looked at in windows of some steps. Each look makes, one mixture after the other, a placement from the loads
-since the look before it that changes few slots, and starts a move where that makes the busiest rank less busy by enough
-to be worth it. A move that makes no progress is given up.
+Loads are checked every few steps. Each check computes, one mixture after the other, a placement from the loads since
+the previous check that changes few slots, and starts a move if that relieves the busiest rank enough to be worth it. A
+move that makes no progress is abandoned.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from penstock.planner.placement import Placement, Room, place, slots_needed
 log = logging.getLogger(__name__)
 Slots = tuple[tuple[int, ...], ...]
 GAIN = 0.05
-"""By how much a move must lower the largest load of a rank over the mean."""
+"""Least reduction, by a move, of the ratio of a rank's largest load to the mean."""
 _LOOK = 256
-"""Steps between two looks where experts stay: loads are reported all the same."""
+"""Steps between two checks if experts stay: loads are reported all the same."""
 _SHARE = 20
-"""A move changes at most one in this many slots of a mixture, but at least two: an exchange."""
+"""A move changes at most one in this many slots of a mixture, but is allowed at least two, for a swap."""
 
 
 def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int) -> list[Slots]:
-    """The experts of each rank, for each mixture, by a record of loads, with `spare` replicas besides one of each
-    expert. `experts` are how many each mixture has. Raises ConfigError for a record of another model, and for more
-    replicas than ranks have room for."""
+    """The experts of each rank, for each mixture, placed by a record of loads, with `spare` replicas in addition to one
+    copy of each expert. `experts` has the number of experts of each mixture. Raises ConfigError for a record of another
+    model, and for more replicas than ranks have room for."""
     recorded = [len(row) for row in record.totals]
     if recorded != list(experts):
         raise ConfigError(
@@ -39,24 +39,24 @@ def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int)
     least = min(experts, default=0)
     if spare > least * (ranks - 1):
         raise ConfigError(
-            f"There are {spare} spare experts, but {ranks} devices have room for {least * (ranks - 1)} besides one of "
-            f"each of {least}, for none holds an expert twice; use fewer."
+            f"There are {spare} spare experts, but {ranks} devices have room for {least * (ranks - 1)} in "
+            f"addition to one copy of each of {least}, because no device holds an expert twice; use fewer."
         )
     made_from, _ = record.history()
     return [place(loads, Room(gpus=ranks, slots=len(loads) + spare)).devices for loads in made_from]
 
 
 def unevenness_of(record: LoadRecord, slots: Sequence[Slots]) -> float:
-    """The largest load of a rank over the mean one, the mean over mixtures, in the last window of a record: later than
-    what `slots_by` places by, where the record has several."""
+    """The ratio of the largest load of a rank to the mean, averaged over mixtures, in the last window of a record. If
+    the record has several windows, it is later than those that `slots_by` uses."""
     made_from, later = record.history()
     loads = made_from if later is None else later
     return sum(Placement(mixture).figure(row) for mixture, row in zip(slots, loads)) / max(1, len(slots))
 
 
 def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
-    """The fewest replicas besides one of each expert with which the most uneven mixture has a largest load of at most
-    `target` times the mean; 0 where no number of them does."""
+    """The smallest number of replicas, in addition to one copy of each expert, with which the most uneven mixture has a
+    largest load of at most `target` times the mean; 0 if no number achieves it."""
     made_from, _ = record.history()
     loads = max(made_from, key=imbalance)
     return (slots_needed(loads, Room(gpus=ranks), target) or len(loads)) - len(loads)
@@ -64,30 +64,30 @@ def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
 
 @dataclass(slots=True)
 class Balance:
-    """The leader's part in moves: what it orders at the beginning of each step."""
+    """The leader's part in moves: its orders at the beginning of each step."""
 
     every: int
-    """Steps from one look at the loads to the next; 0: experts stay."""
+    """Steps between two checks of the loads; 0: experts stay."""
     slots: list[Slots]
     """The experts of each rank, for each mixture."""
     clock: Callable[[], float]
     patience: float = 30.0
-    """Seconds without progress after which a move is given up. A step counts as a tenth of it at most, for a server
-    may have nothing to do for long."""
+    """Seconds without progress after which a move is abandoned. A step counts as at most a tenth of it, because a
+    server may be idle for long."""
     moves: int = 0
-    """Moves that were made."""
+    """Number of completed moves."""
     given_up: int = 0
     figures: list[float] = field(default_factory=list)
-    """The largest load of a rank over the mean, of each mixture, between the last two looks."""
+    """The ratio of a rank's largest load to the mean, for each mixture, between the last two checks."""
     looks: int = 0
     visits: Sequence[Sequence[int]] = ()
-    """How often each expert of each mixture had been visited when loads were looked at last."""
+    """Visits to each expert of each mixture up to the last check."""
     until: int = 0
-    """Steps up to then."""
+    """Steps up to the last check."""
     _all_steps: int = 0
     _window: Sequence[Sequence[int]] = ()
     _waiting: Sequence[int] = ()
-    """Mixtures that this look has still to see."""
+    """Mixtures that the current check has not yet handled."""
     _number: int | None = None
     """The mixture whose experts move."""
     _after: Slots = ()
@@ -100,8 +100,8 @@ class Balance:
         self, visits: Callable[[], Sequence[Sequence[int]]], pieces: int, complete: bool
     ) -> list[tuple[Any, ...]]:
         """Orders for all ranks before a step: `("begin", mixture, slots)`, `("switch",)` or `("give up",)`. `visits`
-        gives how often each expert of each mixture has been visited so far; `pieces` have come of the move that is
-        under way, which may be `complete`."""
+        returns the visits to each expert of each mixture so far; `pieces` is how many pieces of the current move have
+        arrived, `complete` whether all have."""
         self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
         if self._number is not None:
             return self._go_on(pieces, complete)
@@ -109,7 +109,7 @@ class Balance:
             self._look(visits())
         if not self._waiting:
             return []
-        # One mixture in each step, for a placement takes time.
+        # One mixture per step, because computing a placement takes time.
         number, *self._waiting = self._waiting
         return self._begin(number, self._window[number])
 
@@ -154,8 +154,8 @@ class Balance:
             self._pieces, self._stalled = pieces, 0.0
         elif self._stalled > self.patience:
             log.warning(
-                "Experts of mixture %d did not move for %.0f s, after %d pieces of their weights: the move is given "
-                "up, and they stay where they are.", self._number, self._stalled, pieces,
+                "Experts of mixture %d did not move for %.0f s, after %d pieces of their weights: the move is "
+                "abandoned, and they stay in place.", self._number, self._stalled, pieces,
             )  # fmt: skip
             self.given_up, self._number = self.given_up + 1, None
             return [("give up",)]

@@ -1,4 +1,4 @@
-"""Connections that a slow or silent client cannot hold open, and a server that ends in order."""
+"""Connections that a slow or silent client cannot hold open, and a server that shuts down in order."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
-"""Seconds in which a connection must have sent the head of a request."""
+"""Seconds within which a connection must send the head of a request."""
 HEAD_BYTES = 1 << 14
 MOST_CONNECTIONS = 2048
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, which waits for the head of a request only so long, from when the last byte of the answer
-    before it has left. A client may read slowly, but must read."""
+    """uvicorn's connection with a time limit for the head of a request, counted from the last byte of the previous
+    answer. A client may read slowly, but must read."""
 
     _watch: asyncio.TimerHandle | None = None
     _left = 0
-    """Bytes that waited for the client when it was last looked at."""
+    """Bytes that waited for the client at the last check."""
 
     def __init__(self, *args: Any, unread_seconds: float, **settings: Any) -> None:
-        """After `unread_seconds` in which the client has read nothing of what waits for it, the connection ends."""
+        """The connection ends after `unread_seconds` in which the client has read none of the waiting data."""
         super().__init__(*args, **settings)
         self._unread_seconds = unread_seconds
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that it is told when the last byte has left
+        transport.set_write_buffer_limits(high=0)  # so that it is notified when the last byte has left
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
             return
@@ -65,12 +65,12 @@ class Connection(H11Protocol):
         self._expect()
 
     def _unread(self) -> int:
-        """Bytes that the client has not got: those that wait here, and those with the kernel, which may be millions."""
+        """Bytes that the client has not received: in this process, and in the kernel, which may hold millions."""
         raw = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
         return int(self.transport.get_write_buffer_size() + int.from_bytes(raw, sys.byteorder))
 
     def _look(self) -> None:
-        """End a connection whose client has read nothing since the last look."""
+        """End a connection whose client has read nothing since the last check."""
         before, self._left = self._left, self._unread()
         if self._left >= before:
             self._watch = None
@@ -79,7 +79,7 @@ class Connection(H11Protocol):
             self._watch = self.loop.call_later(self._unread_seconds, self._look)
 
     def _expect(self) -> None:
-        """Time the head of the next request, from the moment when nothing else is under way."""
+        """Start the time limit for the head of the next request, once nothing else is in progress."""
         if self.flow is not None and self.flow.write_paused:
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -99,8 +99,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, after which the program goes on: it stops taking requests at the first SIGTERM or SIGINT, ends
-    those under way, and leaves at the second."""
+    """uvicorn's server, but it returns to the program afterwards: at the first SIGTERM or SIGINT it stops accepting
+    requests and finishes those in progress; at the second it leaves."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Which layout serves some traffic in time on the fewest devices: types, degrees, replicas, slots and cache; and the
-command of the server that runs it.
+"""Find the layout that serves given traffic in time on the fewest devices: dtypes, degrees, replicas, slots and cache;
+and the command of the server that runs it.
 
-Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.traffic`. Layouts are
-tried from one replica up, until one is in time, because more replicas only cost more. A pipeline is tried only where
-tensor parallelism inside a node does not make the model fit: it shortens no request.
+Each candidate that fits the memory is simulated over the whole traffic; see `penstock.serve.traffic`. Layouts are tried
+from one replica up, until one is fast enough, because more replicas only cost more. A pipeline is tried only if tensor
+parallelism within a node does not make the model fit, because it makes no request faster.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from penstock.serve.settings import DeployConfig, WeightType
 from penstock.serve.traffic import Arrival, Served, simulate
 
 CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
-"""Types that change results, and are chosen only if named."""
+"""Dtypes that change results, and are chosen only if named."""
 WEIGHTS: dict[Dtype, Products] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
-"""Weights as linear layers store them, where a type is no plain one."""
+"""The form in which linear layers store weights of a quantised dtype."""
 SLOTS = (256, 64, 16, 4)
-"""Sequences at a time that are tried. Fewer make the tokens of each come faster."""
+"""Numbers of concurrent sequences to try. With fewer, each sequence gets its tokens faster."""
 PATIENCE = 10.0
-"""Without a limit, 95 % of requests may take this many times as long as a request alone."""
+"""Without a limit, 95 % of requests may take this many times as long as a request on an idle server."""
 SERVED: tuple[Dtype, ...] = ("fp32", "bf16", "fp16", "fp8")
-"""Types of weights that `penstock serve` is started with; with `fp8`, everything outside the blocks is bf16."""
+"""Dtypes of weights that `penstock serve` supports; with `fp8`, everything outside the blocks is bf16."""
 ENDLESS = 1 << 20
-"""The queue of a simulation, in which waiting must show."""
+"""Queue length of a simulation, practically unlimited, so that waiting shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,33 +61,33 @@ class Layout:
     replicas: int
     slots: int
     memory_bytes: float
-    """Bytes on one device: weights, cache of what its slots may need, and workspace."""
+    """Bytes on one device: weights, the cache that its slots may need, and workspace."""
     cache_tokens: int
-    """Tokens that the cache of one replica holds."""
+    """Capacity of one replica's cache, in tokens."""
     context: int
     """Tokens of the longest sequence."""
     served: Served | None = None
-    """None where the model does not fit."""
+    """None if the model does not fit."""
     costs: StepCosts | None = None
     steps: Steps = "device"
-    """The steps that are forecast, of which `recorded` ones need compile=whole and cache=slots."""
+    """The kind of steps that is predicted; `recorded` needs compile=whole and cache=slots."""
     spare: int = 0
-    """Replicas of experts in each mixture, besides one of each."""
+    """Replicas of experts in each mixture, in addition to one copy of each."""
     uneven: float = 1.0
-    """The largest load of a device over the mean, in visits to experts."""
+    """The ratio of a device's largest load to the mean, in visits to experts."""
     why: str = ""
-    """Why it is not the choice; empty for the choice itself."""
+    """Why the layout is not the choice; empty for the choice itself."""
     assumption: str = ""
-    """A sentence that says which rate stands for one that the machine does not have; "" where none."""
+    """A sentence on which rate replaces one that the machine lacks; "" if none does."""
 
     @property
     def gpus(self) -> int:
-        """Devices in all."""
+        """Total number of devices."""
         return self.tp * self.pp * self.replicas
 
     @property
     def device_hours(self) -> float:
-        """Device hours of a million generated tokens, at the traffic that was asked for."""
+        """Device hours per million generated tokens, at the given traffic."""
         rate = self.served.tokens_per_second if self.served else 0.0
         return self.gpus * 1e6 / rate / 3600 if rate else 0.0
 
@@ -101,14 +101,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """The choice, None if no layout is in time, and all layouts that were tried, the choice first."""
+    """The choice, None if no layout is fast enough, and all layouts that were tried, the choice first."""
 
     choice: Layout | None
     layouts: tuple[Layout, ...]
 
 
 def types_of(wanted: Sequence[WeightType], machine: Machine) -> list[Dtype]:
-    """The types of weights to choose from on a machine. Raises ConfigError for one that it cannot compute in."""
+    """The dtypes of weights to choose from on a machine. Raises ConfigError for a dtype that it does not support."""
     types: list[Dtype] = []
     for name in wanted:
         if name == "auto":
@@ -127,13 +127,11 @@ def explore(
 ) -> Ranking:
     """Try layouts of `model` on `machine` for some traffic.
 
-    Raises ConfigError where prompts and answers are longer than the model's positions, or the model cannot be served.
+    Raises ConfigError if prompts and answers are longer than the model's positions, or the model cannot be served.
     """
     context = max(arrival.prompt + arrival.made for arrival in arrivals)
     if model.graph.vision:
-        raise ConfigError(
-            "A vision model takes images and no requests of tokens; penstock deploy is for text models."
-        )
+        raise ConfigError("A vision model reads images, not tokens; penstock deploy is for text models.")
     if not model.graph.generates:
         arrivals = [arrival._replace(made=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
@@ -147,7 +145,7 @@ def explore(
     offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
     experts = experts_of(model)
     if config.loads is not None and not experts:
-        raise ConfigError("loads are of mixtures of experts, and the model has none; leave loads out.")
+        raise ConfigError("loads is for mixtures of experts, but the model has none; leave loads out.")
     record = None if config.loads is None else read_loads(Path(config.loads))
     tried: list[Layout] = []
     ways: dict[int, list[_Hosting]] = {}
@@ -170,19 +168,19 @@ def explore(
 
 
 class _Hosting(NamedTuple):
-    """One way to place experts on the devices that split them."""
+    """One way to place experts on the devices that host them."""
 
     spare: int = 0
     uneven: float = 1.0
 
 
 def experts_of(model: ModelConfig) -> list[int]:
-    """The number of experts of each mixture, in their order in the model."""
+    """The number of experts of each mixture, in the order of the model."""
     return [run.stack.experts for run in model.graph.runs for layer in run.stack.layers if layer.mixture]
 
 
 def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[_Hosting]:
-    """Placements of a record's experts on `ep` devices: one of each, and as many replicas as make loads even."""
+    """Placements of a record's experts on `ep` devices: with one copy of each, and with replicas to even out loads."""
     if record is None:
         return [_Hosting()]
     hostings = []
@@ -193,7 +191,7 @@ def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[_H
 
 
 def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: Dtype) -> Iterator[tuple[int, int]]:
-    """Tensor and pipeline degrees: the latter only where no tensor degree makes the weights fit."""
+    """Tensor and pipeline degrees: pipelines only if no tensor degree makes the weights fit."""
     stack = stacks(model)[-1]
     powers = [1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus]
     inside = [
@@ -222,8 +220,8 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
 def _steps(
     model: ModelConfig, machine: Machine, config: DeployConfig, kind: Dtype, serving: Serving
 ) -> Iterator[Steps]:
-    """The steps of our own server where there are weights and no stages, which records its steps where a compiled step
-    is legal and was recorded on a GPU before; else those of a server that records them."""
+    """The kinds of steps to predict. With weights and without stages: our own server's launched steps, and its recorded
+    steps on a GPU if a compiled step is allowed for the model. Otherwise: the steps of a server that records them."""
     if config.weights is None or serving.pp > 1 or machine.device == "other":
         yield "device"
         return
@@ -243,7 +241,7 @@ def _replicas(
     model: ModelConfig, machine: Machine, arrivals: Sequence[Arrival], config: DeployConfig, kind: Dtype,
     serving: Serving, context: int,
 ) -> Iterator[Layout]:  # fmt: skip
-    """One layout with more and more replicas, until it is in time."""
+    """Yield one layout with more and more replicas, until it is fast enough."""
     tp, pp = serving.tp, serving.pp
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
@@ -269,7 +267,7 @@ def _replicas(
     def costs_of(steps: Steps, slots: int) -> StepCosts:
         return predicted_costs(model, machine, replace(serving, steps=steps), slots=slots, longest=context)
 
-    # Recorded steps get as long as launched ones, of which an idle server takes more.
+    # Requests may take as long with recorded as with launched steps, which are slower on an idle server.
     idle = costs = costs_of("launched" if recorded else serving.steps, slots)
     alone = max(_alone(arrival, idle) for arrival in arrivals)
     limit = config.seconds or PATIENCE * alone
@@ -299,25 +297,25 @@ def _replicas(
 
 
 def _alone(request: Arrival, costs: StepCosts) -> float:
-    """Seconds of a request on an idle server."""
+    """Seconds that a request takes on an idle server."""
     last = request.made - 1
     decoded = last * costs.decode(1, request.prompt + request.made / 2) if last > 0 else 0.0
     return costs.request + costs.prefill(request.prompt) + decoded
 
 
 def _rank(layout: Layout) -> tuple[bool, int, float]:
-    """How layouts are ordered: those in time, on the fewest devices, the fastest."""
+    """Sort key of layouts: fast enough first, then fewest devices, then fastest."""
     late = layout.served is None or bool(layout.why)
     return late, layout.gpus, layout.served.latency.p95 if layout.served else layout.memory_bytes
 
 
 def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig) -> Ranking:
-    """The layout on the fewest devices that is in time, and why each other is not the choice."""
+    """Choose the fast enough layout on the fewest devices, and say for each other layout why it is not the choice."""
 
     allowed = sorted((layout for layout in tried if layout.type in chosen), key=_rank)
     if not allowed:
         raise ConfigError(
-            f"gpus is {config.gpus}, which no layout of this model takes; allow fewer devices too."
+            f"gpus is {config.gpus}, but no layout of this model uses that many devices; allow fewer, too."
         )
     best = allowed[0] if not allowed[0].why else None
     layouts = []
@@ -347,10 +345,9 @@ def _loses(layout: Layout, best: Layout, chosen: Sequence[str]) -> str:
 
 
 def server_command(config: DeployConfig, machine: Machine, layout: Layout) -> list[str]:
-    """The command of our own server for one replica of a layout; none where there are no weights, or it does not run
-    there."""
+    """The command of our own server for one replica of a layout; empty without weights, or if it cannot run it."""
     assert config.model is not None
-    # Each rank of ours has whole KV heads.
+    # Each rank of our server needs whole KV heads.
     whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     runs = machine.device != "other" and layout.pp == 1 and split and layout.type in SERVED

@@ -1,9 +1,10 @@
-"""An engine on several ranks that split each layer, or host experts: one leads, and the others take the same steps.
+"""An engine on several ranks that split each layer, or host experts: one leads, and the others run the same steps.
 
-The leader is the worker of `penstock serve`. It starts the others as processes of its own, which open the same model,
-each with its part. Before a step it tells them which requests were admitted and which slots were freed since the last
-one. Ranks that split layers all choose the same tokens: see `penstock.infer.ranks`. Ranks that host experts have texts
-of their own, and report their tokens after each step. If one process ends, all end, and the server starts a new worker.
+The leader is the worker of `penstock serve`. It starts the other ranks as child processes, each of which opens its part
+of the model. Before each step it sends them the requests that were admitted and the slots that were freed since the
+last. Ranks that split layers all choose the same tokens: see `penstock.infer.ranks`. Ranks that host experts generate
+different texts, and report their tokens after each step. If one process ends, all end, and the server starts a new
+worker.
 """
 
 from __future__ import annotations
@@ -37,37 +38,37 @@ from penstock.serve.balance import Balance
 
 _OPENER = "penstock.serve.worker:opened"
 _FOLLOWS = "PENSTOCK_FOLLOWS"
-"""Environment variable of the ranks that the leader starts."""
+"""Environment variable that marks ranks started by the leader."""
 _FOREVER = 1e8
-"""Seconds that ranks wait for the next step: a server may have nothing to do for long."""
+"""Seconds that ranks wait for the next step: a server may be idle for long."""
 _LAST_WORDS = 3.0
-"""Seconds in which the leader may say itself why it ends, once another rank has."""
+"""Seconds for the leader to report why it ends, after another rank has ended."""
 _ENDS: tuple[Finished, ...] = ("", "stop", "length")
 _HELD = ExitStack()
-"""The group of ranks, which lives as long as this process."""
+"""Holds the group of ranks for the lifetime of this process."""
 
 
 class Ranks(ABC):
-    """Ranks of which the first leads: it sends the news of each of its steps to the others, which do the same."""
+    """Ranks led by the first: it sends each of its steps to the others, which repeat it."""
 
     dims: ParallelDims
 
     @abstractmethod
     def obey(self, news: Any) -> None:
-        """Take the leader's step, of which `news` is all that must be known."""
+        """Repeat the leader's step; `news` describes it."""
 
     def dismiss(self) -> None:
-        """Let the others end, if this one leads."""
+        """If this rank leads, let the others end."""
         if self.dims.main:
             from_rank_zero(None, self.dims)
 
     def follow(self) -> None:
-        """Do what the leader does until it ends."""
+        """Repeat the leader's steps until it ends."""
         nothing: Any = None
         while True:
             try:
                 news = from_rank_zero(nothing, self.dims)
-            except RuntimeError:  # it has gone without a word
+            except RuntimeError:  # the leader has ended without a message
                 return
             if news is None:
                 return
@@ -75,12 +76,11 @@ class Ranks(ABC):
 
 
 class Led(Ranks):
-    """An engine on several ranks, for the worker on the first: each step passes on to the others what was admitted and
-    released. Ranks of `dp` each have slots of their own, with an engine of their own; those of `tp` have the same.
-    """
+    """An engine on several ranks, for the worker on the first rank: each step tells the others what was admitted and
+    released. Each rank of `dp` has its own engine with its own slots; ranks of `tp` share the same slots."""
 
     def __init__(self, engine: Engine, dims: ParallelDims, balance: Balance | None = None) -> None:
-        """`balance`, on the leader alone, says when experts that ranks host move."""
+        """`balance`, on the leader only, decides when hosted experts move."""
         self.engine, self.dims, self.balance = engine, dims, balance
         self._news: list[tuple[int, Request | int]] = []
         self._texts = [[False] * engine.slots for _ in range(dims.data_world)]
@@ -90,15 +90,15 @@ class Led(Ranks):
 
     @property
     def context(self) -> int:
-        """The engine's context. The methods below call the engine's, too."""
+        """The engine's context. The methods below call the engine's methods, too."""
         return self.engine.context
 
     def require(self, request: Request) -> None:
         self.engine.require(request)
 
     def admit(self, request: Request) -> int | None:
-        """Admit a request as the engine does. Slots are numbered through all ranks; the rank with the fewest texts gets
-        the next."""
+        """Admit a request as the engine does. Slots are numbered across all ranks; the rank with the fewest texts gets
+        the request."""
         decoding = request.decoding
         if decoding.draws and decoding.seed is None:
             seed = random.SystemRandom().randrange(1 << 31)
@@ -129,11 +129,11 @@ class Led(Ranks):
         return self._step(chunk, orders)
 
     def visits(self) -> list[list[int]]:
-        """How often tokens of all ranks have visited each expert, for each mixture."""
+        """Visits of all ranks' tokens to each expert, for each mixture."""
         return [] if self.rounds is None else [hosts.visits.tolist() for hosts in self.rounds.hosts]
 
     def experts_news(self) -> dict[str, Any] | None:
-        """How hosted experts stand, if that has changed since the last call; on the leader."""
+        """The state of hosted experts, if it has changed since the last call; on the leader."""
         balance = self.balance
         if balance is None or not balance.looks:
             return None
@@ -144,7 +144,7 @@ class Led(Ranks):
         return balance.state()
 
     def _step(self, chunk: int | None, orders: Sequence[tuple[Any, ...]]) -> list[SlotResult]:
-        """One step of this rank's engine, and what all have made."""
+        """Run one step of this rank's engine; return the results of all ranks."""
         if self.mover is not None:
             for order, *more in orders:
                 if order == "begin":
@@ -188,7 +188,7 @@ class Led(Ranks):
 
 
 class LedVectors(Ranks):
-    """An embedder on several ranks, for the worker on the first: each call passes texts on to the others."""
+    """An embedder on several ranks, for the worker on the first rank: each call sends the texts to the others."""
 
     def __init__(self, embedder: Embedder) -> None:
         self.embedder, self.dims = embedder, embedder.dims
@@ -202,16 +202,15 @@ class LedVectors(Ranks):
 
 
 def join(settings: dict[str, Any]) -> tuple[ParallelDims, torch.device]:
-    """This rank's place among those of the settings' degrees, and its device. The leader, which is no rank yet, starts
-    the others.
+    """This rank's place in the settings' degrees, and its device. The leader also starts the other ranks.
 
-    Raises EnvironmentProblem where there are too few GPUs.
+    Raises EnvironmentProblem if there are too few GPUs.
     """
     plan = plan_of(settings)
     device, count = torch.device(settings["device"]), plan.gpus
     if device.type == "cuda" and torch.cuda.device_count() < count:
         raise EnvironmentProblem(
-            f"tp and ep take {count} GPUs, but this machine has {torch.cuda.device_count()}; use smaller ones."
+            f"tp and ep need {count} GPUs, but this machine has {torch.cuda.device_count()}; use smaller degrees."
         )
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
@@ -222,13 +221,13 @@ def join(settings: dict[str, Any]) -> tuple[ParallelDims, torch.device]:
 
 
 def plan_of(settings: dict[str, Any]) -> Plan:
-    """The degrees of the settings: `ep` ranks, of which `tp` have the same texts."""
+    """The degrees of the settings: `ep` ranks, in groups of `tp` with the same texts."""
     tp, ep = settings["tp"], settings["ep"]
     return Plan(tp=tp, dp=max(1, ep // tp), ep=ep)
 
 
 def _start(settings: dict[str, Any], count: int) -> None:
-    """Start the other ranks; this process is the first of them from now on."""
+    """Start the other ranks; this process becomes the first."""
     ranks = LocalRanks(count)
     _HELD.callback(lambda: ranks)
     for rank in range(1, count):
@@ -240,7 +239,7 @@ def _start(settings: dict[str, Any], count: int) -> None:
 
 
 def _end_with(process: subprocess.Popen[bytes], link: JsonLink) -> None:
-    """End this process once another rank has ended: its part of each layer is gone."""
+    """End this process once another rank has ended, because its part of each layer is gone."""
     process.wait()
     time.sleep(_LAST_WORDS)
     link.close()

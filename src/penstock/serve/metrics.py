@@ -10,20 +10,20 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Histogram:
-    """A histogram of durations: how many took at most each of `SECONDS`."""
+    """A histogram of durations, with the bounds `SECONDS`."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self.sum += seconds
         place = next((i for i, bound in enumerate(SECONDS) if seconds <= bound), len(SECONDS))
         self.counts[place] += 1
 
     def lines(self, name: str) -> Iterator[str]:
-        """The buckets, each with all below it."""
+        """The cumulative buckets, as lines."""
         total = 0
         for bound, count in zip([*map(str, SECONDS), "+Inf"], self.counts, strict=True):
             total += count
@@ -44,7 +44,7 @@ class Metrics:
         self.first_token, self.per_token, self.latency = Histogram(), Histogram(), Histogram()
 
     def text(self, gauges: Mapping[str, float]) -> str:
-        """All metrics as text; `gauges` are present values by name."""
+        """All metrics as text; `gauges` are current values by name."""
         return "\n".join([*self._lines(gauges), ""])
 
     def _lines(self, gauges: Mapping[str, float]) -> Iterator[str]:

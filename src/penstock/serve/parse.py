@@ -1,7 +1,6 @@
-"""Requests in OpenAI's form: bodies, checked, and turned into prompts and settings.
+"""Requests in OpenAI's form: bodies are checked, and turned into prompts and settings.
 
-Every key is known or refused, so that no setting is silently without effect. Those that only describe the caller are
-accepted and not used.
+Unknown keys are refused, so that no setting is silently ignored. Keys that only describe the caller are not used.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from penstock.errors import ConfigError
 from penstock.infer.usual import chosen
 
 MOST_CHOICES = 16
-"""Texts for one prompt."""
+"""Most texts for one prompt."""
 MOST_LIKELIEST = 20
-"""Likeliest tokens in each place."""
+"""Most alternatives at each place."""
 MOST_BIASES = 300
-"""Entries of `logit_bias`, as OpenAI takes."""
+"""Most entries of `logit_bias`, as with OpenAI."""
 MOST_PROMPTS = 256
-"""Prompts, or texts to embed or translate, of one request."""
+"""Most prompts, or texts to embed or translate, in one request."""
 DECODING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "min_tokens": "min_tokens",
     "repetition_penalty": "repetition_penalty", "no_repeat_ngram": "no_repeat_ngram", "ignore_eos": "ignore_end",
 }  # fmt: skip
-"""Keys of a request, and what they are called in `Decoding`."""
+"""Keys of a request, and their names in `Decoding`."""
 _CALLER = frozenset({"user", "metadata", "store", "safety_identifier", "prompt_cache_key"})
 _SHARED = _CALLER | {
     "model", "max_tokens", "n", "stop", "stream", "stream_options", "logit_bias", "label", *DECODING,
@@ -53,44 +52,44 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"), "suffix": ("",), "web_search_options": (), "audio": (), "prediction": (),
     "reasoning_effort": (), "verbosity": (),
 }  # fmt: skip
-"""Settings of OpenAI's that are not supported, and the values at which they ask for nothing."""
+"""Unsupported settings of OpenAI, and the values with which they have no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
-    """A request for texts, checked."""
+    """A checked request for texts."""
 
     prompts: tuple[str | tuple[int, ...], ...]
     decoding: dict[str, Any]
-    """Fields of `Decoding` but for `stop`, `max_tokens` where the request says it."""
+    """Fields of `Decoding` except `stop`; `max_tokens` only if the request sets it."""
     max_tokens: int | None = None
-    """Most new tokens; None: the usual number."""
+    """Maximum number of new tokens; None: the usual number."""
     choices: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
     label: str | tuple[str, ...] | None = None
-    """Label of all prompts or of each, which chooses experts."""
+    """Label that chooses experts, one for all prompts or one for each."""
     usage: bool = False
     """Whether a stream ends with the number of tokens."""
     marked: bool = False
     """Whether prompts spell special tokens, as chat templates do."""
     logprobs: int | None = None
-    """Likeliest tokens in each place that are returned beside each token's own log-probability; None: neither."""
+    """Alternatives at each place to return with each token's log-probability; None: no log-probabilities."""
     echo: bool = False
     """Whether a text begins with its prompt."""
     best_of: int = 1
-    """Texts of which the `choices` likeliest are returned."""
+    """Number of texts to generate, of which the `choices` likeliest are returned."""
     token_ids: bool = False
-    """Whether a stream sends every token's number as soon as it comes, even where it makes no whole character."""
+    """Whether a stream sends every token's number at once, even if it does not complete a character."""
 
     @property
     def scored(self) -> bool:
-        """Whether texts are scored once they are there."""
+        """Whether texts are scored after generation."""
         return self.logprobs is not None or self.best_of > self.choices
 
 
 def body_of(raw: bytes, route: str, *, max_bytes: int) -> dict[str, Any]:
-    """The table in a body of at most `max_bytes`. Raises ConfigError for others, and for keys that `route` lacks."""
+    """The JSON object in a body of at most `max_bytes`. Raises ConfigError for others, and keys that `route` lacks."""
     body = parse_json(
         raw, "The body of the request", bounds=Bounds(bytes=max_bytes, values=200_000, control=True)
     )
@@ -102,15 +101,15 @@ def body_of(raw: bytes, route: str, *, max_bytes: int) -> dict[str, Any]:
         if key in _IDLE:
             raise ConfigError(f"{key} is not supported; leave it out.")
         if key not in known:
-            raise ConfigError(f"{quoted(key)} is no setting of this route.{nearest(key, sorted(known))}")
+            raise ConfigError(f"{quoted(key)} is not a setting of this route.{nearest(key, sorted(known))}")
     if isinstance(bias := body.get("logit_bias"), dict) and len(bias) > MOST_BIASES:
-        raise ConfigError(f"logit_bias has {len(bias):,} entries, and at most {MOST_BIASES} are taken.")
+        raise ConfigError(f"logit_bias has {len(bias):,} entries, but at most {MOST_BIASES} are allowed.")
     return body
 
 
 def completion(body: Mapping[str, Any], usual: Mapping[str, Any]) -> TextRequest:
-    """A request for /v1/completions, of a model whose folder asks for what is `usual`. Raises ConfigError for what is
-    missing or no prompt."""
+    """A request for /v1/completions; `usual` are the settings of the model's folder. Raises ConfigError for a missing
+    or bad prompt."""
     request = _request(body, texts_of(body, "prompt"), {"temperature": 1.0, **usual})
     return _scored(replace(
         request,
@@ -121,7 +120,7 @@ def completion(body: Mapping[str, Any], usual: Mapping[str, Any]) -> TextRequest
 
 
 def chat(body: Mapping[str, Any], template: Template | None, usual: Mapping[str, Any]) -> TextRequest:
-    """A request for /v1/chat/completions. Raises ConfigError without messages, or without a template of the model."""
+    """A request for /v1/chat/completions. Raises ConfigError without messages, or if the model has no template."""
     if template is None:
         raise ConfigError("The model's folder has no chat template, so it cannot chat. Use /v1/completions.")
     messages = body.get("messages")
@@ -149,14 +148,14 @@ def chat(body: Mapping[str, Any], template: Template | None, usual: Mapping[str,
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """A message as the template takes it, without fields that are null, as clients of OpenAI's send back an answer."""
+    """A message for the template, without null fields, which OpenAI's clients send when they return an answer."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ConfigError("A message must be a table with role and content, and its role text.")
     answers = message["role"] == "assistant"
     content = "" if answers and message.get("content") is None else _content(message.get("content"))
     fields: dict[str, Any] = {"role": message["role"], "content": content}
     for name, value in message.items():
-        # lm-evaluation-harness says of each message that it is text.
+        # lm-evaluation-harness marks each message as text.
         if name in fields or value is None or value == [] or (name, value) == ("type", "text"):
             continue
         fields[name] = (
@@ -166,7 +165,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool as templates take it: its arguments, which OpenAI's clients send as JSON, as a table."""
+    """A tool call for the template: its arguments, which OpenAI's clients send as JSON text, become a table."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -175,7 +174,7 @@ def _call(call: Any) -> Any:
 
 
 def _content(content: Any) -> str:
-    """The text of a message, whole or in parts. Raises ConfigError for anything else, such as images."""
+    """The text of a message, from a string or a list of parts. Raises ConfigError for anything else, such as images."""
     if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
         parts = [{key: value for key, value in part.items() if value not in (None, [])} for part in content]
         texts = [part["text"] for part in parts if part.keys() == {"type", "text"} and part["type"] == "text"]
@@ -191,7 +190,7 @@ def _content(content: Any) -> str:
 def _scored(request: TextRequest) -> TextRequest:
     """Check a request and return it. Raises ConfigError for settings that contradict each other."""
     if request.best_of < request.choices:
-        raise ConfigError(f"best_of is {request.best_of}, fewer than the {request.choices} texts of n.")
+        raise ConfigError(f"best_of is {request.best_of}, but must be at least n={request.choices}.")
     unstreamable = {
         "logprobs": request.logprobs is not None,
         "echo": request.echo,
@@ -204,8 +203,8 @@ def _scored(request: TextRequest) -> TextRequest:
 
 
 def in_base64(body: Mapping[str, Any]) -> bool:
-    """Whether a request wants vectors in base64, as clients of OpenAI's do unless they are told otherwise. Raises
-    ConfigError for another form than that and `float`."""
+    """Whether a request wants vectors in base64, which OpenAI's clients request by default. Raises ConfigError for a
+    form other than that and `float`."""
     return bool(_field(body, "encoding_format", Literal["float", "base64"], "float") == "base64")
 
 
@@ -215,20 +214,20 @@ def translation(body: Mapping[str, Any], usual: Mapping[str, Any]) -> TextReques
 
 
 def texts_of(body: Mapping[str, Any], key: str) -> list[str | tuple[int, ...]]:
-    """One text or several, each a string or token numbers. Raises ConfigError for anything else, and for too many."""
+    """One or several texts, each a string or token numbers. Raises ConfigError for anything else, and for too many."""
     value = body.get(key)
     items = [value] if isinstance(value, str) or _numbers(value) else value
     if not isinstance(items, list) or not items or not all(isinstance(i, str) or _numbers(i) for i in items):
         raise ConfigError(f"{key} must be a text, token numbers, or a list of either.")
     if len(items) > MOST_PROMPTS:
         raise ConfigError(
-            f"{key} has {len(items):,} texts, and at most {MOST_PROMPTS} are taken; send several requests."
+            f"{key} has {len(items):,} texts, but at most {MOST_PROMPTS} are allowed; send several requests."
         )
     return [item if isinstance(item, str) else tuple(item) for item in items]
 
 
 def images_of(body: Mapping[str, Any]) -> list[str]:
-    """One image or several in base64, as data URLs or alone. Raises ConfigError for anything else, and for too many."""
+    """One or several images in base64, plain or as data URLs. Raises ConfigError for anything else and too many."""
     images = [
         item.partition(",")[2] if isinstance(item, str) and item.startswith("data:") else item
         for item in texts_of(body, "input")
@@ -267,7 +266,7 @@ def _request(
         label = tuple(label)
     elif not isinstance(label, str | None):
         raise ConfigError("label must be a text, or a list with one for each prompt.")
-    from_dict(Decoding, decoding, origin="the request")  # so that wrong settings are refused at once
+    from_dict(Decoding, decoding, origin="the request")  # refuses wrong settings at once
     max_tokens = _field(
         body, "max_tokens", Annotated[int, Range(0 if body.get("echo") is True else 1, 1 << 24)], None
     )

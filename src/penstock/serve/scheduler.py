@@ -1,10 +1,10 @@
-"""Which request is served next: a bounded queue, and admission to the slots and the cache of one engine.
+"""Decides which request is served next: a bounded queue, and admission to the slots and the cache of one engine.
 
-There are no tensors here and no clock; whose time is over, the caller removes. The server's worker asks this scheduler
-between two steps of the engine, and the queueing simulation asks the same one between two steps that only take time.
-Requests are taken in the order in which they came. One that does not fit yet holds up those behind it, so that none
-waits forever (continuous batching: Yu et al., OSDI 2022, "Orca", section 3; prompts read in pieces: Agrawal et al.,
-OSDI 2024, "Sarathi-Serve", section 4).
+There are no tensors here and no clock; the caller removes requests whose time is over. The server's worker calls this
+scheduler between two steps of the engine, and the queueing simulation between two simulated steps. Requests are served
+in order of arrival. A request that does not fit yet holds up those after it, so that none waits forever (continuous
+batching: Yu et al., OSDI 2022, "Orca", section 3; prompts in pieces: Agrawal et al., OSDI 2024, "Sarathi-Serve",
+section 4).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from penstock.errors import PenstockError
 
 
 class QueueFull(PenstockError):
-    """The queue is full: this request is refused and has changed nothing."""
+    """The queue is full; the request was refused and has changed nothing."""
 
 
 class TooLong(PenstockError):
-    """A request that the engine could not hold even alone."""
+    """A request that is too large for the engine even if it is the only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class Limits(Checked):
     block: Count = 16
     """Tokens of one block of the cache."""
     chunk: Count = 512
-    """Tokens of prompts that are read between two steps, in pieces, so that sequences under way do not stall."""
+    """Tokens of prompts that are read between two steps, in pieces, so that running sequences do not stall."""
 
     @property
     def room(self) -> int:
-        """Most requests that are served or wait."""
+        """Maximum number of requests that are served or wait."""
         return self.slots + self.waiting
 
     def blocks(self, tokens: int) -> int:
-        """Tokens that a sequence of so many takes in the cache."""
+        """Cache space of a sequence of `tokens` tokens, rounded up to whole blocks."""
         return -(-tokens // self.block) * self.block
 
 
@@ -62,18 +62,18 @@ class Job:
     max_tokens: int
     """Most tokens to generate."""
     read: int = 0
-    """Tokens of the prompt that are in the cache."""
+    """Number of the prompt's tokens that are in the cache."""
     made: int = 0
     """Tokens generated so far."""
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole sequence, when it is as long as it may be."""
+        """Tokens of the whole sequence at its maximum length."""
         return self.prompt + self.max_tokens
 
 
 class Read(NamedTuple):
-    """Tokens `start` to `stop` of a job's prompt, to be read now. The piece that ends the prompt gives a token."""
+    """Tokens `start` to `stop` of a job's prompt, to be read now. The last piece of a prompt also generates a token."""
 
     job: Job
     start: int
@@ -93,14 +93,14 @@ class Turn:
 
 
 class Scheduler:
-    """The queue and the slots of one engine. The caller reports what each turn has made."""
+    """The queue and the slots of one engine. The caller reports the result of each turn."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
         self._held = 0
-        """Tokens of the cache that running jobs have or may come to need."""
+        """Tokens of the cache that are reserved for running jobs at their maximum length."""
 
     @property
     def waiting(self) -> int:
@@ -113,7 +113,7 @@ class Scheduler:
         return len(self._running)
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Raises TooLong for one that can never run, QueueFull where too many wait."""
+        """Queue a job. Raises TooLong for a job that can never run, QueueFull if too many wait."""
         limits = self.limits
         if job.prompt < 1 or job.max_tokens < 1:
             raise TooLong("A request needs at least one token of a prompt, and one to generate.")
@@ -123,16 +123,16 @@ class Scheduler:
                 f"The prompt has {job.prompt:,} tokens and {job.max_tokens:,} are to be generated, but a sequence may "
                 f"have {most:,} in all. Shorten the prompt, or ask for fewer."
             )
-        # A queue of length 0 still takes what finds a free slot.
+        # A queue of length 0 still accepts a job for a free slot.
         if self.running + self.waiting >= limits.room:
             raise QueueFull(
-                f"{self.running + self.waiting} requests are served or wait, and no more than {limits.room} may. "
+                f"{self.running + self.waiting} requests are served or wait, and at most {limits.room} may. "
                 "Try again later."
             )
         self._waiting.append(job)
 
     def remove(self, number: int) -> Job | None:
-        """Take a job out, done or not, and give it; None if it is not here any more."""
+        """Remove a job, finished or not, and return it; None if it is no longer here."""
         job = self._running.pop(number, None)
         if job is not None:
             self._held -= self.limits.blocks(job.tokens)
@@ -143,7 +143,7 @@ class Scheduler:
         return job
 
     def turn(self) -> Turn:
-        """The work of the next turn; none where there is no job. Jobs that are admitted have a slot from now on."""
+        """The work of the next turn; empty if there is no job. Jobs that are admitted have a slot from now on."""
         turn = Turn()
         left = self.limits.chunk
         for job in self._running.values():
@@ -163,18 +163,18 @@ class Scheduler:
         return self.running < limits.slots and self._held + limits.blocks(job.tokens) <= limits.cache
 
     def _read(self, job: Job, left: int, turn: Turn) -> int:
-        """Tokens of the job's prompt that are read in this turn."""
+        """Add a piece of the job's prompt to the turn; return its number of tokens."""
         size = min(job.prompt - job.read, left)
         turn.reads.append(Read(job, job.read, job.read + size))
         return size
 
     def has_read(self, read: Read) -> None:
-        """Report that a piece of a prompt is in the cache; the last piece has made a token."""
+        """Report that a piece of a prompt is in the cache; the last piece has generated a token."""
         read.job.read = read.stop
         if read.stop >= read.job.prompt:
             read.job.made = 1
 
     def has_made(self, job: Job, tokens: int = 1) -> bool:
-        """Report tokens; returns whether the job has all that it may have. The caller removes finished jobs."""
+        """Report generated tokens; return whether the job has reached its maximum. The caller removes finished jobs."""
         job.made += tokens
         return job.made >= job.max_tokens

@@ -1,4 +1,4 @@
-"""`penstock serve`: one model behind HTTP, until it is told to stop."""
+"""`penstock serve`: one model over HTTP, until it is asked to stop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from penstock.serve.backend import Backend
 from penstock.serve.settings import ServeConfig
 
 BACKLOG = 1024
-"""Connections that may wait to be taken, while the model loads for one."""
+"""Connections that may wait to be accepted, for example while the model loads."""
 OPENER = "penstock.serve.worker:opened"
 
 
 def serve(
     config: ServeConfig, *, key: str | None = None, tell: Callable[[str], None] = print, opener: str = OPENER
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then end the requests under way and return. `key` is what clients must send.
+    """Serve until SIGTERM or SIGINT, then finish the requests in progress and return. `key` is what clients must send.
 
-    Raises ConfigError and what opening the model raises; EnvironmentProblem without the extra `serve`, or where the
-    port is taken.
+    Raises ConfigError and the errors of opening the model; EnvironmentProblem without the extra `serve`, or if the port
+    is in use.
     """
     for name in ("starlette", "uvicorn"):
         package(name, f"penstock serve needs the package {name}", "serve")
@@ -47,8 +47,8 @@ def serve(
 
 
 def key_of(config: ServeConfig, environment: str | None) -> str | None:
-    """The key that clients must send: of the file that is named, else of the environment. Raises ConfigError for an
-    empty one."""
+    """The key that clients must send: from the file that is set, else from the environment. Raises ConfigError for an
+    empty file."""
     if config.api_key_file is None:
         return environment or None
     key = read_text(config.api_key_file, "The key's file", limit=4096, error=ConfigError).strip()
@@ -58,7 +58,7 @@ def key_of(config: ServeConfig, environment: str | None) -> str | None:
 
 
 def usual_name(model: str) -> str:
-    """The name by which clients ask for a model: that on the hub, of its folder, or of the run that exported it."""
+    """The name of a model for clients: its name on the hub, its folder's, or the name of the run that exported it."""
     path = Path(model)
     if not path.exists():
         return model.partition("@")[0]
@@ -83,14 +83,14 @@ async def _serve(
     )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(
         logging.ERROR
-    )  # what clients send wrong is told them, and no log
+    )  # clients' errors go to the clients, not to the log
     connection: Any = functools.partial(Connection, unread_seconds=config.unread_seconds)
     server = Server(
         uvicorn.Config(
             service.app(), http=connection, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, proxy_headers=False, h11_max_incomplete_event_size=HEAD_BYTES,
             timeout_graceful_shutdown=max(1, int(config.stop_seconds)),
-            timeout_keep_alive=1 << 20,  # a connection has a limit of its own, which slow readers do not meet
+            timeout_keep_alive=1 << 20,  # `Connection` has its own limit, which allows slow readers
         )
     )  # fmt: skip
     await backend.start()
@@ -105,7 +105,7 @@ async def _serve(
 
 
 def _listen(config: ServeConfig) -> socket.socket:
-    """The socket to listen on, taken before the model is loaded."""
+    """The socket to listen on, opened before the model is loaded."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
 """The HTTP side of `penstock serve`: OpenAI's routes over one worker (Starlette and uvicorn).
 
-What comes in is bounded in bytes and in time before it is understood, and understood before it is queued. A full queue
-is told at once, with 429. A client that leaves ends its request.
+Requests are limited in bytes and time before they are parsed, and parsed before they are queued. If the queue is full,
+the answer is 429 at once. A client that disconnects ends its request.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from penstock.serve.settings import ServeConfig
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 1 << 25
-"""Bytes of a body at most, unless the settings say how many."""
+"""Most bytes of a body, unless the settings say otherwise."""
 LONG_TEXT = 20_000
-"""Characters above which a text is turned into tokens beside the loop that serves the others."""
+"""Characters above which a text is tokenised in a thread, so that the event loop can serve other requests."""
 
 
 class Fault(Exception):
-    """An error that is answered in place of a result."""
+    """An error that is sent as the answer."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     stopping: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
-    """When it began, in seconds since 1970."""
+    """Start time of the service, in seconds since 1970."""
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -79,17 +79,17 @@ class Service:
 
     @functools.cached_property
     def spelling(self) -> Spelling | None:
-        """How tokens are shown, with a tokenizer."""
+        """The spelling of tokens, if there is a tokenizer."""
         return None if self.tokenizer is None else Spelling(self.tokenizer)
 
     @property
     def labels(self) -> TextLabels:
-        """Labels by which the model's experts are given."""
+        """Labels that choose the model's experts."""
         about = self.backend.about
         return TextLabels(tuple(about.get("labels", ())), about.get("labels_in_prompts", False))
 
     def app(self) -> Starlette:
-        """The application."""
+        """The Starlette application."""
         posts = {
             "/v1/completions": ("completions", self.completions),
             "/v1/chat/completions": ("chat", self.chat),
@@ -114,7 +114,7 @@ class Service:
     def _guarded(
         self, route: str, work: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A route that counts what it answers, asks for the key, and turns errors into answers."""
+        """A route that counts its answers, checks the key, and turns errors into answers."""
 
         async def answer(request: Request) -> Response:
             try:
@@ -134,8 +134,8 @@ class Service:
                 self.metrics.cancelled += 1
                 response = Response(status_code=499)
             except Exception:
-                log.exception("A request has failed by a fault of the server.")
-                response = _fault(500, "The server has a fault; its log says more.", "server_error")
+                log.exception("A request failed because of an error in the server.")
+                response = _fault(500, "The server has failed; its log says more.", "server_error")
             self.metrics.requests[route, response.status_code] += 1
             return response
 
@@ -155,7 +155,7 @@ class Service:
         return bool(self.backend.about.get("images"))
 
     async def _table(self, request: Request, route: str) -> dict[str, Any]:
-        """The table in the body, which must come whole in time and not be too long. An image alone is its `input`."""
+        """The JSON object in the body, which must arrive in time and not be too long. An image alone is its `input`."""
         limit, raw = self.config.body_bytes or (IMAGE_BYTES if self.images else TEXT_BYTES), bytearray()
         large = Fault(413, f"The body has more than {limit:,} bytes, which is the most that is read.")
         length = request.headers.get("content-length", "0")
@@ -177,19 +177,19 @@ class Service:
         return body
 
     async def completions(self, request: Request) -> Response:
-        """Texts continued."""
+        """Continue texts."""
         body = await self._table(request, "completions")
         return await self._generate(request, parse.completion(body, self.backend.usual), "text_completion")
 
     async def chat(self, request: Request) -> Response:
-        """The next message of a conversation."""
+        """Generate the next message of a conversation."""
         body = await self._table(request, "chat")
-        async with self._rendering:  # one at a time, beside the loop: a template may take seconds
+        async with self._rendering:  # one at a time, in a thread: a template may take seconds
             wanted = await asyncio.to_thread(parse.chat, body, self.template, self.backend.usual)
         return await self._generate(request, wanted, "chat.completion")
 
     async def translate(self, request: Request) -> Response:
-        """Texts translated, or whatever an encoder–decoder makes of them."""
+        """Translate texts, or run any other encoder–decoder on them."""
         body = await self._table(request, "translate")
         if self.backend.about and not self.source:
             raise Fault(400, "This model is no encoder–decoder; use /v1/completions.")
@@ -205,11 +205,11 @@ class Service:
         })  # fmt: skip
 
     async def embeddings(self, request: Request) -> Response:
-        """A vector for each text."""
+        """Return a vector for each text."""
         body = await self._table(request, "embeddings")
         packed = parse.in_base64(body)
         if self.backend.about and self.backend.about["writes"]:
-            raise Fault(400, "This model makes text; embeddings come from encoders.")
+            raise Fault(400, "This model generates text; embeddings need an encoder.")
         vectors, count = await self._vectors(request, body, "texts")
         return self._listed(count, [
             {"object": "embedding", "index": i, "embedding": answers.base64_of(vector) if packed else vector}
@@ -217,7 +217,7 @@ class Service:
         ])  # fmt: skip
 
     async def classify(self, request: Request) -> Response:
-        """The likeliest class of each text or image, and the probabilities of all."""
+        """Return the likeliest class of each text or image, and the probabilities of all classes."""
         body = await self._table(request, "classify")
         if self.backend.about and not self.backend.about.get("classes"):
             raise Fault(400, "This model has no head for classes; use another route.")
@@ -235,7 +235,7 @@ class Service:
     async def _vectors(
         self, request: Request, body: dict[str, Any], wanted: str
     ) -> tuple[list[list[float]], int]:
-        """The worker's vector of each text of a request, or of each image, and how many tokens these have."""
+        """The worker's vector for each text or image of a request, and the number of tokens."""
         rows: list[Any] = (
             parse.images_of(body) if self.images else [*map(self._sentence, parse.texts_of(body, "input"))]
         )
@@ -251,7 +251,7 @@ class Service:
         return vectors, count
 
     def _sentence(self, text: str | tuple[int, ...]) -> list[int]:
-        """Token numbers of a text to be embedded, with what an encoder has around it."""
+        """Token numbers of a text to embed, with the special tokens that an encoder puts around it."""
         if not isinstance(text, str):
             return list(text)
         tokenizer = needed(self.tokenizer)
@@ -259,7 +259,7 @@ class Service:
         return [*frame.before, *tokenizer.encode([text])[0].tolist(), *frame.behind]
 
     async def health(self, request: Request) -> Response:
-        """200 while the worker can take requests."""
+        """Answer 200 while the worker can accept requests."""
         ready = self.backend.ready.is_set() and not self.stopping
         return JSONResponse({"status": "ok" if ready else "starting"}, status_code=200 if ready else 503)
 
@@ -280,10 +280,10 @@ class Service:
 
     def _require_name(self, name: Any) -> None:
         if name != self.name:
-            raise Fault(404, f"There is no model {quoted(name)} here; it is {self.name!r}.")
+            raise Fault(404, f"There is no model {quoted(name)} here; the model is {self.name!r}.")
 
     async def experts(self, request: Request) -> Response:
-        """The record of experts' loads while the model serves, as `penstock experts` reads it."""
+        """The record of experts' loads while the model serves, in the form that `penstock experts` reads."""
         if self.backend.loads is None:
             raise Fault(404, "There are no loads yet of experts that several devices host; serve with --ep.")
         return JSONResponse(self.backend.loads.to_dict())
@@ -296,12 +296,12 @@ class Service:
     async def _generate(self, request: Request, wanted: TextRequest, kind: str) -> Response:
         if self.backend.about and not self.backend.about["writes"]:
             other = "classify" if self.images else "embeddings"
-            raise Fault(400, f"This model is an encoder, which makes no text; use /v1/{other}.")
+            raise Fault(400, f"This model is an encoder, which does not generate text; use /v1/{other}.")
         prompts = await self._numbers(wanted)
         if not all(prompts):
             raise Fault(400, "A prompt is empty.")
         if wanted.scored and self.source:
-            raise Fault(400, "This model is an encoder–decoder, whose log-probabilities are not given.")
+            raise Fault(400, "Log-probabilities are not supported for encoder–decoders.")
         if wanted.max_tokens == 0:  # prompts are scored, one after the other
             self.backend.require_room(1)
         tickets = self._submit(wanted, prompts) if wanted.max_tokens != 0 else []
@@ -333,7 +333,7 @@ class Service:
         return response() if wanted.logprobs is None else await asyncio.to_thread(response)
 
     async def _score(self, texts: Sequence[Whole], wanted: TextRequest) -> None:
-        """Give each text its scores, one after the other, so that they take no more than one place in the queue."""
+        """Score the texts one after the other, so that they need only one place in the queue."""
         for text in texts:
             ticket = self._send({"score": text.tokens, "top": wanted.logprobs or 0})
             text.scores = await ticket.answer()
@@ -343,7 +343,7 @@ class Service:
         long = sum(len(prompt) for prompt in wanted.prompts) > LONG_TEXT
 
         def work() -> list[list[int]]:
-            if wanted.marked:  # the template has said all that stands before the text
+            if wanted.marked:  # the template contains everything that comes before the text
                 words = needed(self.tokenizer)
                 return [ids.tolist() for ids, _ in words.encode_marked([*map(str, wanted.prompts)])]
             return [prompt_numbers(prompt, self.tokenizer, source=self.source) for prompt in wanted.prompts]
@@ -351,8 +351,8 @@ class Service:
         return await asyncio.to_thread(work) if long else work()
 
     def _submit(self, wanted: TextRequest, prompts: Sequence[list[int]]) -> list[Ticket]:
-        """Queue each prompt as often as it has choices. Raises as `Backend.submit`, and ConfigError for labels that are
-        missing or unknown."""
+        """Queue each prompt once per text. Raises the errors of `Backend.require_room`, and ConfigError for labels that
+        are missing or unknown."""
         routes = self.labels.numbers(wanted.prompts, wanted.label)
         tickets: list[Ticket] = []
         self.backend.require_room(len(prompts) * wanted.best_of)
@@ -374,7 +374,7 @@ class Service:
         return self.backend.submit(message)
 
     async def _all(self, request: Request, texts: Sequence[Text]) -> None:
-        """Run all to their end, unless the client leaves or their time is over."""
+        """Generate all texts, unless the client disconnects or their time is over."""
 
         async def gather() -> None:
             async with asyncio.TaskGroup() as group:
@@ -384,7 +384,7 @@ class Service:
         await self._while_there(request, gather())
 
     async def _while_there(self, request: Request, work: Any) -> Any:
-        """The result of the work, which ends when the client leaves, or it takes longer than a request may."""
+        """The result of `work`, which is cancelled if the client disconnects or it takes longer than a request may."""
         task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
         try:
             done, _ = await asyncio.wait(
@@ -407,7 +407,7 @@ class Service:
     async def _parts(
         self, texts: Sequence[Text], wanted: TextRequest, prompts: Sequence[list[int]], head: dict[str, Any], kind: str,
     ) -> AsyncIterator[str]:  # fmt: skip
-        """A stream's lines: pieces of text as they come, of all choices."""
+        """Yield a stream's lines: pieces of the texts of all choices, as they are generated."""
         chunk = "chat.completion.chunk" if kind.startswith("chat") else kind
 
         def line(*choices: dict[str, Any], **more: Any) -> str:
@@ -454,13 +454,13 @@ class Service:
             own = [error for error in problem.exceptions if isinstance(error, PenstockError)]
             if own:
                 return str(own[0])
-            log.error("A stream has failed by a fault of the server.", exc_info=problem)
-            return "The server has a fault; its log says more."
+            log.error("A stream failed because of an error in the server.", exc_info=problem)
+            return "The server has failed; its log says more."
         return f"The request took longer than {self.config.seconds:g} s."
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has left."""
+    """Return when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -1,5 +1,5 @@
-"""Requests over time, read from a trace or drawn at random; how a server's queue and steps serve them, simulated; and
-the latencies that come of it."""
+"""Requests over time, read from a trace or drawn at random; a simulation of a server's queue and steps; and the
+resulting latencies."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from penstock.errors import ConfigError
 from penstock.serve.scheduler import Job, Limits, QueueFull, Scheduler, Turn
 
 LONGEST = 1 << 24
-"""Tokens of a prompt or an answer in a trace."""
+"""Most tokens of a prompt or an answer in a trace."""
 MOST_REQUESTS = 1_000_000
 LEAST_DRAWN, MOST_DRAWN = 1_000, 20_000
-"""Requests of a rate, where nobody says how many."""
+"""Fewest and most requests to draw for a rate, if no number is given."""
 _LINE = Bounds(bytes=1 << 16, values=100)
 
 
 class Arrival(NamedTuple):
-    """One request: when it comes, in seconds from the first, and how many tokens its prompt and its answer have."""
+    """One request: its arrival, in seconds after the first, and the numbers of tokens of its prompt and its answer."""
 
     at: float
     prompt: int
@@ -35,7 +35,7 @@ class Arrival(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One request that was served: when it came, when its first and its last token left, and how many these were."""
+    """One served request: the times of its arrival, its first and its last token, and the number of tokens."""
 
     at: float
     first: float
@@ -45,23 +45,22 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate(Checked):
-    """Requests that come independently of each other (a Poisson process), such as "rate=20 in=512 out=128"."""
+    """Requests that arrive independently of each other (a Poisson process), such as "rate=20 in=512 out=128"."""
 
     rate: Positive
     """Requests per second, on average."""
     prompt: tuple[int, int]
-    """Fewest and most tokens of a prompt; each number between is as likely."""
+    """Fewest and most tokens of a prompt; all numbers in between are equally likely."""
     made: tuple[int, int]
-    """Fewest and most tokens of an answer, likewise."""
+    """Fewest and most tokens of an answer, in the same way."""
 
     @classmethod
     def parse(cls, text: str) -> Rate:
         """The rate in words NAME=VALUE: rate, in and out; a range is `in=64..512`. Raises ConfigError with every
-        problem.
-        """
+        problem."""
         words = dict(word.partition("=")[::2] for word in text.split())
         problems = [
-            f"{quoted(name)} is no part of a rate." for name in words if name not in ("rate", "in", "out")
+            f"{quoted(name)} is not part of a rate." for name in words if name not in ("rate", "in", "out")
         ]
         problems += [f"{name}= is missing." for name in ("rate", "in", "out") if name not in words]
         lengths: dict[str, tuple[int, int]] = {}
@@ -131,9 +130,8 @@ def read_trace(path: Path) -> list[Arrival]:
 def requests_of(
     text: str, count: int | None = None, *, lasting: float = 60.0, seed: int = 0
 ) -> list[Arrival]:
-    """The requests that `--requests` names: a trace if it is a file, else a rate, of which `count` requests are drawn,
-    or as many as come in `lasting` seconds.
-    """
+    """The requests that `--requests` describes: a trace if it is a file, else a rate, from which `count` requests are
+    drawn, by default those of `lasting` seconds."""
     if "=" in text and not Path(text).is_file():
         rate = Rate.parse(text)
         usual = min(MOST_DRAWN, max(LEAST_DRAWN, math.ceil(rate.rate * lasting)))
@@ -143,7 +141,7 @@ def requests_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Half of all values are at most `p50`, and so on; 0 where there are none."""
+    """Percentiles: half of all values are at most `p50`, and so on; 0 without values."""
 
     p50: float = 0.0
     p95: float = 0.0
@@ -162,18 +160,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """How requests fared, simulated or measured. Seconds."""
+    """Results for all requests, simulated or measured; times in seconds."""
 
     requests: int
     refused: int
     seconds: float
     """Seconds from the first request to the last token."""
     tokens_per_second: float
-    """Generated."""
+    """Generated tokens per second."""
     first_token: Spread
     """Seconds from a request to its first token."""
     per_token: Spread
-    """Seconds between two tokens, the mean of each request."""
+    """Seconds between two tokens, as a mean per request."""
     latency: Spread
     """Seconds from a request to its last token."""
 
@@ -196,10 +194,10 @@ class Served:
         )
 
 
-# -- a queueing simulation: the server's own scheduler, over steps that only take time. Averages do not tell a 95th
+# -- a queueing simulation: the server's own scheduler, over steps that only take time. Averages do not yield a 95th
 # percentile, so each request is followed from its arrival to its last token, through the queue, the slots and the turns
-# of the engine. As there, a step computes all slots from the first to the last that has a text under way, and each of
-# them looks at as many tokens as the longest text has.
+# of the engine. As in the engine, a step computes all slots from the first to the last with a running text, and each of
+# them attends to as many tokens as the longest text has.
 
 
 class Costs(Protocol):
@@ -207,17 +205,17 @@ class Costs(Protocol):
 
     @property
     def request(self) -> float:
-        """Seconds of a request's way to the engine and back, while the engine works on others."""
+        """Seconds for a request to reach the engine and return, while the engine works on others."""
 
     def prefill(self, tokens: float) -> float:
-        """Seconds of reading a prompt of so many tokens."""
+        """Seconds for reading a prompt of `tokens` tokens."""
 
     def decode(self, batch: int, cached: float) -> float:
-        """One token for each of `batch` sequences, which look at `cached` tokens each."""
+        """Seconds for one token of each of `batch` sequences, which attend to `cached` tokens each."""
 
 
 def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, replicas: int = 1) -> Served:
-    """The outcome of requests that `replicas` engines serve in turn. Raises TooLong as the scheduler does."""
+    """Simulate requests that are dealt to `replicas` engines in turn. Raises TooLong as the scheduler does."""
     outcomes: list[Outcome] = []
     refused = 0
     for which in range(replicas):
@@ -228,7 +226,7 @@ def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, repli
 
 
 class _One:
-    """Simulation of one engine and the requests that come to it."""
+    """Simulation of one engine and its requests."""
 
     def __init__(self, arrivals: Sequence[Arrival], limits: Limits, costs: Costs) -> None:
         self.arrivals, self.limits, self.costs = arrivals, limits, costs
@@ -239,10 +237,10 @@ class _One:
         self.firsts: dict[int, float] = {}
         self.slots: dict[int, int] = {}
         self.free: list[int] = []
-        """Slots below the highest that has been in use."""
+        """Free slots below the highest slot that has been used."""
 
     def run(self) -> tuple[list[Outcome], int]:
-        """Serve all requests; returns the outcome of each that was accepted, and how many were refused."""
+        """Serve all requests; return the outcome of each accepted request, and the number of refused ones."""
         arrivals, scheduler, coming = self.arrivals, self.scheduler, 0
         while coming < len(arrivals) or scheduler.running or scheduler.waiting:
             while coming < len(arrivals) and self._comes(coming) <= self.now:
@@ -257,7 +255,7 @@ class _One:
         return self.outcomes, self.refused
 
     def _comes(self, number: int) -> float:
-        """When a request reaches the engine. Its way back is counted here, too."""
+        """When a request reaches the engine. The time for its way back is included here, too."""
         return self.arrivals[number].at + self.costs.request
 
     def _take(self, number: int) -> None:
@@ -268,7 +266,7 @@ class _One:
             self.refused += 1
 
     def _step(self, turn: Turn, until: float) -> None:
-        """Take a turn, as often as nothing changes."""
+        """Run a turn, repeated until something changes."""
         for read in turn.reads:
             if read.job.number not in self.slots:
                 self.slots[read.job.number] = heapq.heappop(self.free) if self.free else len(self.slots)
@@ -293,10 +291,10 @@ class _One:
 
 
 def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, float]:
-    """How many turns pass before anything changes, and the seconds that they take.
+    """How many turns pass before anything changes, and how many seconds they take.
 
-    With prompts to read it is once. Otherwise the same sequences go on until the first of them is done, or until a
-    request comes that finds a free slot, `until` seconds from now.
+    With prompts to read, it is one turn. Otherwise the same sequences continue until the first of them is done, or
+    until a request arrives that finds a free slot, `until` seconds from now.
     """
     seconds = sum(_piece(read.start, read.stop, costs) for read in turn.reads)
     if not turn.decode:
@@ -312,7 +310,8 @@ def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, floa
 
 
 def _piece(start: int, stop: int, costs: Costs) -> float:
-    """A later piece of a prompt attends to what is in front of it, as in a prompt that is read at once."""
+    """Seconds for a piece of a prompt. A later piece attends to the tokens before it, as in a prompt that is read at
+    once."""
     if not start:
         return costs.prefill(stop)
     return max(costs.prefill(stop) - costs.prefill(start), costs.prefill(stop - start))

@@ -120,9 +120,9 @@ def test_experts_learn_alike_in_eager_and_compiled_code(dtype: torch.dtype) -> N
 def test_ends_out_of_order_or_past_the_rows_are_refused() -> None:
     x, weight = torch.randn(5, 8), torch.randn(2, 8, 8)
     for ends in ([3, 2], [-1, 5], [5, 6]):
-        with pytest.raises(ConfigError, match="in order and up to 5"):
+        with pytest.raises(ConfigError, match="in ascending order and up to 5"):
             grouped_product(x, weight, torch.tensor(ends, dtype=torch.int32))
-        with pytest.raises(ConfigError, match="in order and up to 5"):
+        with pytest.raises(ConfigError, match="in ascending order and up to 5"):
             grouped_outer(x, x, torch.tensor(ends, dtype=torch.int32))
 
 

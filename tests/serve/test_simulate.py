@@ -142,7 +142,7 @@ def test_a_rate_is_read_and_drawn() -> None:
         ("rate=x in=1 out=1", "must be a number"),
         ("rate=1 in=9..3 out=1", "the fewest first"),
         ("rate=1 in=5 out=1e99", "out="),
-        ("rate=1 in=5 out=1 tea=2", "'tea' is no part"),
+        ("rate=1 in=5 out=1 tea=2", "'tea' is not part"),
     ],
 )
 def test_a_bad_rate_is_refused(text: str, said: str) -> None:

@@ -48,7 +48,7 @@ class Captioner:
         self, model: str | Path | Model, plan: Plan | None = None, *, tokenizer: Tokenizer | None = None,
         batch: int = 32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        """Raises ConfigError for a model that does not write of images."""
+        """Raises ConfigError for a model that does not caption images."""
         opened = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
         graph = opened.model.graph
         self._inputs = {type(one): one for one in map(graph.input_of, graph.remembered)}
@@ -91,7 +91,7 @@ class Captioner:
         self, inputs: Sequence[T], read: Callable[[Sequence[T]], dict[str, Tensor]], language: str,
         decoding: Decoding,
     ) -> list[str]:  # fmt: skip
-        """Texts that are written of the inputs, of which `read` makes the model's arguments, a batch at a time."""
+        """The text written for each input, a batch at a time; `read` turns inputs into the model's arguments."""
         from penstock.data.captions import beginning
 
         if others := [name for name in _OTHER_WAYS if getattr(decoding, name) != getattr(Decoding(), name)]:

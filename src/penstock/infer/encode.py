@@ -46,7 +46,8 @@ class _Texts:
         self, opened: Loaded, batch: int, run: Callable[..., Tensor], dims: ParallelDims = ALONE,
         most: int | None = None,
     ) -> None:  # fmt: skip
-        """`run` is the model, or what of it is to be run, of texts of at most `most` tokens; none: as its first run."""
+        """`run` is the model, or the part of it to run, for texts of at most `most` tokens; None: the maximum of its
+        first run."""
         assert isinstance(opened.model, Model)
         self.model, self.tokenizer, self.batch, self.run = opened.model, opened.tokenizer, batch, run
         self.dims, self.most = dims, most or opened.model.graph.runs[0].max_tokens
@@ -123,7 +124,7 @@ class Embedder:
         self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
         tokenizer: Tokenizer | None = None, batch: int = 32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        """Raises ConfigError for a model that is no encoder, and for a Plan with `tp`, `pp` or `cp`."""
+        """Raises ConfigError for a model that is not an encoder, and for a Plan with `tp`, `pp` or `cp`."""
         plan = plan or Plan()
         self.dims = ALONE
         with ExitStack() as joining:
@@ -191,7 +192,7 @@ def _compared(
     model: Any, head: VectorHead, name: str, values: Tensor, lengths: Tensor | None = None,
     segments: None = None,
 ) -> Tensor:  # fmt: skip
-    """Vectors of length 1, (B, E), that a head makes of the values of an input."""
+    """Vectors of length 1, (B, E), from a head, for the values of an input."""
     more = {} if lengths is None else {"lengths": lengths}
     vectors: Tensor = model(**{name: values}, **more)[head.name]
     return F.normalize(vectors[:, : head.features], dim=1)
@@ -253,8 +254,8 @@ def _over_images(
     model: Model, paths: Sequence[str | Path | bytes], batch: int, compute: Callable[[Tensor], Tensor],
     **how: Any,
 ) -> Tensor:  # fmt: skip
-    """`compute` of all images in files, a batch at a time; `how` is as of `read_images`. Raises ConfigError without
-    any."""
+    """`compute` for all images in files, a batch at a time; `how` has the arguments of `read_images`. Raises
+    ConfigError if there are none."""
     if not paths:
         raise ConfigError("There are no images; give at least one.")
     made = []

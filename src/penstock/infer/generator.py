@@ -79,10 +79,10 @@ class Generator:
         draft: str | Path | Model | None = None, shortlist: Sequence[int] | str | Path = (),
         only: Sequence[str] = (), device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        """`start` is the token that an encoder–decoder's decoder begins with, `ends` are those that end a text; none:
-        as the folder of the model says, or its tokenizer. With a `shortlist`, token numbers or a file of them, nothing
-        else is generated but what ends a text, and the output's product is taken over these alone. Of several ranks,
-        `cuda` is the GPU of each. `only` are labels of texts: the experts that they choose are read, and no others."""
+        """`start` is the first token of an encoder–decoder's decoder, `ends` are the tokens that end a text; None: as
+        the model's folder says, or its tokenizer. With a `shortlist`, token numbers or a file of them, only these
+        tokens and those that end a text are generated, and the output layer computes only their logits. With several
+        ranks, `cuda` is each rank's GPU. `only` are labels of texts: only the experts that they choose are read."""
         plan, self.device = plan or Plan(), torch.device(device)
         self.dims = ALONE
         with ExitStack() as joining:
@@ -136,7 +136,7 @@ class Generator:
         self, prompts: Prompt | Sequence[Prompt], decoding: Decoding | None = None, *,
         label: str | Sequence[str] | None = None, **settings: Any,
     ) -> list[Generated]:  # fmt: skip
-        """Continue or translate prompts, texts or their token numbers: `decoding.best` texts for each, in their order.
+        """Continue or translate prompts, given as texts or token numbers: `decoding.best` texts for each, in order.
 
         `settings` are fields of `Decoding`; the model's folder sets the others (`usual`). A `decoding` replaces the
         folder's settings, except for its biases and forced tokens. `label`, one for all prompts or one for each,

@@ -176,7 +176,7 @@ def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:
     defaults = usual_of(folder)
     if defaults.unmet and dims.main:
         words = quoted("; ".join(defaults.unmet), 600)
-        _log.warning("generation_config.json asks for what is not obeyed: %s.", words)
+        _log.warning("generation_config.json has settings that are not applied: %s.", words)
     return defaults.fields
 
 

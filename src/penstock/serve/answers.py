@@ -28,7 +28,7 @@ class Text:
         self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest, *,
         source: bool,
     ) -> None:  # fmt: skip
-        """`source` says that the ticket's tokens are a source to translate, which the text does not continue."""
+        """`source` says that the ticket's tokens are a source to translate, not a prompt to continue."""
         self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
         self._every = wanted.token_ids or tokenizer is None
         self._after: Sequence[int] = () if source else ticket.message["ids"]

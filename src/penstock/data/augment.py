@@ -1,8 +1,8 @@
 """Augmentation of a whole batch on its device, with random numbers that the host draws by counter.
 
 `draw` makes every choice (boxes, flips, operations, mixing) as small host arrays that are pure functions of (seed,
-stream position). `augment_batch` carries them out. So the choices are the same on a CPU and a GPU, on one rank or
-eight, in a resumed run and one that was not interrupted, and nothing waits for the device.
+stream position), and `augment_batch` applies them. So the choices are the same on a CPU and a GPU, on one rank or
+eight, in a resumed run and an uninterrupted one, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def draw(
 
 
 def _draw_boxes(table: Floats, areas: tuple[float, float], most: float, height: int, width: int) -> Boxes:
-    """Boxes (B, 4) by numbers (B, 4) of a share of the area within two bounds, a ratio of the sides up to `most`, on a
-    logarithmic scale, and a place. A side that is too long is cut."""
+    """Boxes (B, 4) drawn from uniform numbers (B, 4): a share of the area between two bounds, an aspect ratio up to
+    `most` on a logarithmic scale, and a position. A side that is too long is cut."""
     low, high = areas
     if low >= 1:
         return np.tile(np.array((0, 0, height, width), np.int64), (len(table), 1))
@@ -191,7 +191,8 @@ def augment_batch(
 
 @torch.no_grad()
 def center_batch(images: Tensor, *, image_size: int, crop_share: float = 0.875) -> Tensor:
-    """For evaluation, without randomness: the centre of `crop_share` of each side, resized and normalised."""
+    """Prepare images for evaluation, without randomness: the central `crop_share` of each side, resized and
+    normalised."""
     height, width = images.shape[1:3]
     tall, wide = max(1, round(height * crop_share)), max(1, round(width * crop_share))
     box = ((height - tall) // 2, (width - wide) // 2, tall, wide)

@@ -1,8 +1,8 @@
-"""Images with names in many languages: digits with theirs, and a folder of images with a table of captions.
+"""Images with captions in many languages: the digits and their names, and a folder of images with a table of captions.
 
-A sample is an image, a name of what it shows, another name of it that is to be written, and whether the writer sees the
-image or the first name. Training never sees some of the images, some of the names, and translations between some pairs
-of languages, among them all pairs with a language that training sees in captions alone.
+A sample is an image, a name of what it shows, a second name that the model is to write, and whether it writes from the
+image or from the first name. Some images, some names, and translations between some pairs of languages are held out of
+training, among them all pairs with a language that occurs in captions alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LANGUAGES = (
 )  # fmt: skip
 """Languages of `captions` by default."""
 IMAGE, TEXT = 0, 1
-"""Whether a writer sees the image or a name, as numbers."""
+"""Numbers that say whether the model writes from the image or from a name."""
 TABLE, FILE, CONCEPT = "metadata.jsonl", "file_name", "concept"
 """A folder's table of captions, as Hugging Face's image folders have it, and its columns that are no language."""
 _WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _IMAGES_EVERY = 20, 5, 3, 10
@@ -58,7 +58,7 @@ class Pictures(NamedTuple):
 
 
 class NameTable(NamedTuple):
-    """Names as a model takes them, W in all."""
+    """Tokens of all W names, as a model reads them."""
 
     languages: tuple[str, ...]
     language: NDArray[np.int64]
@@ -69,8 +69,8 @@ class NameTable(NamedTuple):
 
 
 class Captions(ImageSource):
-    """Samples of one split: images by number, and all else in tables by number. `rows` has, of each sample, its image,
-    the names that are read and written, and what the writer sees. Its label is the concept that it shows.
+    """Samples of one split. `rows` holds numbers for each sample: its image, the names that are read and written, and
+    what the model writes from. Its label is the concept that the image shows.
     """
 
     classes = ()
@@ -112,8 +112,8 @@ def open_captions(data: DataConfig, split: Split, *, channels: int, image_size: 
 
 
 def captioned(folder: Path, data: DataConfig, channels: int, size: int) -> Pictures:
-    """The images that a folder's `metadata.jsonl` lists, kept in memory: each line has a `file_name`, and texts by
-    language. Images with one `concept` share their captions. A tenth of the images is held out.
+    """The images listed in a folder's `metadata.jsonl`, loaded into memory: each line has a `file_name`, and texts by
+    language. Images with the same `concept` share their captions. A tenth of the images is held out.
     """
     captions: dict[str, dict[str, str]] = {}
     concepts: list[str] = []
@@ -151,7 +151,7 @@ def captioned(folder: Path, data: DataConfig, channels: int, size: int) -> Pictu
 
 
 def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Where each line of a folder's table is, in words, and its columns without empty ones."""
+    """The place of each line of a folder's table, in words, and its columns except empty ones."""
     table = folder / TABLE
     if not table.is_file():
         raise DataError(
@@ -173,8 +173,8 @@ def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def digits(languages: Sequence[str], channels: int) -> Pictures:
-    """The embedded digits, and their names as num2words has them. Raises ConfigError for fewer than two languages, and
-    for one that it does not speak."""
+    """The digits, and their names from num2words. Raises ConfigError for fewer than two languages, and for a language
+    that num2words does not have."""
     from penstock.data.toy.digits import Digits
 
     if len(set(languages)) < 2:
@@ -193,7 +193,7 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
 
 
 def beginning(language: str) -> str:
-    """The words that a text in a language begins with where it is written."""
+    """The words with which a text in a language begins when the model writes it."""
     return f"{language}: "
 
 
@@ -210,8 +210,8 @@ def _words(pictures: Pictures) -> NameTable:
 
 
 def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
-    """(L, L), whether training translates from a language to another. Of every third language it sees captions alone,
-    of four or more; of the other pairs a fifth is held out, in both directions."""
+    """Whether training translates from one language to another, (L, L). With four languages or more, every third one
+    occurs in captions alone; of the other pairs a fifth is held out, in both directions."""
     count = len(languages)
     pairs = np.zeros((count, count), np.bool_)
     for second, first in itertools.combinations(range(count), 2):
@@ -222,7 +222,8 @@ def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
-    """(L, concepts), the number of each name, −1 where there is none, or one that is held out is not wanted."""
+    """The number of each name, (L, concepts); −1 where there is none, or where it is held out and held-out names are
+    not wanted."""
     table = np.full((len(words.languages), int(words.concept.max()) + 1), -1)
     usable = np.flatnonzero(held | ~words.held)
     table[words.language[usable], words.concept[usable]] = usable
@@ -230,7 +231,8 @@ def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
 
 
 def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
-    """Each image with its name in each language; half of the writers translate it where the language is translated."""
+    """Each image with its name in each language. Half of the samples are translations where the language is
+    translated."""
     pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
     for image in np.flatnonzero(~pictures.held).tolist():
         column = table[:, pictures.concepts[image]]
@@ -244,8 +246,9 @@ def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
-    """Each image with two captions, a translation between trained languages, and one between others. Languages take
-    turns over the images of a concept, so that all names come up, or over all images where concepts are held out."""
+    """Each image with two captions, a translation between a trained pair of languages, and one between a held-out pair.
+    Languages alternate over the images of a concept, so that all names occur, or over all images where concepts are
+    held out."""
     pictures, table, turns = source.pictures, _table(source.words, held=True), dict[int, int]()
     for image in np.flatnonzero(pictures.held).tolist():
         concept = int(pictures.concepts[image])

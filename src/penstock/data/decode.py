@@ -1,4 +1,4 @@
-"""Untrusted bytes of an image to a square of pixels.
+"""Decoding of untrusted image bytes to a square of pixels.
 
 The header is read first (`boundary/images.py`), and an image with unreasonable claims reaches no decoder. simplejpeg
 and OpenCV decode JPEGs where both are installed (the `images` extra, about twice Pillow's speed); Pillow decodes the
@@ -100,7 +100,7 @@ def _center(width: int, height: int) -> tuple[int, int, int]:
 
 
 def _decode_fast(simplejpeg: ModuleType, cv2: ModuleType, data: bytes, header: Header, out: Pixels) -> bool:
-    """Whether simplejpeg could decode it."""
+    """Decode with simplejpeg; returns whether it could."""
     size, channels = out.shape[0], out.shape[2]
     # libjpeg-turbo halves an image for free while it decodes. Its other fractions, which simplejpeg would choose for
     # the wanted size, take longer than decoding in full.
@@ -197,8 +197,8 @@ def _in_8_bits(samples: NDArray[Any], white: float) -> Pixels:
 
 
 def _bits_and_white(opened: ImageFile.ImageFile, data: bytes) -> tuple[int, float | None]:
-    """Bits of a sample, and the value of white as the file has it: by the tag MaxSampleValue or SMaxSampleValue, odd
-    BitsPerSample or OME's SignificantBits of a TIFF, and by the chunk sBIT of a PNG."""
+    """Bits of a sample, and the value of white that the file states: in a TIFF by MaxSampleValue, SMaxSampleValue, an
+    odd BitsPerSample or OME's SignificantBits, in a PNG by the chunk sBIT."""
     if opened.format == "PNG":
         bits, significant = png_bits(data)
         if bits < 16 or not significant:

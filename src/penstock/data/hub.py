@@ -26,12 +26,11 @@ _LABELS = ("label", "labels", "fine_label")
 
 
 class HubImages(ImageSource):
-    """A dataset with a column of images and one of classes. Splits are its own; without one for validation, that is
-    every fifth image of a class. Decoded like an image folder's: shorter side resized, centre kept.
+    """A dataset with a column of images and one of classes. It keeps its own splits; without a validation split, every
+    fifth image of a class is held out. Images are decoded as in an image folder: shorter side resized, centre kept.
 
-    Raises:
-        ConfigError: it has no such columns. DataError: it cannot be read.
-        EnvironmentProblem: there is no network and it is not in the cache, or the extra `hf` is missing.
+    Raises: ConfigError: the columns are missing. DataError: the set cannot be read. EnvironmentProblem: there is no
+    network and it is not in the cache, or the extra `hf` is missing.
     """
 
     def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
@@ -76,9 +75,9 @@ class HubImages(ImageSource):
 
 
 def open_dataset(name: str, configuration: str | None = None, *, streaming: bool = False) -> dict[str, Any]:
-    """The splits of a dataset by name. With `streaming` they are read while they are fetched.
+    """The splits of a dataset by name. With `streaming` they are read while they are downloaded.
 
-    Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
+    Raises ConfigError, DataError and EnvironmentProblem where it cannot be opened.
     """
     datasets = package("datasets", "data.source=hf:NAME needs the package datasets", "hf")
     try:
@@ -108,7 +107,7 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
 
 
 def identity_of(rows: Any) -> str:
-    """A text that changes when the rows do, as far as the library knows."""
+    """A fingerprint that changes with the rows, as far as the library can say."""
     files = [Path(file["filename"]) for file in getattr(rows, "cache_files", [])]
     stored = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return str((stored, rows.info.version, rows.info.download_checksums, rows.info.splits))

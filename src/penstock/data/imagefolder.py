@@ -86,7 +86,7 @@ def list_classes(root: Path, *, quiet: bool = False) -> Listing:
 
 
 def _check_depth(root: Path, images: dict[str, list[str]]) -> None:
-    """Raise DataError where the folders of all classes hold the same folders: these are the classes, or splits."""
+    """Raise DataError where all class folders hold the same folders: then these are the classes, or splits."""
     inside = [{tuple(Path(file).parts[1:-1][:1]) for file in files} for files in images.values() if files]
     folders = sorted(name for (name,) in inside[0]) if all(inside[0]) else []
     is_same = len(inside) > 1 and all(one == inside[0] for one in inside)
@@ -142,8 +142,8 @@ class ImageFolder(ImageSource):
         self._max_pixels, self.white = config.max_pixels, config.range
 
     def mark(self, folder: str, *, needed: bool = True) -> None:
-        """Read marks of regions, too: see `DataConfig.regions`. Raises DataError for no folder, and where they are
-        `needed` for one that has none."""
+        """Read masks of regions too: see `DataConfig.regions`. Raises DataError where there is no such folder, and, if
+        they are `needed`, where it has none."""
         if not os.path.isdir(folder):
             raise DataError(
                 f"The folder of marks {shown(folder)} does not exist or is no folder. Check data.regions."
@@ -165,7 +165,8 @@ class ImageFolder(ImageSource):
 
     @functools.cached_property
     def digest(self) -> str:  # type: ignore[override]
-        """The hash of all files' names, sizes and times of change, computed on first use because it asks for each."""
+        """The hash of all files' names, sizes and modification times, computed on first use because it reads them from
+        the disk."""
         content_hash = hashlib.sha256()
         for path in [*self._paths, *filter(None, self._marks if self.marked else ())]:
             try:
@@ -193,7 +194,7 @@ class ImageFolder(ImageSource):
             raise BadSample(shown(self._marks[index]), why)
 
     def _decoded(self, path: Path, out: Pixels) -> tuple[int, int]:
-        """Decode a file, and return how many pixels wide and high it is upright."""
+        """Decode a file; returns its width and height in pixels once it is upright."""
         try:
             header = decode(
                 content(path, limit=MAX_BYTES), out, max_pixels=self._max_pixels, white=self.white

@@ -26,8 +26,9 @@ log = logging.getLogger(__name__)
 class Batch:
     """The input of a training step.
 
-    images (B, C, H, W) float32 on the device, in [-1, 1], the last channel of a marked source its marks; targets (B,)
-    int64, or (B, classes) float32 where labels are mixed or smoothed; ids (B,) sample numbers on the host.
+    images (B, C, H, W) float32 on the device, in [-1, 1]; a source with marked regions has the marks as its last
+    channel. targets (B,) int64, or (B, classes) float32 where labels are mixed or smoothed; ids (B,) sample numbers on
+    the host.
     """
 
     images: Tensor
@@ -94,6 +95,6 @@ def image_loader(
     seed: int = 0,
     **options: Any,
 ) -> Loader:
-    """A Loader of images: `PrepareImages` decides how they look, `options` are those of `Loader`."""
+    """A Loader of images, prepared by `PrepareImages`; `options` are those of `Loader`."""
     prepare = PrepareImages(source, image_size=image_size, classes=classes, augment=augment, seed=seed)
     return Loader(source, prepare, seed=seed, **options)

@@ -1,8 +1,8 @@
 """The Loader: batches on the device, in the stream's order, read ahead in the background.
 
-Host work (reading, decoding) runs in a thread or in processes. What needs the device (the copy, augmentation) is done
-on it: on a GPU one batch ahead on a stream of its own, so that it overlaps the training step; on a CPU, where it would
-only take threads from the step, when the batch is requested. The caller decides what a batch looks like.
+Host work (reading, decoding) runs in a thread or in processes. Copies and augmentation run on the device: on a GPU one
+batch ahead on a stream of its own, so that they overlap the training step; on a CPU, where they would only take threads
+from the step, when the batch is requested. The caller decides what a batch looks like.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEPTH = 3
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A batch as its source gives it, in host memory; pinned where it goes to a GPU."""
+    """A batch as its source returns it, in host memory; pinned where it goes to a GPU."""
 
     samples: Any
     """A tensor (B, *the shape of a sample); where a sample has several fields, a dict of such tensors."""
@@ -49,13 +49,14 @@ class HostBatch:
 
 
 class Loader:
-    """Iterates batches of `batch` samples for rank `rank` of `world`, as `prepare` makes them of what was read.
+    """Iterates over batches of `batch` samples for rank `rank` of `world`; `prepare` makes each from the samples that
+    were read.
 
-    With `endless` (training) it follows the shuffled stream from `position` and never stops. Without
-    (evaluation) each `for` loop over it is one pass in order, in which the last batch may be short and a rank
-    may get one batch less. Where the source asks for it (`group_by_length`), the stream brings samples of similar
-    length together in every `group` samples, the global batch of an optimizer step (0: that of one `next`). Close
-    it, or use it in a `with`, to end its threads and processes early.
+    With `endless` (training) it follows the shuffled stream from `position` and never stops. Without (evaluation) each
+    `for` loop over it is one pass in order, in which the last batch may be short and a rank may get one batch less. For
+    a source with `group_by_length`, the stream puts samples of similar length into the same `group` samples, the global
+    batch of an optimizer step (0: that of one `next`). Close it, or use it in a `with`, to end its threads and
+    processes early.
 
     Raises DataError for unreadable samples, when more than 1 % are bad, and when a reading process dies.
     """
@@ -116,13 +117,13 @@ class Loader:
             self.wait_seconds += time.perf_counter() - start
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the stream, as JSON-able values."""
+        """The position in the stream, as values that JSON can hold."""
         state = {"position": self.position, "seed": self.seed, "samples": len(self.source)}
         digest = self.source.digest
         return state | ({"group": self.group} if self.group else {}) | ({"digest": digest} if digest else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved position. Raises DataError if the data or seed are others than were saved."""
+        """Go to a saved position. Raises DataError if the data or the seed differ from the saved ones."""
         for key, now in (("samples", len(self.source)), ("seed", self.seed), ("group", self.group)):
             if state.get(key, 0) != now:
                 raise DataError(
@@ -130,7 +131,7 @@ class Loader:
                     f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data "
                     "and seed, or start a new run."
                 )
-        # Copies on other nodes may have times of their own.
+        # Copies on other nodes may have other modification times.
         if self.rank == 0 and state.get("digest", self.source.digest) != self.source.digest:
             raise DataError(
                 f"{self.source.name} changed since the position was saved: a file was replaced, renamed or written "
@@ -141,8 +142,8 @@ class Loader:
 
     @property
     def padding_share(self) -> float | None:
-        """Share of padding in the batches if each is padded to its longest sample, of the first 100,000 samples of
-        the stream; None where samples have no lengths.
+        """Share of padding in batches that are padded to their longest sample, over the first 100,000 samples of the
+        stream; None where samples have no lengths.
         """
         lengths = self.source.lengths
         if lengths is None:
@@ -211,7 +212,7 @@ class Loader:
         return host
 
     def _report_levels(self, images: NDArray[np.uint8]) -> None:
-        """Log how bright images (B, S, S, C) of 8 bits are, so that a set that is read as black is seen."""
+        """Log how bright images (B, S, S, C) of 8 bits are, so that somebody notices a set that is read as black."""
         mean, deviation = images.mean() / 255, images.std() / 255
         words = (
             "%s: the first batch has a mean of %.3f and a deviation of %.3f, where black is 0 and white 1."
@@ -232,7 +233,7 @@ class Loader:
             return _Staged(batch, side.record_event())
 
     def _next_from_side_stream(self, side: torch.cuda.Stream) -> Any:
-        """Hand out the batch that was prepared ahead, and begin the next one beside the coming step."""
+        """Return the batch that was prepared ahead, and begin the next one beside the coming step."""
         staged = self._ahead or self._stage_aside(side)
         if staged is None:
             return None
@@ -252,7 +253,7 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The content of a batch: sample numbers, and their positions in the stream."""
+    """A batch to be read: sample numbers, and their positions in the stream."""
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]

@@ -11,8 +11,8 @@ from penstock.errors import ConfigError
 def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
     """Open `digits` (which `auto` means here), `mnist:PATH`, `imagefolder:PATH`, `pack:PATH` or `hf:NAME`.
 
-    `image_size` is what the model takes; image folders are decoded to 8/7 of it. Packs and digits have sizes of their
-    own. Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
+    `image_size` is the model's; image folders are decoded to 8/7 of it. Packs and digits have sizes of their own.
+    Raises ConfigError for channels other than 1 or 3, and DataError where the path holds no such data.
     """
     config = config.filled("digits")
     kind, _, path = config.source.partition(":")

@@ -51,7 +51,7 @@ COPY = "It is cut off or was changed; copy the pack again, or pack the set again
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a pack as the manifest has it."""
+    """One file of a pack, as listed in the manifest."""
 
     name: str
     bytes: Annotated[int, Range(0, 1 << 60)]
@@ -82,8 +82,8 @@ class ImageManifest:
 
 
 def read_table(root: Path, layout: str, version: int, title: str) -> dict[str, Any]:
-    """The table of a pack's manifest, which `title` names. Raises DataError where it is missing, broken, or of another
-    kind or version."""
+    """The table in a pack's manifest; `title` names it in messages. Raises DataError where it is missing, broken, or of
+    another kind or version."""
     path = root / MANIFEST
     where = shown(path)
     if not path.is_file():
@@ -134,7 +134,8 @@ def write_part(root: Path, name: str, chunks: Iterable[bytes | memoryview]) -> F
 
 
 def read_manifest(root: Path) -> ImageManifest:
-    """Raises DataError as `read_table`, and for a manifest that contradicts itself."""
+    """Read and check the manifest of an image pack. Raises DataError as `read_table` does, and for a manifest that
+    contradicts itself."""
     path, table = root / MANIFEST, read_table(root, KIND, VERSION, "packed set")
     manifest = from_dict(ImageManifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
@@ -174,7 +175,8 @@ def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
 
 
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
-    """The folders of a packed set: `train` and `val`, by whatever name, or the one that holds everything, as ''."""
+    """The folders of a packed set: `train` and `val`, by any of their usual names, or as '' the one that holds
+    everything."""
     root = Path(path)
     if (root / MANIFEST).is_file() or not root.is_dir():
         return {"": root}

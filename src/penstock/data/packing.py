@@ -107,7 +107,7 @@ _Streams = dict[str, tuple[tuple[str, ...] | None, Iterator[SampleOrBad]]]
 
 
 def _streams(source: Path) -> _Streams:
-    """For each split its classes, if they are known beforehand, and its samples. Train comes first."""
+    """The classes of each split, if they are known beforehand, and its samples. Train comes first."""
     if not source.exists():
         raise DataError(f"{source} does not exist, so there is nothing to pack.")
     if tars := shards_of(source):
@@ -151,8 +151,8 @@ def _encode(image: Pixels, quality: int) -> bytes:
 
 
 def _convert(sample: SampleOrBad, packing: Packing) -> SampleOrBad:
-    """Decode, resize and encode a sample; returns why, where that fails. Runs in a thread: the decoders release the
-    interpreter lock.
+    """Decode, resize and encode a sample; returns the reason where that fails. Runs in a thread: the decoders release
+    the GIL.
     """
     if isinstance(sample, BadSample):
         return sample
@@ -201,7 +201,7 @@ class _Writer:
         return manifest
 
     def _accepted(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> Iterator[Sample]:
-        """The images that can be packed, in order; others are treated as the policy says."""
+        """The images that can be packed, in order; the policy decides about the others."""
         refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
             if progress is not None:
@@ -264,7 +264,7 @@ def _in_threads(samples: Iterator[SampleOrBad], packing: Packing) -> Iterator[Sa
 
 
 def _size(sample: SampleOrBad, packing: Packing) -> int:
-    """Bytes that converting a sample takes: its own, its pixels', and those of the result before it is encoded."""
+    """Bytes that converting a sample takes: the file, its pixels, and the result before it is encoded."""
     if isinstance(sample, BadSample):
         return 0
     with suppress(Unreadable):

@@ -29,7 +29,7 @@ _PROGRAM = "import sys; from penstock.data.pool import serve; serve(int(sys.argv
 
 
 class _Room:
-    """Memory that processes share: slots of one batch each."""
+    """Shared memory of several processes, in slots of one batch each."""
 
     def __init__(self, file: int, slots: int, batch: int, sample: np.dtype[Any]) -> None:
         memory = mmap.mmap(file, _Room.bytes(slots, batch, sample))
@@ -91,7 +91,7 @@ class Reader:
         """Release a thread that waits in `receive`. Called from another thread. Here a batch is read to its end."""
 
     def close(self) -> None:
-        """End. Nobody may be using the reader."""
+        """End the reader, which nobody may be using."""
 
 
 class Pool(Reader):
@@ -196,7 +196,7 @@ class _Worker:
             self.pipe.send(message)
 
     def receive(self) -> tuple[tuple[str, str], ...] | _Failed:
-        """The bad samples of the oldest part that it has read, or why it failed."""
+        """The bad samples of the oldest part that this worker has read, or the reason why it failed."""
         try:
             answer: tuple[tuple[str, str], ...] | _Failed = self.pipe.recv()
         except (EOFError, ConnectionResetError):

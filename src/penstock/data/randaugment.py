@@ -1,10 +1,10 @@
-"""RandAugment's 14 operations on a batch on its device, in grey levels 0..255, each image by its own draw; those on
-colours are also drawn alone.
+"""RandAugment's 14 operations on a batch on its device, in grey levels 0..255, with a draw for each image. The colour
+operations are also used alone.
 
 Cubuk et al., "RandAugment", CVPR Workshops 2020, section 3 and the operations of AutoAugment (CVPR 2019, table 6). Each
-takes (B, C, H, W) float and one signed amount in [-1, 1] per image, (B,), those on colours a factor around 1, and keeps
-the shape. Those that move pixels do as Pillow's `Image.transform` and `rotate` with the nearest pixel, to the pixel;
-those that change levels do as `ImageOps` and `ImageEnhance`, without rounding to whole levels in between.
+maps (B, C, H, W) float to the same shape, with one signed amount in [-1, 1] per image, (B,); colour operations have a
+factor around 1 instead. Geometric operations equal Pillow's `Image.transform` and `rotate` with the nearest pixel
+exactly; colour operations equal `ImageOps` and `ImageEnhance`, but without rounding to whole levels in between.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _ONE = 1 << 16
 
 
 def _affine(images: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
-    """Each pixel from where `across` (a, b, c) and `down` (d, e, f) send it: x' = a x + b y + c, y' = d x + e y + f, of
-    pixels' centres. In 16.16 fixed point, as Pillow does, so that both choose the same pixel.
+    """An affine transform with the nearest pixel: the result at (x, y) is the pixel at x' = a x + b y + c, y' = d x + e
+    y + f, for `across` (a, b, c) and `down` (d, e, f) of pixel centres. In 16.16 fixed point, as in Pillow, so that
+    both choose the same pixel.
     """
     height, width = images.shape[-2:]
     x = torch.arange(width, device=images.device)
@@ -57,7 +58,7 @@ def _affine(images: Tensor, across: list[Tensor], down: list[Tensor]) -> Tensor:
 def _moving(
     *, shear_x: float = 0.0, shear_y: float = 0.0, shift_x: float = 0.0, shift_y: float = 0.0
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """An operation that moves pixels, at the greatest amount by these; shifts are shares of the side."""
+    """A geometric operation from its matrix at the greatest amount; shifts are shares of the side."""
 
     def move(images: Tensor, amount: Tensor) -> Tensor:
         amount, (height, width) = amount.double(), images.shape[-2:]
@@ -92,7 +93,7 @@ def _equalize(images: Tensor, amount: Tensor) -> Tensor:
     levels = images.round().clamp_(0, 255).long().flatten(2)
     counts = torch.zeros(*levels.shape[:2], 256, dtype=torch.long, device=images.device)
     counts.scatter_add_(2, levels, torch.ones_like(levels))
-    # Of the highest level that occurs, the count is left out; where nothing is left over, the channel stays.
+    # The count of the highest level that occurs is left out; where nothing remains, the channel stays.
     highest = 255 - (counts.flip(2) > 0).long().argmax(2, keepdim=True)
     step = (levels.shape[2] - counts.gather(2, highest)) // 255
     table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
@@ -152,7 +153,7 @@ def posterize(images: Tensor, factor: Tensor) -> Tensor:
 def _by_factor(
     operation: Callable[[Tensor, Tensor], Tensor], reach: float = BLEND
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """An operation on colours whose factor is 1, give or take `reach` times the amount."""
+    """A colour operation whose factor is 1 ± `reach` times the amount."""
     return lambda images, amount: operation(images, 1 + reach * amount)
 
 
@@ -163,7 +164,7 @@ COLOR_OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
 
 
 def operations(channels: int) -> int:
-    """How many of the operations on colours change an image of that many channels."""
+    """Number of colour operations that change an image with this many channels."""
     return len(COLOR_OPERATIONS) - (channels != 3)
 
 

@@ -57,7 +57,7 @@ def resample_products(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], si
 
 
 def _resample_bytes(images: Tensor, boxes: Boxes, flips: NDArray[np.bool_], size: int) -> Tensor:
-    """Resample as `resample_products`, in 8-bit arithmetic on a CPU: at most one grey level from the reference."""
+    """Resample like `resample_products`, in 8-bit arithmetic on a CPU: within one grey level of the reference."""
     batch, _, _, channels = images.shape
     out = torch.empty(batch, size, size, channels, dtype=torch.uint8)
     for image, target, (top, left, height, width), flip in zip(images, out, boxes.tolist(), flips.tolist()):

@@ -1,5 +1,5 @@
-"""The order of samples: one endless stream, a pure function of (seed, samples in the set). Where batches are to hold
-samples of similar length, it depends on their lengths and the global batch too.
+"""The order of samples: one endless stream, a pure function of (seed, number of samples). With batches of similar
+lengths it also depends on the lengths and the global batch.
 
 The stream is the concatenation of the epochs' permutations. Batch i of global size G is `stream[i*G:(i+1)*G]`, and
 rank r takes its slice of that. So a step sees the same samples with any number of workers or ranks, a batch may span
@@ -46,8 +46,8 @@ def grouped(order: Ids, lengths: NDArray[np.int32], batch: int, seed: int, epoch
 
 
 def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
-    """How much of the batches is padding, in [0, 1), where each is padded to its longest sample. `lengths` are those of
-    the samples in the order in which batches take them.
+    """Share of padding, in [0, 1), in batches that are padded to their longest sample. `lengths` are in the order in
+    which batches use the samples.
     """
     starts = np.arange(0, len(lengths), batch)
     sizes = np.minimum(batch, len(lengths) - starts)
@@ -61,7 +61,8 @@ class Stream:
     def __init__(
         self, samples: int, seed: int, lengths: NDArray[np.int32] | None = None, group: int = 0
     ) -> None:
-        """Samples of similar `lengths` (samples,) come together in global batches of `group`; none: pure chance."""
+        """With `lengths` (samples,), samples of similar length share global batches of `group`; without, the order is
+        random."""
         if samples < 1:
             raise ValueError("A stream needs at least one sample.")
         if lengths is not None and (len(lengths) != samples or group < 1):

@@ -26,7 +26,8 @@ VAL_EVERY = 5
 
 
 class BadSample(Exception):
-    """A sample that cannot be read: which (`path`) and why. The policy `fail` or `skip` says what happens then."""
+    """A sample that cannot be read, with its `path` and the reason. The policy `fail` or `skip` decides what
+    happens."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path = path
@@ -46,7 +47,7 @@ class ReadResult(NamedTuple):
 
 
 class Source(ABC):
-    """Samples of one form. A subclass sets the attributes and defines `load` and `__len__`.
+    """A set of samples with the same fields. A subclass sets the attributes and defines `load` and `__len__`.
 
     It can be pickled, so that reading processes get a copy.
     """
@@ -73,7 +74,7 @@ class Source(ABC):
 
     @property
     def title(self) -> str:
-        """The source's name without its split: what it was opened by."""
+        """The name by which the source was opened, without its split."""
         return self.name.removesuffix(" (train)").removesuffix(" (val)")
 
     @abstractmethod
@@ -120,8 +121,8 @@ class Source(ABC):
 
 
 class ImageSource(Source):
-    """Images of one stored size with one class each. A subclass sets the attributes and defines `load`, which gets an
-    array (size, size, channels) of uint8 to write to.
+    """A set of images of one stored size, with one class each. A subclass sets the attributes and defines `load`, which
+    writes to an array (size, size, channels) of uint8.
     """
 
     classes: tuple[str, ...]
@@ -161,11 +162,11 @@ class ImageSource(Source):
         return len(self.labels)
 
     def renumber(self, classes: tuple[str, ...], numbers: NDArray[np.int64]) -> None:
-        """Take the numbers of a model's classes, (own classes,), in place of the source's own."""
+        """Replace the source's class numbers by a model's, (own classes,)."""
         self.classes, self.labels = classes, numbers[self.labels]
 
     def read(self, indices: NDArray[np.int64]) -> tuple[Pixels, NDArray[np.int64]]:
-        """Images (n, size, size, channels) and labels (n,). Bad images are treated as the source's policy says."""
+        """Read images (n, size, size, channels) and labels (n,). The source's policy decides about bad images."""
         out = np.empty(len(indices), self.sample)
         return out, self.labels[self.read_into(indices, out).ids]
 
@@ -184,7 +185,7 @@ class Tally:
     limit: float = 0.01
 
     def add(self, tried: int, failed: int, last: str = "") -> None:
-        """Raises DataError once more than the limit failed."""
+        """Count a failure. Raises DataError once there are more than the limit."""
         self.tried += tried + failed
         self.failed += failed
         if failed and self.failed > self.limit * max(self.tried, min(self.samples, 100_000)):

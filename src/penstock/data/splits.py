@@ -1,4 +1,4 @@
-"""The names that the splits of data sets have in the wild: of folders, files, packs and the sets of the hub alike."""
+"""Names of splits, as folders, files, packs and data sets on the hub use them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NAMES: dict[str, tuple[Split, int]] = {
 
 
 def named_split(name: str) -> tuple[Split, int] | None:
-    """The split that a whole name means, and its rank."""
+    """The split that an entire name means, and its rank."""
     return _NAMES.get(name.lower())
 
 
 def split_in(name: str) -> tuple[Split, int] | None:
-    """The split that words of a name mean, and its rank; none where they mean both. Of a path, the outermost part that
-    means one decides."""
+    """The split that words in a name mean, and its rank; none where they mean both. In a path the outermost part with
+    such a word decides."""
     for part in Path(name).parts:
         meant = {split for word in re.split(r"[^a-z]+", part.lower()) if (split := _NAMES.get(word))}
         if len({split for split, _ in meant}) == 1:
@@ -38,8 +38,8 @@ def split_in(name: str) -> tuple[Split, int] | None:
 
 
 def divided(names: Iterable[str], *, words: bool = False) -> dict[Split, list[str]]:
-    """The names of the train and the val set, whole names or those with such words; a whole name goes before one with
-    more words. Empty lists where there are none."""
+    """The names of the train and the val sets: entire names, or names that contain such words; entire names come first.
+    Empty lists where there are none."""
     ranked: dict[Split, dict[tuple[int, bool], list[str]]] = {"train": {}, "val": {}}
     for name in names:
         if meant := split_in(name) if words else named_split(name):
@@ -49,8 +49,8 @@ def divided(names: Iterable[str], *, words: bool = False) -> dict[Split, list[st
 
 
 def hub_splits(splits: Sequence[str], where: str) -> tuple[str, list[str]]:
-    """The train split of a set of the hub, and those for validation, such as both of MNLI. Others are logged. Without a
-    name that means train, the first that means nothing is taken for it, or else the first."""
+    """The train split of a data set on the hub, and its validation splits, such as both of MNLI. Others are logged.
+    Where no name means train, it is the first name that means no split, or else the first name."""
     chosen = divided(splits, words=True)
     train = [*chosen["train"], *(name for name in splits if split_in(name) is None), *splits][0]
     val = [name for name in chosen["val"] if name != train]
@@ -62,7 +62,7 @@ def hub_splits(splits: Sequence[str], where: str) -> tuple[str, list[str]]:
 
 
 def split_files(files: list[Path], root: str) -> list[list[Path]]:
-    """Train and val, where names of files or folders say so (`train.tsv` and `dev.tsv`); else everything."""
+    """The files of train and val where names of files or folders say so (`train.tsv` and `dev.tsv`); else all files."""
     is_folder = Path(root).is_dir()
     ranks = [split_in(os.path.relpath(file, root) if is_folder else file.name) for file in files]
     best = min((meant[1] for meant in ranks if meant and meant[0] == "val"), default=None)
@@ -102,7 +102,7 @@ def split_folders(path: str | os.PathLike[str], *, quiet: bool = False) -> tuple
         return root, None
     others = [name for name in folders if name not in (*train, *val)]
     classes = [name for name in others if named_split(name) is None]
-    # A folder of images, and not of classes, beside other folders is a class.
+    # A folder that holds images directly, beside other folders, is a class and not a split.
     if not train or (classes and _is_flat(root / train[0])):
         name, fault = quoted((train or val)[0]), "holds no folders" if train else "has no train beside it"
         raise DataError(

@@ -25,7 +25,7 @@ _LONGEST_CLASS = 200
 
 
 class Sample(NamedTuple):
-    """One image as stored, its class, and where it came from."""
+    """One image in encoded form, its class, and its origin."""
 
     data: bytes
     label: int | str
@@ -88,7 +88,7 @@ def _images(parts: dict[str, bytes]) -> list[str]:
 
 
 def _sample(where: str, key: str, parts: dict[str, bytes]) -> Sample:
-    """The members with one key, which follow each other, as a sample."""
+    """Make a sample of consecutive members with the same key."""
     images = _images(parts)
     if len(images) != 1:
         raise DataError(
@@ -99,7 +99,7 @@ def _sample(where: str, key: str, parts: dict[str, bytes]) -> Sample:
 
 
 def _label(where: str, key: str, parts: dict[str, bytes]) -> int | str:
-    """A class number, or a class name to which the caller gives a number."""
+    """A class number, or a class name that the caller turns into a number."""
     value: object = None
     subject = f"The class of sample {quoted(key)} of {where}"
     if ".cls" in parts:

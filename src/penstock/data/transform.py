@@ -1,4 +1,4 @@
-"""Your own change of the data: a function that each batch goes through on its device, after augmentation."""
+"""Custom transforms: a function of the user's that is applied to each batch on its device, after augmentation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 
 def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
-    """A transform of batches out of one of samples: `function(image, target, training=…)`, image (C, H, W)."""
+    """Make a transform of batches from a transform of samples: `function(image, target, training=…)`, image (C, H,
+    W)."""
 
     @functools.wraps(function)
     def transform(images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:

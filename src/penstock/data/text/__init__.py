@@ -1,1 +1,1 @@
-"""Text: documents and rows of files, datasets and the package; tokenizers; packs of tokens; samples of them."""
+"""Text: documents and rows of files and data sets, tokenizers, packs of tokens, and samples made from packs."""

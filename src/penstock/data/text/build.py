@@ -1,4 +1,4 @@
-"""Making packs of tokens: rows of text in, numbers out, in bounded memory."""
+"""Making packs of tokens from rows of text, in bounded memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MOST_LABELS = 1 << 24
 
 
 class TextRow(NamedTuple):
-    """A row of a table or a document, or, with `more`, a piece of one that goes on in the next."""
+    """A row of a table, a document, or, with `more`, a piece of one that the next row continues."""
 
     texts: tuple[str, ...]
     label: str | None
@@ -133,7 +133,7 @@ def write_pack(
 
 @dataclass
 class _SplitWriter:
-    """Tokenises the rows of one split, and notes what is where."""
+    """Writes the tokens of one split, and the index that says where each row is."""
 
     shape: Shape
     tokenizer: Tokenizer
@@ -233,7 +233,7 @@ class _SplitWriter:
         return np.concatenate(out) if out else np.zeros(0, np.int32)
 
     def _encoded_chats(self, batch: list[TextRow]) -> Numbers:
-        """The tokens of each conversation, and behind them 1 for each that is to be learned, else 0."""
+        """The tokens of each conversation, followed by a 1 for each token to learn and a 0 for each other token."""
         out: list[Numbers] = []
         index = np.zeros(len(batch), index_type(self.shape.fields))
         encoded = iter(self.tokenizer.encode_marked([text for row in batch for text in row.texts[:-1:2]]))
@@ -254,7 +254,8 @@ class _SplitWriter:
         return np.concatenate(out)
 
     def _sides(self, texts: list[list[str]]) -> list[Iterator[Numbers]]:
-        """For each text of a row, an iterator of its pieces' numbers. `texts` are the pieces of all rows' texts."""
+        """An iterator over the token numbers of the pieces, for each text of a row. `texts` are the pieces of all rows'
+        texts."""
         encode, encode_target = self.tokenizer.encode, self.tokenizer.encode_target
         if not self.shape.targets:
             return [iter(encode([piece for text in texts for piece in text]))] * self.shape.fields
@@ -273,9 +274,9 @@ class _SplitWriter:
 
 
 def _templated(rows: Iterator[RowOrBad], tokenizer: Tokenizer) -> Iterator[RowOrBad]:
-    """Conversations as the tokenizer's template writes them: text and answers as JSON, for preferences those of both,
-    and last the conversation, or the part that both share, by which a validation set is chosen. Those without anything
-    to learn are left out, and counted in the log."""
+    """Conversations rendered by the tokenizer's template: text and answers as JSON (of both conversations for
+    preferences), and last the conversation or the shared part, by which a validation set is chosen. Conversations
+    without an answer to learn are left out, and counted in the log."""
     template = template_of(tokenizer)
     assert template is not None  # `give_template` has seen to it
     writer = ChatWriter(template, tokenizer.special_words())
@@ -330,7 +331,7 @@ def _batches(rows: Iterator[TextRow]) -> Iterator[list[TextRow]]:
 
 
 def _read_ahead(batches: Iterator[list[TextRow]]) -> Iterator[list[TextRow]]:
-    """Read the next batch in a second thread while this one is tokenised, which leaves Python's lock to it."""
+    """Read the next batch in a second thread while this one is tokenised, which releases the GIL."""
     with ThreadPoolExecutor(1, thread_name_prefix="penstock-text") as thread:
         coming = thread.submit(next, batches, None)
         while (batch := coming.result()) is not None:
@@ -341,7 +342,7 @@ def _read_ahead(batches: Iterator[list[TextRow]]) -> Iterator[list[TextRow]]:
 def _label_values(
     labels: dict[str, int],
 ) -> tuple[Literal["none", "classes", "numbers"], tuple[str, ...], NDArray[np.float32]]:
-    """The kind of the labels, the names of classes, and the value of each label in the order of their numbers."""
+    """The kind of the labels, the names of classes, and the value of each label by number."""
     if not labels:
         return "none", (), np.zeros(1, np.float32)
     if all(word.lstrip("-").isascii() and word.lstrip("-").isdigit() and len(word) < 10 for word in labels):

@@ -1,4 +1,4 @@
-"""The text that a model's chat template makes of a conversation, and where the answers are in it."""
+"""Rendering of conversations by a model's chat template, and the places of the answers in the text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = """\
 DESCRIBING = ("name", "tool_call_id")
 """Fields that say who writes a message, or to which call it is an answer; templates use the first word of tools too."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names that messages have for what the model thought; transformers gives templates the first two."""
+"""Names of the field that holds a model's reasoning; transformers passes the first two to templates."""
 
 
 class Template:
@@ -49,9 +49,9 @@ class Template:
     def text(
         self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
     ) -> str:
-        """The text of some messages; with `answer`, up to where the model's next answer begins. As in transformers,
-        fields without a value are left out, and a thought has all its names. Raises ConfigError where the template does
-        not take them."""
+        """Render messages; with `answer`, up to where the model's next answer begins. As in transformers, fields
+        without a value are left out, and reasoning has all of its names. Raises ConfigError where the template does not
+        accept them."""
         values = {
             "messages": [_with_all_names(message) for message in messages],
             "tools": tools,
@@ -86,7 +86,7 @@ class Template:
 
 
 def _with_all_names(message: Mapping[str, Any]) -> Message:
-    """A message without empty fields, whose thought has every name that templates use."""
+    """A message without empty fields, whose reasoning has every name that templates use."""
     given = {name: value for name, value in message.items() if value is not None}
     thought = next((given[name] for name in _THOUGHTS if name in given), None)
     return given if thought is None else {"thinking": thought, **given, "reasoning_content": thought}
@@ -107,8 +107,8 @@ class Rendered(NamedTuple):
 
 
 class ChatWriter:
-    """Writes conversations by a template and marks their answers: each from where the template lets the model begin to
-    where its turn ends. What the template does not write of a message is logged once."""
+    """Renders conversations by a template and marks their answers: each from where the template lets the model begin to
+    the end of its turn. Fields of messages that the template leaves out are logged once."""
 
     def __init__(self, template: Template, special_words: Sequence[str]) -> None:
         """`special_words` are the special tokens as they are spelled, which no message may spell."""
@@ -119,8 +119,9 @@ class ChatWriter:
         """Whether the template writes a field of messages."""
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendered]:
-        """A conversation as one text for all answers; where the template writes an earlier answer otherwise than the
-        last (Qwen3 leaves out what the model thought), one text for each. Empty if no answer is to be learned.
+        """Render a conversation as one text with all answers. Where the template renders earlier answers differently
+        from the last one (Qwen3 leaves out their reasoning), one text for each answer. Empty if no answer is to be
+        learned.
 
         Raises ConfigError for a conversation that cannot be used: without an answer or with an empty one, with a
         special token spelled in a message, or one that the template does not take.
@@ -145,11 +146,10 @@ class ChatWriter:
     def write_from(
         self, messages: Sequence[Message], begin: int, tools: list[Any] | None = None
     ) -> Rendered | None:
-        """The text of a conversation in which the answers from message `begin` on are marked; None if none of them is
-        to be learned.
+        """Render a conversation with the answers from message `begin` on marked; None if none of them is to be learned.
 
-        Raises ConfigError as `write` does, and for several answers of which the template writes an earlier one
-        otherwise than the last."""
+        Raises ConfigError as `write` does, and for several answers where the template renders an earlier one
+        differently from the last."""
         parts = self.write(messages, tools)
         count = sum(message["role"] == "assistant" and _is_learned(message) for message in messages[begin:])
         if not count:
@@ -161,7 +161,7 @@ class ChatWriter:
         return parts[-1]._replace(answers=parts[-1].answers[-count:])
 
     def _answer(self, messages: Sequence[Message], turn: int, tools: list[Any] | None) -> Rendered:
-        """A conversation up to one answer, which alone is marked."""
+        """Render a conversation up to one answer, and mark that answer alone."""
         message = messages[turn]
         contents = [message.get(name) for name in ("content", "tool_calls", *_THOUGHTS)]
         if not any(text.strip() for text in _texts(contents)):
@@ -180,7 +180,8 @@ class ChatWriter:
         return Rendered(text, [(len(before), max(end, len(before)))])
 
     def _mark_behind(self, text: str, messages: Sequence[Message], turn: int, tools: list[Any] | None) -> str:
-        """The special token that begins the turn after an answer, where the template has no other end of one."""
+        """The special token that begins the turn after an answer, where the template does not end answers in another
+        way."""
         following = {"role": "tool" if messages[turn].get("tool_calls") else "user", "content": "?"}
         following = messages[turn + 1] if turn + 1 < len(messages) else following
         try:
@@ -198,7 +199,7 @@ class ChatWriter:
         return behind[: mark.end()]
 
     def _report_unwritten(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
-        """Log what the template does not write. Raises ConfigError where that is a call of a tool."""
+        """Log fields that the template leaves out. Raises ConfigError where one is a call of a tool."""
         fields = {name for message in messages for name in message} - {"role", "content", *MARKS}
         unwritten = []
         for name in sorted(fields | ({"tools"} if tools else set())):
@@ -218,7 +219,7 @@ class ChatWriter:
 
 
 def _misplaced(text: str, before: str, content: str) -> str:
-    """Why an answer in a text does not begin where the template lets one begin, which is the end of `before`."""
+    """The reason why an answer does not begin at the end of `before`, where the template lets the model begin."""
     at = text.rfind(content)
     if not content or not before.startswith(text[:at]):
         return "the chat template does not write an answer where it lets one begin. Name another in data.template"
@@ -233,7 +234,7 @@ def _is_learned(message: Message) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts inside a value but for names of fields."""
+    """All texts inside a value, except names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -242,7 +243,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def within(offsets: Sequence[tuple[int, int]], answers: Sequence[tuple[int, int]]) -> Iterator[bool]:
-    """Whether each token, from character to character, begins in an answer. Both lists are in order."""
+    """Whether each token, given by its characters, begins inside an answer. Both lists are sorted."""
     at = 0
     for begin, _ in offsets:
         while at < len(answers) and answers[at][1] <= begin:

@@ -72,7 +72,7 @@ USUAL_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Which columns are read: names, or numbers from 1 for a table without names."""
+    """The columns to read: names, or numbers from 1 for a table without names."""
 
     form: str
     wanted: tuple[str, ...]
@@ -80,7 +80,7 @@ class TextColumns:
     separator: str = "auto"
     encoding: str = "utf-8"
     all_labels: bool = False
-    """Whether words that mean a missing label in a table without types are classes."""
+    """Whether words that usually mean a missing label, in a table without types, are classes."""
     _reported: set[str] = field(default_factory=set, compare=False)
     """Columns that the log has named as not read."""
 
@@ -98,12 +98,13 @@ class TextColumns:
         return [*main, *self.beside(names, main, path)]
 
     def beside(self, names: Iterable[str], main: Sequence[str], path: str) -> list[str]:
-        """Columns of a table of conversations that are read beside the `main` ones. The log names others, once."""
+        """Columns of a table of conversations that are read in addition to `main`. Columns that are not read are logged
+        once."""
         if self.form not in CHATS:
             return []
         roots = {name.partition(".")[0] for name in main}
         others = [name for name in names if name not in roots and name not in main]
-        # A label is asked for where nobody named the columns, and pairs have none.
+        # A label is required where nobody named the columns; pairs have none.
         labelled = self.form == "chat" and not self.wanted
         read = [name for name in others if name in BESIDE and (labelled or BESIDE[name] != "label")]
         if unread := [name for name in others if name not in {*read, *self._reported}]:
@@ -147,7 +148,7 @@ class TextColumns:
 
 
 def value_in(table: Mapping[str, Any], name: str) -> Any:
-    """A column's value, or by a name such as `translation.en` the value inside it; None where it is not there."""
+    """A column's value, or for a name such as `translation.en` the value inside it; None where it is missing."""
     if name in table:
         return table[name]
     value: Any = table

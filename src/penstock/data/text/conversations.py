@@ -1,5 +1,5 @@
-"""Samples of conversations, of which the answers are learned: one in each, as many whole ones as fit, or two that are
-compared."""
+"""Samples of conversations whose answers are learned: one conversation in each sample, as many whole ones as fit, or
+two to compare."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ChatSource(TextSource):
     """Conversations of at most `length` tokens. Fields of a sample: tokens (L,) int32; learned (L,) int8, 1 for a token
     of an answer; document (L,) int32, which conversation a token is of, from 0 on, and −1 for padding.
 
-    If `packed`, a sample holds several conversations, none of them cut in two: best fit, the longest first.
+    If `packed`, a sample holds several whole conversations, packed by best fit with the longest first.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class ChatSource(TextSource):
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Special tokens that end the answers of its first conversations, which need not be the tokenizer's own end."""
+        """Special tokens that end the answers of the first conversations, which may differ from the tokenizer's own end
+        token."""
         last: set[int] = set()
         for tokens, learned in (
             table.texts(row) for table in self._tables for row in range(min(len(table), 100))
@@ -125,8 +126,8 @@ class PreferenceSource(TextSource):
 
 
 def _learnable(name: str, table: RowTable, length: int) -> NDArray[np.int64]:
-    """Numbers of the rows all of whose conversations have something to learn within the length, and are not the same
-    there. Raises DataError where there is none."""
+    """Numbers of the rows whose conversations all have tokens to learn within the length, and differ there. Raises
+    DataError where there is none."""
     long = np.flatnonzero((table.lengths()[:, ::2] > length).any(axis=1))
     without, alike = [], []
     for row in long.tolist():
@@ -154,8 +155,8 @@ def _learnable(name: str, table: RowTable, length: int) -> NDArray[np.int64]:
 
 
 def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> list[NDArray[np.int64]]:
-    """Rows of these lengths in as few groups as best fit, the longest first, finds; each has at most `room` together.
-    The groups are in the order of their longest."""
+    """Group rows of these lengths by best fit, the longest first, so that no group exceeds `room`. Groups are in the
+    order of their longest row."""
     groups: list[list[int]] = []
     rooms: list[int] = []  # those that some group has left, in order
     having: dict[int, list[int]] = {}

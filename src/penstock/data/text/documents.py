@@ -38,7 +38,8 @@ _TOO_LONG = 16 << 20
 
 
 def files_of(path: str) -> list[Path]:
-    """A file, the text files of a folder at any depth, or those that a pattern such as `texts/*.txt` fits, sorted."""
+    """The files that a path means, sorted: itself, the text files of a folder at any depth, or the matches of a pattern
+    such as `texts/*.txt`."""
     root = Path(path)
     if root.is_dir():
         files = [Path(file) for file in visible_files(root)]
@@ -104,7 +105,7 @@ def _rows(path: Path, suffix: str, columns: TextColumns) -> Iterator[RowOrBad]:
 
 
 def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
-    """A text file is one document, in pieces that end with a line."""
+    """Read a text file as one document, in pieces that end with a line."""
     where = shown(path)
     begun = False
     pieces: list[str] = []
@@ -148,7 +149,8 @@ def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
 
 
 def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBad]:
-    """Tabs separate without quotes, as in GLUE's and XNLI's files; others with them, as commas in RFC 4180."""
+    """Read a table. Cells separated by tabs have no quotes, as in GLUE's and XNLI's files; other separators allow
+    quotes, as in RFC 4180."""
     where = shown(path)
     names: list[str] = []
     places: list[int] = [int(name) - 1 for name in columns.wanted] if columns.by_number else []
@@ -170,7 +172,7 @@ def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBa
 
 
 def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[str], str]]:
-    """Number of the line, cells, and problem of each row."""
+    """The line number, the cells, and the problem of each row."""
     if separator == "\t":
         for line in lines:
             yield line.number, line.text.split("\t"), line.problem
@@ -197,7 +199,8 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
 
 
 def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
-    """The rows, a few at a time. Raises DataError where it lacks the columns; what else is wrong is a bad row."""
+    """Read the rows of a Parquet file, a few at a time. Raises DataError where columns are missing; other faults make
+    bad rows."""
     where = shown(path)
     parquet = package("pyarrow.parquet", f"{where} is read by the package pyarrow", "hf")
     number = 0
@@ -230,8 +233,8 @@ def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
 
 
 def _check_groups(file: Any) -> None:
-    """Check the groups' sizes by what they say themselves. Asked about a column whose statistics are broken, pyarrow 26
-    ends the process.
+    """Check the stated sizes of row groups. Statistics of columns are not read: where they are broken, pyarrow 26 ends
+    the process.
     """
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).total_byte_size

@@ -1,4 +1,5 @@
-"""Marian's tokenizer: one sentencepiece model cuts sources, another targets, and one table numbers the pieces of both.
+"""Marian's tokenizer: a sentencepiece model for sources, another for targets, and one table that numbers the pieces of
+both.
 
 Files and rules are those of transformers' MarianTokenizer (`models/marian/tokenization_marian.py`).
 """
@@ -22,16 +23,16 @@ from penstock.errors import ConfigError, DataError
 
 SOURCE, TARGET, TABLE = "source.spm", "target.spm", "vocab.json"
 SECOND_TABLE = "target_vocab.json"
-"""Numbers of targets alone, where sources have others."""
+"""Table of targets alone, where sources have a table of their own."""
 _TABLE = Bounds(bytes=64 << 20, values=2 * MOST_TOKENS, control=True)
 _WORDS = {"pad": "<pad>", "unknown": "<unk>", "end": "</s>"}
-"""Special tokens, where `tokenizer_config.json` calls them nothing else."""
+"""Special tokens, unless `tokenizer_config.json` names others."""
 
 
 class Marian(Tokenizer):
     """The tokenizer of a folder with `source.spm`, `target.spm` and `vocab.json`.
 
-    The model of its side cuts a text. Each piece has its number from the table, or that of what is unknown. A language
+    A text is cut by the model of its side. Each piece is numbered by the table, or as the unknown token. A language
     code such as `>>fr<<` at the beginning of a text is one piece.
     """
 

@@ -1,4 +1,4 @@
-"""The forms in which data sets keep conversations: columns and messages, as the messages that chat templates take."""
+"""Conversions from the forms in which data sets store conversations to the messages that chat templates read."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SHAREGPT = _ROLES | dict.fromkeys(("observation", "tool_response", "ipython"), 
 
 
 class Conversation(NamedTuple):
-    """A row of a data set: its messages, or those that two conversations share and how each goes on; and the tools that
-    its template is given."""
+    """A row of a data set: its messages, or the messages that two conversations share and the continuation of each; and
+    the tools for its template."""
 
     parts: tuple[list[Message], ...]
     tools: list[Any] | None = None
@@ -33,8 +33,8 @@ class Conversation(NamedTuple):
 def conversation_of(
     values: Sequence[Any], names: Sequence[str], beside: Mapping[str, Any], *, compared: bool = False
 ) -> Conversation:
-    """The conversation that a row of a data set has in the columns `names`, or the two that are `compared`; `beside`
-    has what other columns hold, by the kinds of `BESIDE`. Raises ValueError with what is wrong."""
+    """The conversation in the columns `names` of a row, or the two that are `compared`; `beside` holds the values of
+    other columns by the kinds of `BESIDE`. Raises ValueError with the fault."""
     if str(beside.get("label", True)).strip().lower() in ("false", "0"):
         raise ValueError(
             "its label is false: unpaired preferences (KTO) are not supported, and it is not learned as a good answer. "
@@ -67,8 +67,8 @@ def _question(values: Sequence[Any], names: Sequence[str]) -> Message:
 def _compared(
     values: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """The chosen and the rejected conversation, or before these a prompt, as text or messages, that texts, answers or
-    whole conversations go on from."""
+    """The chosen and the rejected conversation, with or without a column for the prompt. Each column holds a text,
+    messages or a whole conversation."""
     if len(values) < 2:
         raise ValueError(
             f"{len(values)} columns are named, where chosen and rejected are two, or three with a prompt"
@@ -105,7 +105,7 @@ def _continue(before: list[Message], value: Any, name: str) -> list[Message]:
 
 
 def _opened(messages: list[Message], beside: Mapping[str, Any]) -> list[Message]:
-    """The messages, with the system message and the turns before them that columns of their own hold."""
+    """The messages, after the system message and earlier turns from their own columns."""
     opening, rest = (messages[:1], messages[1:]) if messages[0]["role"] == "system" else ([], messages)
     system = beside.get("system", "")
     if not isinstance(system, str):
@@ -158,7 +158,7 @@ def _as_list(value: Any, name: str) -> list[Any]:
 
 
 def _parsed(value: Any, subject: str, what: str = "JSON") -> Any:
-    """A value, which in a cell of a table or a message of ShareGPT is JSON in a text."""
+    """A value, parsed where a table's cell or a ShareGPT message holds it as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -168,7 +168,7 @@ def _parsed(value: Any, subject: str, what: str = "JSON") -> Any:
 
 
 def _message(turn: Any) -> Message:
-    """A message with all its fields but those without a value, under the names that chat templates have for them."""
+    """A message with its fields under the names that chat templates use, without fields that have no value."""
     if not isinstance(turn, Mapping):
         raise ValueError("a message is not a table with role and content")
     message = {name: value for name, value in turn.items() if value is not None}
@@ -204,7 +204,7 @@ def _message(turn: Any) -> Message:
 
 
 def _calls(value: Any) -> list[Message]:
-    """Calls of tools in today's form, of older ones: one call or a list, as JSON in a text or not."""
+    """Calls of tools in today's form, converted from older forms: one call or a list, as JSON text or as values."""
     calls = _parsed(value, "a function_call")
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not isinstance(calls, list) or not all(

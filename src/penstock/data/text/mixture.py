@@ -18,10 +18,10 @@ _MOST = 1 << 31
 
 
 class Mixture:
-    """Numbers the samples of several sets so that each has its share of them.
+    """Numbering of the samples of several sets, so that each set has its share.
 
-    One round of the mixture is one pass over the set that takes longest; the others are repeated meanwhile, each sample
-    about equally often. So nothing is left out, and the order stays a pure function of seed and position.
+    One round of the mixture is one pass over the set that takes longest; the others repeat meanwhile, each sample about
+    equally often. So no sample is left out, and the order remains a pure function of seed and position.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
@@ -68,6 +68,6 @@ class TextSource(Source):
         return self._mixture.samples
 
     def under(self, data: DataConfig) -> Self:
-        """The source, which treats bad rows and groups samples as the settings say."""
+        """This source with the settings for bad rows and for grouping by length."""
         self.bad_samples, self.group_by_length = data.bad_rows, data.group_by_length
         return self

@@ -36,8 +36,8 @@ _MADE_OF = (
 
 
 def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. `auto` is that of the weights to start from, or of the pack; where
-    neither brings one, `bytes`.
+    """The tokenizer that `data.tokenizer` names. `auto` is the tokenizer of the weights to start from, or of the pack;
+    where neither has one, `bytes`.
 
     Raises ConfigError, DataError and EnvironmentProblem for one that is not there, broken, or needs a package.
     """
@@ -59,7 +59,7 @@ def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a tokenizer, of whatever form."""
+    """Whether a folder holds a tokenizer in any form."""
     return any((folder / file).is_file() for file in (_FILES[0], *_MADE_OF))
 
 
@@ -69,7 +69,8 @@ def found_in(folder: Path) -> Tokenizer | None:
 
 
 def named(name: str) -> Tokenizer:
-    """A folder, a `tokenizer.json`, a sentencepiece `.model`, or a name on the hub."""
+    """Open a tokenizer by the path of a folder, a `tokenizer.json` or a sentencepiece `.model`, or by a name on the
+    hub."""
     path = Path(name)
     if path.is_dir():
         return in_folder(path)
@@ -108,8 +109,8 @@ def in_folder(folder: Path) -> Tokenizer:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """The settings in the files beside a tokenizer; those of tokenizer_config.json win. `chat_template` is a text: of
-    several templates the one called default, which gives way to tool_use where there are tools."""
+    """The settings in the files beside a tokenizer; tokenizer_config.json takes precedence. `chat_template` is a text:
+    among several templates the one called default, or tool_use where there are tools."""
     settings: dict[str, Any] = {}
     for file in _FILES[:0:-1]:
         if (folder / file).is_file():
@@ -125,7 +126,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
     default, with_tools = (templates.get(name) for name in ("default", "tool_use"))
     settings["chat_template"] = default
     if isinstance(default, str) and isinstance(with_tools, str):
-        # As transformers chooses between them. The signs + keep the white space at both ends of each.
+        # The choice that transformers makes. The signs + keep the white space at both ends of each.
         settings["chat_template"] = (
             "{% if tools is defined and tools is not none +%}" + with_tools.removesuffix("\n")
             + "{%+ else +%}" + default.removesuffix("\n") + "{%+ endif %}"
@@ -139,7 +140,7 @@ def _from_file(path: Path, settings: dict[str, Any]) -> Tokenizer:
 
 
 def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
-    """Older formats, such as BERT's `vocab.txt`: transformers makes a `tokenizer.json` of them."""
+    """Open older formats, such as BERT's `vocab.txt`, which transformers converts to a `tokenizer.json`."""
     need = f"The tokenizer in {shown(folder)} has no tokenizer.json, so transformers must read it"
     transformers = package("transformers", need, "hf")
     with refusing(shown(folder)):

@@ -65,7 +65,7 @@ class RowSource(TextSource):
 
     @property
     def padding_share(self) -> float:
-        """How much of the samples is padding, where each is padded to the full length."""
+        """Share of padding in samples that are padded to the full length."""
         assert self.lengths is not None
         return 1 - float(self.lengths.mean()) / self._frame.total_length
 
@@ -90,7 +90,7 @@ _SIDES = {"translation": ("source", "target"), "two": ("first", "second")}
 
 
 class _Frame:
-    """How the tokens of a row's texts become a sample."""
+    """Layout of a sample: how the tokens of a row's texts are put together."""
 
     def __init__(self, tokenizer: Tokenizer, form: RowForm, length: int, target_length: int) -> None:
         self._pad, self._form = tokenizer.pad, form
@@ -149,7 +149,7 @@ class _Frame:
 
 
 def _length_of(name: str) -> str:
-    """The field that says how many tokens another has."""
+    """The name of the field with the number of tokens of another field."""
     return "length" if name == "tokens" else f"{name}_length"
 
 
@@ -164,7 +164,7 @@ def _end_of(tokenizer: Tokenizer) -> tuple[int]:
 
 
 def _cut_longer(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of a pair that fits: what is too much is taken from the longer, until both are as long."""
+    """Lengths of a pair that fits: the longer text is cut, until both are equally long, then both."""
     over = first + second - room
     if over <= 0:
         return first, second
@@ -199,13 +199,13 @@ class RowTable:
         return [self.part.read(int(start), int(end)) for start, end in self._spans[row]]
 
     def renumber(self, numbers: NDArray[np.int64], classes: int) -> None:
-        """Take other numbers of the classes; what is no class stays as it is."""
+        """Replace class numbers; values that are no class stay as they are."""
         known = np.isin(self._labels, np.arange(len(numbers)))
         self._labels[known] = numbers[self._labels[known].astype(np.int64)]
         self._classes = classes
 
     def label(self, row: int) -> float:
-        """A number, or that of a class. Raises BadSample for one that is neither."""
+        """The value of a label: a number, or the number of a class. Raises BadSample for anything else."""
         value = float(self._labels[row])
         due = "a finite number" if self._classes is None else f"one of {self._classes} classes"
         if not (math.isfinite(value) if self._classes is None else value in range(self._classes)):
@@ -252,7 +252,8 @@ def tables_of(
     labelled: bool = False,
     unit: str = "rows",
 ) -> list[tuple[RowTable, float]]:
-    """The rows of a split in each pack, and its weight. Raises DataError where one has none; `unit` is their name."""
+    """The rows of a split in each pack, and the pack's weight. Raises DataError where a pack has none; `unit` names
+    them."""
     tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
     for (table, _), (pack, _), (source, _) in zip(tables, packs, data.parts()):
         if not len(table):

@@ -1,6 +1,6 @@
 """sentencepiece models, unigram and BPE, made into a `tokenizers` tokenizer, which is saved as transformers reads it.
 
-The package sentencepiece brings the messages of its file format (sentencepiece_model.proto).
+The package sentencepiece includes the messages of its file format (sentencepiece_model.proto).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _ROLES = ("unk", "bos", "eos", "pad")
 
 
 def sentencepiece_library(where: str, module: str = "") -> Any:
-    """The package sentencepiece, or a module of it, to open the model that `where` names. Raises EnvironmentProblem
-    without it.
+    """Import the package sentencepiece, or a module of it, to open the model that `where` names. Raises
+    EnvironmentProblem where it is missing.
     """
     return package(f"sentencepiece{module}", f"{where} needs the packages sentencepiece and protobuf", "text")
 
 
 def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> LibraryTokenizer:
-    """The tokenizer in a `.model` file. Raises DataError for what is none, or of a kind that is not unigram or BPE, and
-    EnvironmentProblem without the packages sentencepiece and tokenizers.
+    """The tokenizer in a `.model` file. Raises DataError for another kind of file, and for models other than unigram
+    and BPE; EnvironmentProblem without the packages sentencepiece and tokenizers.
     """
     name = shown(path)
     where = f"The sentencepiece model {name}"
@@ -63,7 +63,7 @@ def unreadable(where: str, error: Exception) -> DataError:
 
 
 def _check(model: Any) -> None:
-    """Raise ValueError for what would crash or flood the library, or is not read."""
+    """Raise ValueError for content that would crash the library or exhaust memory, or that is not supported."""
     words = {each.piece for each in model.pieces}
     if not words or len(words) < len(model.pieces):
         raise ValueError("it has no pieces, or one of them twice")
@@ -83,7 +83,7 @@ def _built(library: Any, model: Any) -> Any:
     words, kinds = [each.piece for each in model.pieces], [each.type for each in model.pieces]
     unknown = kinds.index(_UNKNOWN) if _UNKNOWN in kinds else 0
     if trained.model_type == _UNIGRAM:
-        # Text that spells a special token stays text: such a piece is the worst there is.
+        # Text that spells a special token stays text: such a piece gets the lowest score.
         worst = min(each.score for each in model.pieces) - 1e3
         special = (_UNKNOWN, _CONTROL, _UNUSED)
         pieces = [(each.piece, worst if each.type in special else each.score) for each in model.pieces]
@@ -105,7 +105,7 @@ def _built(library: Any, model: Any) -> Any:
             steps += [library.normalizers.Replace(library.Regex(rf"\A +|[ {SPACE}]+\z"), "")]
     tokenizer.normalizer = library.normalizers.Sequence(steps)
     scheme = ("first" if symbols else "always") if letters.add_dummy_prefix else "never"
-    # Where no piece goes on behind a space, words can be cut one by one, which is faster and the same.
+    # Where no piece continues after a space, words can be cut one by one, which is faster and gives the same pieces.
     alone = not any(SPACE in word[1:] for word in words)
     tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace(SPACE, scheme, alone)
     decoders = library.decoders
@@ -121,7 +121,8 @@ def _built(library: Any, model: Any) -> Any:
 
 
 def _merges(model: Any, numbers: dict[str, int]) -> list[tuple[str, str]]:
-    """Every two pieces that make a third, the best third first, as sentencepiece joins them."""
+    """All pairs of pieces that merge into a third piece, the best third first: the order in which sentencepiece
+    merges."""
     merges: list[tuple[float, int, int, str, str]] = []
     for each in model.pieces:
         if each.type in (_UNKNOWN, _CONTROL):

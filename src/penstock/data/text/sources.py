@@ -1,4 +1,4 @@
-"""The packs of tokens behind the name of a source: opened where it is a pack, else made once and kept in the cache."""
+"""Packs of tokens for the name of a source: opened where it is a pack, else made once and stored in the cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from penstock.leftovers import make_public, temporary
 
 _log = logging.getLogger(__name__)
 _READING = 2
-"""Raised when the same files are read as other rows, so that packs in the cache are made again."""
+"""Version that rises when the same files are read as other rows, so that packs in the cache are made again."""
 
 
 def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
@@ -63,7 +63,7 @@ def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple
 
 
 def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
-    """The shape of a pack of this form, which has labels if the form needs them, or if rows are `labelled` anyway."""
+    """The shape of a pack of this form. It has labels if the form needs them, or if rows are `labelled` anyway."""
     fields, labels = SHAPES[form]
     return Shape(
         form="documents" if form == "document" else "chats" if form in CHATS else "rows",
@@ -75,7 +75,7 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
 
 
 def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
-    """The rows of a source other than a pack. Their identity is computed at once, the rows are read later. A third
+    """The rows of a source that is no pack. Their fingerprint is computed at once, the rows are read later. The third
     column of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
@@ -114,7 +114,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
 
 
 def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, target: Path) -> None:
-    """Write the pack of a source into the new folder `target`, which has its name only when it is complete."""
+    """Write the pack of a source into the new folder `target`, which gets its name only when it is complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = [_up_to(part, data.limit) for part in content.parts]
     with temporary(target.parent, f".{target.name[:40]}.part-") as part, _bar(content.bytes) as progress:
@@ -151,7 +151,7 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Inside, other processes wait that enter for the same target."""
+    """Context that one process at a time enters for the same target; others wait."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(target.with_name(target.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
@@ -270,7 +270,7 @@ class TextPacking(Checked):
 
 
 def is_text(source: str) -> bool:
-    """Whether the name of a source is one of text."""
+    """Whether the name of a source means text."""
     kind, colon, _ = source.partition(":")
     return kind in KINDS and (bool(colon) or kind in ("stdlib", "numbers", "names"))
 

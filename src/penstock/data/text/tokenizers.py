@@ -1,4 +1,4 @@
-"""Tokenizers: how text becomes numbers. None of them imports torch, and all can be pickled.
+"""Tokenizers, which turn text into token numbers. None of them imports torch, and all can be pickled.
 
 `Bytes` needs nothing. `LibraryTokenizer` is any tokenizer of Hugging Face's `tokenizers`, which reads `tokenizer.json`.
 sentencepiece models become one (see `sentencepiece.py`), and `penstock pack` trains one.
@@ -33,7 +33,7 @@ MOST_TOKENS = 1 << 22
 
 
 class Frame(NamedTuple):
-    """The special tokens of a text that an encoder reads, or of two."""
+    """The special tokens around one text that an encoder reads, or around two."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
@@ -42,19 +42,19 @@ class Frame(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many they are."""
+        """Number of special tokens."""
         return sum(map(len, self))
 
 
 class Tokenizer(ABC):
-    """Text to numbers and back. Numbers are 0 … size - 1."""
+    """Conversion of text to token numbers (0 … size − 1) and back."""
 
     name: str
     fingerprint: str
     """SHA-256 in hex, equal for two tokenizers only if they give the same numbers."""
     size: int
     pad: int
-    """Token that fills up rows. A tokenizer without one uses `end`, since lengths say what is padding."""
+    """Token that pads rows. A tokenizer without one uses `end`, since lengths say what is padding."""
     unknown: int | None = None
     begin: int | None = None
     end: int | None = None
@@ -85,13 +85,13 @@ class Tokenizer(ABC):
         )
 
     def spelled(self) -> dict[str, str]:
-        """Special tokens by the names that chat templates have for them; empty for one that is not there."""
+        """Special tokens by their names in chat templates; an empty text for a token that the tokenizer lacks."""
         words, roles = self.words(), ("begin", "end", "unknown", "pad")
         numbers = {KEYS[role]: getattr(self, role) for role in roles}
         return {key: "" if number is None else words[number] for key, number in numbers.items()}
 
     def special_words(self) -> list[str]:
-        """How the special tokens are spelled."""
+        """The spellings of the special tokens."""
         words = self.words()
         return [words[number] for number in self.specials]
 
@@ -108,15 +108,13 @@ class Tokenizer(ABC):
         return [self.decode([number for number in row if number >= 0]) for row in rows]
 
     def opening(self) -> tuple[int, ...]:
-        """Special tokens before a text that a decoder continues, and before the texts of a translation, as transformers
-        puts them there.
+        """Special tokens before a text that a decoder continues, and before the texts of a translation, as in
+        transformers.
         """
         return ()
 
     def frame(self, texts: int = 1) -> Frame:
-        """Special tokens that an encoder has around one text, or around and between two, as far as the tokenizer has
-        them.
-        """
+        """Special tokens of an encoder around one text, or around and between two, as far as the tokenizer has them."""
         begin = self.begin if self.classify is None else self.classify
         end = self.end if self.separator is None else self.separator
         first, last = (() if number is None else (number,) for number in (begin, end))
@@ -129,8 +127,8 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """First token of an encoder–decoder's decoder: `told_start`, else `begin`, or, as T5 and Marian have it, the
-        padding.
+        """First token of an encoder–decoder's decoder: `told_start`, else `begin`, else the padding, as in T5 and
+        Marian.
         """
         if self.told_start is not None:
             return self.told_start
@@ -142,7 +140,7 @@ class Tokenizer(ABC):
         return opening[1:] if opening[:1] == (self.start,) else opening
 
     def word_starts(self) -> NDArray[np.bool_]:
-        """(size,): whether a token begins a word, for masking whole words. A space belongs to the word behind it."""
+        """Whether each token begins a word, (size,), for masking whole words. A space belongs to the word after it."""
         words = self.words()
         starts = np.ones(self.size, np.bool_)
         if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
@@ -153,7 +151,7 @@ class Tokenizer(ABC):
         return starts
 
     def words(self) -> list[str]:
-        """The name of each token, as its `tokenizer.json` spells it; empty for a number that has no token."""
+        """The name of each token, as spelled in `tokenizer.json`; empty for a number without a token."""
         return [str(number) for number in range(self.size)]
 
     @abstractmethod
@@ -163,13 +161,13 @@ class Tokenizer(ABC):
 
     @property
     def specials(self) -> tuple[int, ...]:
-        """All tokens with a meaning of their own."""
+        """All special tokens."""
         named = (self.pad, self.unknown, self.begin, self.end, self.separator, self.classify, self.mask)
         return tuple(sorted({*(number for number in named if number is not None), *self.sentinels}))
 
 
 class Bytes(Tokenizer):
-    """The bytes of UTF-8: numbers 0 to 255, and behind them the special tokens."""
+    """The bytes of UTF-8: numbers 0 to 255, followed by the special tokens."""
 
     WORDS = ("<pad>", "<begin>", "<end>", "<separator>", "<classify>", "<mask>")
     SENTINELS = 100
@@ -326,8 +324,8 @@ class LibraryTokenizer(Tokenizer):
         return {**self.__dict__, "_libraries": {}}
 
     def _encodings(self, texts: Sequence[str], *, marked: bool = False, fast: bool = False) -> list[Any]:
-        """The library's encodings of texts, those that are `fast` without places. Uses all threads that
-        `RAYON_NUM_THREADS` allows, without Python's lock."""
+        """The library's encodings of texts; `fast` ones have no offsets. Uses all threads that `RAYON_NUM_THREADS`
+        allows, without the GIL."""
         library = self._loaded(marked=marked)
         with refusing(self.name):
             encode = library.encode_batch_fast if fast else library.encode_batch
@@ -360,7 +358,7 @@ class LibraryTokenizer(Tokenizer):
         return encoding if encoding.behind else super().frame(texts)
 
     def _template(self, texts: int) -> Frame:
-        """The special tokens that the library puts around texts; it is asked once."""
+        """The special tokens that the library puts around texts, read once."""
         if texts not in self._frames:
             self._frames[texts] = self._probed(texts)
         return self._frames[texts]

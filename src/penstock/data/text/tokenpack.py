@@ -1,4 +1,4 @@
-"""Packs of tokens: documents or rows of text as numbers, read by memory map. Format version 1.
+"""Packs of tokens: tokenised documents or rows of text, read by memory map. Format version 1.
 
     manifest.json   what it holds, by which tokenizer, bytes and SHA-256 of all files, its seal
     train.tokens    numbers one after the other, of 2 or 4 bytes; val.tokens likewise, where the source had a split
@@ -74,7 +74,7 @@ class PackPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackVocabulary:
-    """The tokenizer that the numbers are of."""
+    """The tokenizer that made the token numbers."""
 
     name: str
     fingerprint: str
@@ -124,7 +124,8 @@ def is_token_pack(root: Path) -> bool:
 
 
 def read_manifest(root: Path) -> TokenManifest:
-    """Raises DataError as `penstock.data.pack.read_table`, and for a manifest that contradicts itself."""
+    """Read and check the manifest of a pack of tokens. Raises DataError as `penstock.data.pack.read_table` does, and
+    for a manifest that contradicts itself."""
     where, table = shown(root / MANIFEST), read_table(root, KIND, VERSION, "packed text")
     manifest = from_dict(TokenManifest, table, origin=where, error=DataError)
     names = [file.name for part in manifest.parts for file in part.files]
@@ -154,7 +155,7 @@ class TokenPack:
         return PackedPart(self.root, self.manifest, self.manifest.parts[part])
 
     def require(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if the numbers are of another tokenizer."""
+        """Raise ConfigError if another tokenizer made the token numbers."""
         packed = self.manifest.tokenizer
         if packed.fingerprint != tokenizer.fingerprint:
             raise ConfigError(
@@ -216,7 +217,7 @@ class PackedPart:
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """Tokens start..stop, not to be written to.
 
-        Raises BadSample where they changed since they were packed, or one is outside the vocabulary.
+        Raises BadSample where tokens changed since they were packed, or a number is outside the vocabulary.
         """
         if self._maps is None:
             raw = map_file(self._path)

@@ -1,4 +1,4 @@
-"""Samples of running text: windows of documents that follow each other, or pieces of one document each."""
+"""Samples of continuous text: windows over documents that follow each other, or pieces of one document each."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from penstock.errors import DataError
 
 
 class TokenSource(TextSource):
-    """Windows of `length` tokens, each begun `stride` after the one before. Documents follow each other, each with the
-    tokenizer's `end` behind it, which is how a batch tells where one ends.
+    """Windows of `length` tokens, each begun `stride` tokens after the previous one. Documents follow each other, each
+    ended by the tokenizer's `end`, which separates them in a batch.
 
-    Unless `packed`, windows begin again with each document, and its last is filled up with −1. `around` are the special
+    Unless `packed`, windows restart with each document, whose last window is padded with −1. `around` are the special
     tokens that a task puts around a window.
     """
 
@@ -115,8 +115,8 @@ class _SplitText:
         return np.asarray(np.diff(bounds)[inside], np.int64)
 
     def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
-        """Where windows begin that start again with each document, and how many tokens they have: (P, 2). One that has
-        no more than the window before it shares with it is left out.
+        """The start and the number of tokens, (P, 2), of windows that restart with each document. A window without any
+        token that the previous one lacks is left out.
         """
         documents = self.documents()
         begins = np.cumsum(documents) - documents
@@ -147,8 +147,8 @@ def open_tokens(
     stride: int | None = None,
     around: int = 0,
 ) -> TokenSource:
-    """Windows of `length` tokens of a split, `stride` apart (none: side by side), as `TokenSource` says. `auto` is
-    `stdlib`.
+    """Open the windows of `length` tokens of a split, `stride` apart (none: `length`), as `TokenSource` describes.
+    `auto` is `stdlib`.
 
     A window is a pure function of its number, and so is the order of windows of seed and epoch. Tokenises what is no
     pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError.
@@ -179,6 +179,6 @@ def _of_split(pack: TokenPack, split: Split, name: str) -> _SplitText:
     index = part.index
     edges = np.concatenate([[0], index["end"][:, -1].astype(np.int64)])
     in_split = (index["key"] % VAL_EVERY == VAL_EVERY - 1) == (split == "val")
-    # Documents that lie side by side make one segment.
+    # Adjacent documents make one segment.
     change = np.flatnonzero(np.diff(np.concatenate([[False], in_split, [False]]).astype(np.int8)))
     return _SplitText(name, part, edges[change].reshape(-1, 2))

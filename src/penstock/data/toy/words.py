@@ -78,7 +78,7 @@ def standard_library() -> Content:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether it is UTF-8 that says something; a few old files of the library are Latin-1, or empty."""
+    """Whether a file is UTF-8 and not empty; a few old files of the library are Latin-1 or empty."""
     try:
         return bool(content(file, limit=1 << 24).decode("utf-8").strip())
     except (UnicodeDecodeError, Unreadable):
@@ -186,7 +186,7 @@ def _number_rows(form: Form, languages: Sequence[str], say: Say, val: bool) -> I
 
 
 def _another(number: int, rng: random.Random, val: bool, least: int) -> int:
-    """A number that differs in one digit, or altogether; of the same split, so that nothing held out is seen."""
+    """Another number of the same split, which differs in one digit or in all; so training sees no held-out number."""
     while True:
         if rng.random() < 0.5:
             digits = list(str(number))
@@ -231,7 +231,7 @@ def read_names(languages: Sequence[str]) -> Names:
         raise ConfigError(
             f"CLDR has no language {quoted(unknown[0])}; data.source=names: takes codes with commas, such as en,sw,yo."
         )
-    # What a language has of its own: what it lacks would come as the code, or in another language.
+    # Only names that a language has itself: for others Babel returns the code, or the name in another language.
     data = {one: localedata.load(one, merge_inherited=False) for one in dict.fromkeys(("en", *languages))}
     by_item: dict[str, dict[str, str]] = defaultdict(dict)
     for kind in CLDR_KINDS:
@@ -246,7 +246,7 @@ def read_names(languages: Sequence[str]) -> Names:
 
 
 def _text(value: object) -> str:
-    """A name; of a unit, which has several lengths, the long one."""
+    """The text of a name; for a unit, which has several lengths, the long form."""
     if not isinstance(value, str):
         value = value.get("long", "") if hasattr(value, "get") else ""
     return " ".join(str(value).split())

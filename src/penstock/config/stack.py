@@ -49,8 +49,7 @@ class Stack:
     heads: Heads = 12
     """Attention heads of each block."""
     kv_heads: Heads | None = None
-    """Heads of keys and values, if several queries share them (Ainslie et al., EMNLP 2023); none: as many as
-    `heads`."""
+    """KV heads of each block, where several query heads share one (Ainslie et al., EMNLP 2023). None: `heads`."""
     head_features: Features | None = None
     """Features of one head; none: `width / heads`."""
     mlp_width: Features = 3072
@@ -84,7 +83,7 @@ class Stack:
     qkv_bias: bool = True
     """Whether the projections to queries, keys and values have biases."""
     key_bias: bool = True
-    """Whether that to keys has one too, where `qkv_bias` is true."""
+    """Whether the projection to keys has a bias too, where `qkv_bias` is true."""
     positions: Positions = "learned"
     """How tokens know their place. `fairseq` are sinusoidal positions as fairseq's translators count them: from 2 on,
     and with the slowest feature at 1 / 10000. `axial` are rotary positions of patches: half of the pairs of features
@@ -95,14 +94,14 @@ class Stack:
     """Every n-th block, the last of n, has no rotary positions (Yang et al., 2025, "Rope to Nope and Back Again"); 0:
     all have them."""
     window_base: Positive | None = None
-    """`rotary.base` of blocks that attend to their window only; none: that of the others."""
+    """`rotary.base` of blocks that attend to their window only. None: `rotary.base` as in all other blocks."""
     window_scaled: bool = True
-    """Whether rotary positions of blocks that attend to their window only are scaled as those of the others. Those of
-    Gemma 3 are not."""
+    """Whether blocks that attend to their window only scale rotary positions as all other blocks do. Gemma 3's do
+    not."""
     relative_buckets: Annotated[int, Range(1, 1 << 16)] = 32
-    """Distances that relative biases tell apart (Raffel et al., JMLR 2020, section 2.1)."""
+    """Number of distances that have a relative bias of their own (Raffel et al., JMLR 2020, section 2.1)."""
     relative_distance: Count = 128
-    """Distance from which on relative biases are all the same."""
+    """Distance beyond which all relative biases are equal."""
     attention_scale: Positive | None = None
     """Factor of the scores; none: 1 / √(features of a head)."""
     score_cap: Positive | None = None
@@ -126,8 +125,8 @@ class Stack:
     global_offset: Annotated[int, Range(0, 1 << 14)] = 0
     """The first of these blocks, counted from 0."""
     sinks: bool = False
-    """Whether the softmax of each head of self-attention has the exponential of a learned number in its denominator
-    besides those of the scores, so that a token may attend to nothing (OpenAI, 2025, "gpt-oss")."""
+    """Whether the softmax of each head of self-attention adds the exponential of a parameter to its denominator, so
+    that a token may attend to nothing (OpenAI, 2025, "gpt-oss")."""
     dropout: Probability = 0.0
     """Dropout probability of the embeddings and of both residual branches."""
     attention_dropout: Probability | None = None
@@ -141,8 +140,8 @@ class Stack:
     experts: Experts = 0
     """Number of experts in a mixture's MLP; 0 is dense (Shazeer et al., ICLR 2017)."""
     experts_in: ExpertsIn = "mlp"
-    """Part that there is for each expert: the MLP, or the whole `block`, of which a sample goes through the one that is
-    given (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.3)."""
+    """The part of which each expert is one: the MLP, or the whole `block`, chosen by a number given with each sample
+    (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.3)."""
     experts_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     """Number of experts that the router chooses for a token."""
     shared_experts: Experts = 0
@@ -168,9 +167,9 @@ class Stack:
     groups_per_token: Annotated[int, Range(1, 1 << 16)] = 1
     """Number of groups from which a token's experts come."""
     router_normalised: bool | None = None
-    """Whether the weights of a token's experts are divided by their sum; none: if it has several and chose them."""
+    """Whether the weights of a token's experts are divided by their sum. None: where a token has several experts."""
     router_scale: Positive = 1.0
-    """Factor of the weights of a token's experts, beside those that every token visits."""
+    """Factor of the weights of a token's experts, except for the `shared_experts`."""
     router_jitter: Probability = 0.0
     """In training routers read each feature times a random number between one minus and one plus this (Fedus et al.,
     JMLR 2022, appendix C)."""
@@ -194,10 +193,10 @@ class Stack:
     """Kinds of samples, such as languages, whose visits to experts are counted apart; 0: none. A task whose data name
     such labels sets it. With a router that is given, they are what is given."""
     expert_of: tuple[Experts, ...] = ()
-    """The expert of each label, or its group of experts, with a router that is given; none: that of its number."""
+    """The expert of each label, or its group of experts, with `router` given. Empty: label i has expert i."""
     unequal: tuple[LayerSizes, ...] = ()
-    """The layers one by one, as a pruned model has them: `depth` of them, of experts in whole blocks one for each
-    expert, whose sizes replace those above. None: all follow from the fields above."""
+    """The sizes of each layer, as a pruned model has them, in place of the fields above: `depth` layers, or where
+    experts are whole blocks, one for each expert at a depth. Empty: all layers follow from the fields above."""
 
     def __post_init__(self) -> None:
         if not self.experts and self.capacity is not None:

@@ -40,12 +40,9 @@ def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
-        **sizes,
-        num_key_value_heads=1,
-        vocab_size=len(Bytes().words()),
-        max_position_embeddings=96,
+        **sizes, num_key_value_heads=1, vocab_size=len(Bytes().words()), max_position_embeddings=96,
         initializer_range=0.1,
-    )
+    )  # fmt: skip
     transformers.Qwen2ForCausalLM(config).save_pretrained("qwen")
     chats = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(240)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))

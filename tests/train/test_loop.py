@@ -54,16 +54,10 @@ MODEL = ViTConfig(
 def config(tmp_path: Path) -> RunConfig:
     """Eight steps of 2 × 16 samples."""
     return RunConfig(
-        model=MODEL,
-        recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2)),
-        plan=Plan(micro_batch=16, accumulate=2),
-        machine=desk(tmp_path),
-        output=str(tmp_path / "run"),
-        device="cpu",
-        seed=5,
-        checkpoint_every=3,
-        log_every=2,
-    )
+        model=MODEL, recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, augment=Augment(flip=0.0, mixup=0.2)),
+        plan=Plan(micro_batch=16, accumulate=2), machine=desk(tmp_path), output=str(tmp_path / "run"),
+        device="cpu", seed=5, checkpoint_every=3, log_every=2,
+    )  # fmt: skip
 
 
 class At(Display):

@@ -22,14 +22,9 @@ from penstock.train.meters import Speedometer, peak_memory, useful_work
 from penstock.train.metrics import Records, read_metrics
 
 MACHINE = Machine(
-    name="desk",
-    device="cpu",
-    source="measured",
-    peak_flops={"fp32": 2e11, "bf16": 1e12},
-    memory_bytes=8e9,
-    memory_bytes_per_second=2e10,
-    launch_seconds=4e-6,
-)
+    name="desk", device="cpu", source="measured", peak_flops={"fp32": 2e11, "bf16": 1e12}, memory_bytes=8e9,
+    memory_bytes_per_second=2e10, launch_seconds=4e-6,
+)  # fmt: skip
 
 
 def speedometer(plan: Plan, device: str = "cpu") -> Speedometer:

@@ -94,14 +94,9 @@ def test_a_run_ends_with_its_code_and_keeps_what_it_saved(
 
     monkeypatch.setattr(loop, "build", planted)
     config = RunConfig(
-        model=MODEL,
-        recipe=Recipe(steps=60, lr=1e-3, augment=Augment(flip=0.0)),
-        plan=PLAN,
-        machine=desk(tmp_path),
-        output=str(tmp_path / "run"),
-        device="cpu",
-        checkpoint_every=4,
-    )
+        model=MODEL, recipe=Recipe(steps=60, lr=1e-3, augment=Augment(flip=0.0)), plan=PLAN,
+        machine=desk(tmp_path), output=str(tmp_path / "run"), device="cpu", checkpoint_every=4,
+    )  # fmt: skip
     with pytest.raises(NumericError) as caught:
         train(config)
     assert caught.value.exit_code == ExitCode.NUMERIC

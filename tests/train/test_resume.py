@@ -27,14 +27,9 @@ def test_the_same_configuration_changes_nothing() -> None:
 
 def test_what_the_arithmetic_does_not_depend_on_may_change() -> None:
     other = replace(
-        BASE,
-        output="elsewhere",
-        keep=5,
-        log_every=1,
-        checkpoint_every=7,
-        device="cpu",
+        BASE, output="elsewhere", keep=5, log_every=1, checkpoint_every=7, device="cpu",
         data=DataConfig(workers=2),
-    )
+    )  # fmt: skip
     assert changes(to_dict(BASE), to_dict(other)) == []
 
 

@@ -133,15 +133,9 @@ def test_a_teacher_of_other_words_is_refused(
     save_pretrained(create(model), "teacher", beside=Path("words"))
     Path("lines.txt").write_text("\n".join(LINES))
     given = [
-        "train",
-        "gpt-tiny",
-        *WORDS.split(),
-        "--model.width",
-        "32",
-        *MORE.split(),
-        "--recipe.teacher",
+        "train", "gpt-tiny", *WORDS.split(), "--model.width", "32", *MORE.split(), "--recipe.teacher",
         "teacher",
-    ]
+    ]  # fmt: skip
     given[given.index("text:words")] = "text:lines.txt"
     given += ["--data.tokenizer", "words", "--output", "student"]
     assert main(given) == 0

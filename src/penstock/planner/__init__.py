@@ -1,4 +1,4 @@
-"""Costs of a model under a Plan on a Machine: counts, time and memory, from first principles and free of torch."""
+"""Costs of a model under a Plan on a Machine: counts, time and memory, from first principles and without torch."""
 
 from penstock.planner.layouts import Space as Space
 from penstock.planner.prediction import Prediction as Prediction

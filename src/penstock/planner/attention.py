@@ -15,16 +15,17 @@ from penstock.planner.shapes import BlockKind
 from penstock.planner.terms import Form
 
 WARP_SOFTMAX = 1024
-"""Numbers of a row up to which torch's softmax keeps it in registers (its `PersistentSoftmax.cuh`)."""
+"""Longest row that torch's softmax keeps in registers (its `PersistentSoftmax.cuh`)."""
 ROTARY_EAGER_BYTES = 8
-"""Traffic of a rotation written as single operators, one way and per rotated number: it computes in fp32."""
+"""Bytes moved by a rotation written as single operators, in one direction and per rotated element: it computes in
+fp32."""
 
 
 def attend(
     to: Lister, block: BlockKind, rows: float, seen: int, *, cross: bool = False, causal: bool = False,
     computed: float,
 ) -> None:  # fmt: skip
-    """Attention of `rows` over `seen` tokens of each sample, with its projections of the `computed` ones."""
+    """List attention of `rows` to `seen` tokens of each sample, and the projections of the `computed` tokens."""
     one = _Attention(to, block, rows, seen, cross=cross, causal=causal, computed=computed)
     if cross:
         one.project_memory()
@@ -43,7 +44,7 @@ def attend(
 
 
 class _Attention:
-    """The sizes of one attention on this device, and its operators by their part in it."""
+    """One attention on this device: its sizes, and its operators by role."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class _Attention:
         )
 
     def project_memory(self) -> None:
-        """Queries of the tokens, keys and values of the memory."""
+        """List the queries of the tokens, and the keys and values of the memory."""
         to, t, layer, a, d = self.to, self.t, self.layer, self.a, self.block.stack.width
         to.gemm(f"{self.name}.q", self.rows, a, d, bias=layer.qkv_bias, learned=(d + layer.qkv_bias) * a)
         # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
@@ -86,13 +87,13 @@ class _Attention:
         )  # fmt: skip
 
     def project_latents(self, latent: Latent) -> None:
-        """Keys and values of the latents, joined with the part of keys that turns."""
+        """List keys and values made from the latents, joined with the rotary part of keys."""
         plain = self.heads * (self.layer.head_width - self.layer.rotary_width)
         self.to.gemm(f"{self.name}.kv_up", self.computed, plain + self.inner, latent.kv_rank)
         self.to.move(f"{self.name}.join", self.rows * 3 * self.a, (self.c, self.c), kind="copy")
 
     def project(self) -> None:
-        """Queries, keys and values of the tokens by one product."""
+        """List queries, keys and values of the tokens, made by one product."""
         to, layer, c, a, kv = self.to, self.layer, self.c, self.a, self.kv
         to.gemm(
             f"{self.name}.qkv", self.computed, a + 2 * kv, self.block.stack.width,
@@ -104,7 +105,7 @@ class _Attention:
             to.move(f"{self.name}.pad", self.own, (c, c), kind="copy")
 
     def turn(self) -> None:
-        """Rotary positions of queries and keys."""
+        """List the rotary positions of queries and keys."""
         t, layer, c = self.t, self.layer, self.c
         # The gradients of queries, keys and values become one of the packed projection.
         packed = (self.queries + 2 * self.keys) * c
@@ -117,7 +118,7 @@ class _Attention:
             self.to.move("rotary", turned, (each, each), launches=1 if t.fused else 6 + 2 * joins)
 
     def norm_heads(self) -> float:
-        """Norms of queries and keys; returns the bytes of these and of values that attention keeps."""
+        """List norms of queries and keys; returns the bytes of queries, keys and values that attention keeps."""
         t, layer, c, rows = self.t, self.layer, self.c, self.rows
         kept, grouped = (self.queries + 2 * self.keys) * c, self.heads != self.kv_heads
         if grouped and not self.cross and not layer.rotary:
@@ -143,7 +144,8 @@ class _Attention:
         return 3 * self.queries * c if self.form == "plain" and grouped else kept
 
     def exchange_keys(self) -> float:
-        """Keys and values between context parallel devices; returns the bytes of their gradients."""
+        """List the exchange of keys and values between context parallel devices; returns the bytes of their
+        gradients."""
         t, keys = self.t, self.keys * self.c
         gathered, made = 2.0 * keys * t.cp, 2 * keys
         if t.cp > 1 and t.gathers_keys:
@@ -158,7 +160,7 @@ class _Attention:
         return made
 
     def compute(self, kept: float, made: float) -> None:
-        """Scores, softmax and values, in the form that they take here."""
+        """List scores, softmax and values in the form that is used here."""
         to, block, t, layer, c = self.to, self.block, self.t, self.layer, self.c
         queries, keys, own, cross = self.queries, self.keys, self.own, self.cross
         again = (
@@ -194,7 +196,7 @@ class _Attention:
             _add_parts(to, f"{self.name}.parts", queries, 2 * keys, causal=block.causal and not cross)
 
     def put_out(self) -> None:
-        """The output's projection."""
+        """List the projection of the output."""
         to, layer, c, mixed = self.to, self.layer, self.c, self.computed * self.a
         if self.computed < self.rows:
             to.move(f"{self.name}.unpad", mixed, (c, c), kind="copy")
@@ -211,7 +213,8 @@ class _Attention:
 
 
 def _make_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, heads: int) -> None:
-    """The queries of `rows` tokens, by way of their latent, and the latents of keys and values with their norms."""
+    """List the queries of `rows` tokens, made through their latent, and the latents of keys and values with their
+    norms."""
     t, d, norm = to.terms, block.stack.width, replace(block.layer.norm, eps=latent.norm_eps)
     again = 0.0 if t.stream == t.product else None  # another product keeps the same input
     if latent.query_rank:
@@ -223,7 +226,8 @@ def _make_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, hea
 
 
 def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, seen: int, heads: int) -> None:
-    """Attention of `rows` to kept latents, between products with the matrices that would make keys and values."""
+    """List attention of `rows` to cached latents, between products with the matrices that would make keys and
+    values."""
     t, c, width = to.terms, to.terms.product, latent.kept
     kept, queries = (rows + t.samples * t.cached) * width, rows * heads * width
 
@@ -246,16 +250,18 @@ def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, s
 def _sinks(
     to: Lister, layer: Layer, core: Op, size: float, *moved: tuple[float, float], cross: bool, **more: Any
 ) -> None:  # fmt: skip
-    """Sinks of self-attention, if it has any: operators over `size` numbers that put them into its softmax."""
+    """List what sinks of self-attention cost, if there are any: operators over `size` elements that add them to the
+    softmax."""
     if layer.sinks and not cross:
         heads = max(1, layer.heads // to.terms.tp)
         to.move(f"{core.name}.sinks", size, *moved, weights=heads, tensors=1, **more)
 
 
 def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
-    """Weighing and adding up the parts of attention to each device's keys, and their gradients, in place, as
-    `penstock.kernels.context` does. Of a part other than its own, a causal mask leaves a device all of its queries with
-    half of the keys, or half of the queries. `queries` and `keys` are a device's elements, values among the latter.
+    """List the weighted sum of the partial results of attention to each device's keys, and of their gradients, in
+    place, as in `penstock.kernels.context`. In a part other than its own, a causal mask leaves a device all of its
+    queries with half of the keys, or half of the queries. `queries` and `keys` are a device's elements; `keys` includes
+    values.
     """
     t, c = to.terms, to.terms.product
     sees = 0.75 * (t.cp + 1) if causal else t.cp
@@ -273,8 +279,8 @@ def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bo
 def _kept_by_head_norms(
     to: Lister, layer: Layer, form: Form, own: float, normed: float, copied: float, rows: float
 ) -> float:
-    """Bytes that norms of queries and keys keep of `own` projected numbers, `normed` of which are normalised in `rows`
-    rows; `copied` bytes of queries were copied before.
+    """Bytes that norms of queries and keys keep for the backward pass. `own` is the number of projected elements, of
+    which `normed` are normalised in `rows` rows; `copied` bytes of queries were copied before.
     """
     t, c = to.terms, to.terms.product
     if layer.norm.kind == "layer":
@@ -293,9 +299,10 @@ def _kept_by_head_norms(
 def _composed(
     to: Lister, block: BlockKind, core: Op, form: Form, keys: float, own: float, kept: float, *, cross: bool
 ) -> None:
-    """The operators that the fused kernel `core` would replace: scores, softmax and values.
+    """List the operators that the fused kernel `core` would replace: scores, softmax and values.
 
-    `keys` are numbers, `own` those that this device's rows are projected to, `kept` bytes for the scores' gradients.
+    `keys` is a number of elements, `own` the elements that this device's rows are projected to, `kept` bytes for the
+    scores' gradients.
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)
@@ -344,7 +351,7 @@ def _composed(
 
 
 def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> None:
-    """Softmax with its mask: in one kernel, or each in its own. The product before it scales as it writes."""
+    """List softmax and mask: in one kernel, or in one each. The product before it scales as it writes."""
     t, name = to.terms, core.name
     softmax = f"{name}.softmax"
     if t.software.softmax_apart:

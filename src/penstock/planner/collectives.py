@@ -1,9 +1,9 @@
-"""How long collectives take: latency per step and bytes over bandwidth, on rings and trees, inside and across nodes.
+"""Times of collectives: latency per step and bytes over bandwidth, on rings and trees, within and between nodes.
 
 Thakur, Rabenseifner and Gropp (IJHPCA 2005) give the ring's terms, Sanders, Speck and Träff (Parallel Computing 2009)
 the double tree's. Devices are numbered as launchers number them: tensor parallel ranks are neighbours, then context,
-then data, then pipeline. A group whose members lie in several nodes shares the nodes' adapters with the groups that
-run beside it, so its ring has as many parts of them as it has members in a node.
+then data, then pipeline. A group with members in several nodes shares the nodes' adapters with the groups that run
+beside it, so its ring gets one share of them for each member in a node.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def group_of(rates: Rates, size: int, stride: int) -> DeviceGroup:
 
 
 def gather_seconds(group: DeviceGroup, moved: float, calls: float = 1.0, *, scatters: bool = False) -> float:
-    """All-gather to, or reduce-scatter of, `moved` bytes: each member ends (or starts) with all of them.
+    """Seconds of an all-gather to, or a reduce-scatter of, `moved` bytes: each member ends (or starts) with all of
+    them.
 
-    By a ring, whose steps add up: nccl knows no tree of these before 2.23, and later one only for a device per node.
+    It uses a ring, whose steps add up: nccl has no tree for these before 2.23, and later only for one device per node.
     """
     n = group.size
     if n == 1 or moved <= 0:
@@ -69,7 +70,7 @@ def gather_seconds(group: DeviceGroup, moved: float, calls: float = 1.0, *, scat
 
 
 def reduce_seconds(group: DeviceGroup, moved: float, calls: float = 1.0) -> float:
-    """All-reduce of `moved` bytes, by a ring or a double tree, whichever is faster."""
+    """Seconds of an all-reduce of `moved` bytes, by a ring or a double tree, whichever is faster."""
     n = group.size
     if n == 1 or moved <= 0:
         return 0.0
@@ -79,7 +80,7 @@ def reduce_seconds(group: DeviceGroup, moved: float, calls: float = 1.0) -> floa
 
 
 def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: float = 1.0) -> float:
-    """All-to-all where each member sends `moved` bytes in all, its own part among them.
+    """Seconds of an all-to-all in which each member sends `moved` bytes in total, including the part that it keeps.
 
     Within a node they go over the links, between nodes through each member's own share of the adapters, both at the
     same time. With `once`, `moved` is of tokens that each go to `once` places, drawn evenly from the share `reach` of
@@ -102,13 +103,13 @@ def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: flo
 
 
 def distinct_places(places: float, draws: int) -> float:
-    """Different places among `draws` draws from `places`, on average; one at least."""
+    """Expected number of different places among `draws` draws from `places`; at least one."""
     places = max(1.0, places)
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
 
 def send_seconds(rates: Rates, stride: int, moved: float) -> float:
-    """`moved` bytes from one device to another that is `stride` away; all devices of a node send at once."""
+    """Seconds to send `moved` bytes to the device that is `stride` away, while all devices of a node send."""
     constants, per_node = rates.constants, rates.machine.devices_per_node
     across = stride >= per_node
     bandwidth = min(rates.link, rates.node / per_node) if across else rates.sending
@@ -117,8 +118,8 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
-    """Seconds that a transfer adds to the computation that it overlaps: all that outlasts it, and at least the share of
-    the multiprocessors that the transfer occupies, over its duration."""
+    """Seconds that a transfer adds to the computation that it overlaps: the time by which it is longer, and at least
+    its duration times the share of the multiprocessors that it occupies."""
     return max(transfer - computing, rates.collective_share * transfer)
 
 

@@ -1,8 +1,8 @@
 """Every fitted number of the planner, in one place, each with what it was fitted to.
 
-There are no constants per model, per table or per row. What a datasheet or a probe says is in `Machine`; what follows
-from the algorithms is counted; what is left over is here. `tools/calibration` refits them and shows what errors
-remain, with each model left out in turn.
+There are no constants per model, per table or per row. Figures of datasheets and probes are in `Machine`, and what
+follows from the algorithms is counted; the rest is here. `tools/calibration` refits them and shows what errors remain,
+with each model left out in turn.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Constants:
     """Cost of starting a pipelined collective of at least `ramp_bytes`; below, it grows with the root of the size."""
     ramp_bytes: float = 44e6
     collective_multiprocessors: float = 20.0
-    """Multiprocessors that a collective keeps from the kernels beside it: between the 16 and the 24 channels, a thread
-    block each, that nccl's logs name in nodes of eight devices."""
+    """Multiprocessors that a collective takes from the kernels that run beside it: between the 16 and the 24 channels,
+    a thread block each, that nccl's logs name in nodes of eight devices."""
     straggling: float = 0.00966
     """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span: fitted."""
     kernel_seconds: float = 2.28e-6

@@ -12,7 +12,7 @@ from penstock.report.units import duration, energy, mass, money, rounded, scient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """Length of a run, and the prices of what it takes; None where they were not given."""
+    """Length of a run, and prices; None where they were not given."""
 
     samples: float | None = None
     price: float | None = None
@@ -22,8 +22,8 @@ class RunTerms:
 
 
 def costs(one: Prediction, machine: Machine, terms: RunTerms) -> dict[str, float]:
-    """Figures of one step, and of a run of known length also of the whole run, with units in the names. Energy is at
-    the devices' rated power, and absent where that is unknown."""
+    """Figures of one step, and of the whole run where its length is known, with units in the names. Energy assumes the
+    devices' rated power, and is absent where that is unknown."""
     model = one.model_flops_per_second_per_gpu * one.gpus * one.iteration_seconds
     by_name = {"step_model_flops": model, "step_hardware_flops": model * one.hfu / one.mfu}
     watts = one.gpus * (machine.power_watts or 0.0)
@@ -62,7 +62,7 @@ def watt_hours(by_name: Mapping[str, float]) -> str:
 
 
 def run_words(by_name: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Figures of the whole run in units for people, each with the words that follow it."""
+    """Figures of the whole run in readable units, each with the words that follow it."""
     if "days" in by_name:
         yield duration(by_name["days"] * 86400), "of training"
         yield rounded(by_name["gpu_hours"]), "GPU hours"

@@ -1,4 +1,4 @@
-"""Why a layout is as fast as it is, why the others lose, and what would help it most."""
+"""Explanations: where a layout spends its time, why the others are slower, and what would help most."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp
 def explain(
     model: ModelConfig, machine: Machine, plan: Plan, uneven: Mapping[int, float] = EVEN
 ) -> list[str]:
-    """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`."""
+    """One layout in sentences: where its time and memory go, and whether it fits. Raises ConfigError as `predict`
+    does."""
     best = predict(model, machine, plan, uneven=uneven)
     lines = [
         f"{plan.line()}",
@@ -77,7 +78,7 @@ def explain(
 
 
 def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Parts above a two-thousandth of all, with their shares, the largest first."""
+    """Parts above 0.05 % of the total, with their shares, the largest first."""
     whole = sum(parts.values())
     return [
         (name, part, part / whole)
@@ -89,7 +90,8 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 def why_others_lose(
     model: ModelConfig, machine: Machine, result: SearchResult, best: Prediction, uneven: Mapping[int, float] = EVEN
 ) -> Iterator[str]:  # fmt: skip
-    """Sentences on each choice of the best layout: the best with another, its extra cost; and layouts that do not fit.
+    """Sentences on each choice of the best layout: the best layout with another choice, its extra cost, and layouts
+    that do not fit.
 
     A layout is named once, under the first choice in which it differs.
     """
@@ -118,9 +120,10 @@ def why_others_lose(
 
 
 def bends(points: Sequence[tuple[int, int, Mapping[str, float]]]) -> list[str]:
-    """Sentences on where time by devices leaves perfect scaling, and on what takes the time.
+    """Sentences on where scaling over devices stops being perfect, and on what takes the time.
 
-    Each point is a number of devices, the samples of a step, and the step's seconds by part; more and more devices.
+    Each point is a number of devices, the samples of a step, and the step's seconds by part; in ascending order of
+    devices.
     """
     sentences = []
     for (fewer, few_samples, few), (more, more_samples, many) in itertools.pairwise(points):
@@ -151,7 +154,7 @@ def difference(best: Prediction, other: Prediction) -> str:
 def _too_large(
     model: ModelConfig, machine: Machine, best: Prediction, uneven: Mapping[int, float]
 ) -> Iterator[str]:
-    """Neighbours of the best layout that would be faster if they fitted."""
+    """Layouts one choice away from the best that would be faster if they fitted."""
     limit = room(machine)
     plan = best.plan
     neighbours: list[tuple[str, Plan]] = []
@@ -182,7 +185,7 @@ def sensitivity(
     model: ModelConfig, machine: Machine, gpus: int, best: Prediction, *, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), uneven: Mapping[int, float] = EVEN,
 ) -> list[Lever]:  # fmt: skip
-    """The changes that would help most, each with a search of its own; the largest gain first."""
+    """The changes that would help most, the largest gain first; each is searched for its own best layout."""
     batch = best.global_batch or default_batch(model, gpus)
     link, node = machine.link_bytes_per_second, machine.node_bytes_per_second
     faster = {
@@ -217,16 +220,16 @@ def sensitivity(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestLayout:
-    """The best layout that a line allows."""
+    """The best layout with the settings of a line."""
 
     best: Prediction
     assumed: str
-    """Settings that the line leaves open and the planner chose, with why; empty for none."""
+    """Settings that the line leaves open and the planner chose, with the reasons; empty for none."""
     result: SearchResult
-    """The search; of a line that is a whole layout, it alone."""
+    """The search; for a line that is a complete layout, this layout alone."""
 
     def against(self, best: Prediction) -> str:
-        """How this layout compares with the best of all, in a sentence."""
+        """A sentence that compares this layout with the best of all."""
         one = self.best
         if not one.fits:
             return f"It does not fit: it needs {one.memory_bytes / GIB:.1f} GiB."
@@ -241,15 +244,15 @@ class BestLayout:
 
 
 def is_layout(line: str, gpus: int | None) -> bool:
-    """Whether a line is one whole layout: it names a degree and a batch, and takes `gpus` devices where these are
-    given. Any other is a wish for some settings, whose rest is searched."""
+    """Whether a line is a complete layout: it names a degree and a batch, and uses `gpus` devices where these are
+    given. Other lines fix some settings, and the rest is searched."""
     named = Plan.named(line)
     whole = named & {"dp", "tp", "pp", "cp"} and named & {"micro_batch", "accumulate"}
     return bool(whole) and gpus in (None, Plan.parse(line).gpus)
 
 
 def with_base(base: str | None, line: str | None) -> str:
-    """The settings of two Plan lines; where both name one, that of `line`."""
+    """The settings of two Plan lines; `line` overrides the base."""
     named = Plan.named(line or "")
     kept = [word for word in (base or "").split() if word.partition("=")[0] not in named]
     return " ".join([*kept, line or ""]).strip()
@@ -259,10 +262,10 @@ def answer(
     model: ModelConfig, machine: Machine, gpus: int, line: str | None = None, *, global_batch: int | None = None,
     uneven: Mapping[int, float] = EVEN, name: str = "",
 ) -> BestLayout:  # fmt: skip
-    """The best layout on `gpus` devices with the settings of a Plan line; None is the best of all. `name` is what the
-    model is called where that is not its preset's name.
+    """The best layout on `gpus` devices with the settings of a Plan line; None means no settings. `name` is the model's
+    name where it is not the preset's.
 
-    Raises OutOfMemory saying what would make it fit, and ConfigError for settings that cannot be.
+    Raises OutOfMemory, which says what would make it fit, and ConfigError for impossible settings.
     """
     base = base_of(line, model, machine, gpus)
     assumed = f"assumed, for the line names no precision: {base.assumed}" if base.assumed else ""

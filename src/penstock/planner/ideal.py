@@ -1,8 +1,9 @@
 """The least time of a step's work on a machine: what a perfect program would need.
 
-Products run at the best rate that was measured near their shape, in whichever form is fastest there; all else moves its
-bytes once, at the bandwidth of a copy. Nothing is packed, launched, allocated or computed twice. Measured beside it, a
-part of a step shows how much is left to gain (Williams, Waterman and Patterson, CACM 2009, section 3).
+Matrix products run at the best rate that was measured near their shape, in whichever form is fastest there; all other
+operators move their bytes once, at the bandwidth of a copy. Nothing is packed, launched, allocated or computed twice.
+Compared with it, a measured part of a step shows how much is left to gain (Williams, Waterman and Patterson, CACM 2009,
+section 3).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from penstock.planner.states import device_share, orthogonal_share, update_bytes
 
 FORMS: tuple[ProductForm, ...] = ("forward", "input", "weight")
 BETWEEN = "between products"
-"""The row of what a compiler makes one kernel of: norms, activations, dropout, sums and casts."""
+"""The row of operators that a compiler joins in one kernel: norms, activations, dropout, sums and casts."""
 ALONE = {"norm": "norms", "activation": "activations", "dropout": "dropout", "torch_dropout": "dropout"}
 """Rows of the same operators where each is a kernel of its own."""
 OTHER = "sums, casts and copies"
 
 
 class Least(NamedTuple):
-    """Least work of a row of the table, of one step on one device."""
+    """Least work in a row of the table, for one step on one device."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -41,7 +42,8 @@ def least_of_step(
     model: ModelConfig, machine: Machine, plan: Plan, *, real: float = 1.0, words: float = 1.0,
     learns: Learning = WHOLE,
 ) -> dict[str, Least]:  # fmt: skip
-    """The least work of one optimizer step by rows: products, attention, all between them, loss, embedding, optimizer.
+    """The least work of one optimizer step by rows: matrix products, attention, the operators between them, loss,
+    embedding, optimizer.
 
     `real`, `words` and `learns` are as `predict` takes them.
     """
@@ -60,7 +62,7 @@ def least_of_step(
 
 
 def row_of(op: Op, *, compiled: bool) -> str:
-    """The row of the table that an operator counts in."""
+    """The row of the table to which an operator belongs."""
     direction = "forward" if op.forward else "backward"
     if op.kind == "attention" or (op.kind == "bmm" and op.module in ("attention", "cross")):
         return f"attention, {direction}"

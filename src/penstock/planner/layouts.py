@@ -43,7 +43,7 @@ class Space:
 
 
 def vary(plan: Plan, **changes: Any) -> Plan:
-    """A copy of `plan` with fields changed to values known to be sound: without the checks of construction."""
+    """A copy of `plan` with fields changed to values that are known to be valid, without the checks of construction."""
     varied = object.__new__(Plan)
     for name, value in (*zip(_FIELDS, _VALUES(plan)), *changes.items()):
         object.__setattr__(varied, name, value)
@@ -59,7 +59,7 @@ def layouts(
     space = replace(space, **{name: (value,) for name, value in fixed_values.items() if name in AXES})
     scores = (op.scores for _, op in describe_on(machine, model, base).operators())
     if "selective" in space.recompute and not any(scores):
-        # Nothing keeps scores that could be computed again.
+        # No scores are stored that could be recomputed.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
     per_node, experts = machine.devices_per_node, max(stack.experts * stack.mixes for stack in stacks(model))
     degrees = itertools.product(
@@ -108,7 +108,7 @@ def _within(
 
 
 def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
-    """Kinds of sharding, with the replicas of a group of hsdp: such as are neither one nor all of them."""
+    """Kinds of sharding, for hsdp with group sizes that are neither one nor all replicas."""
     replicas = corner.replicas
     if replicas == 1:
         # One device alone shards nothing, whatever kind of sharding the search names.
@@ -135,7 +135,7 @@ def depth(model: ModelConfig) -> int:
 
 
 def stages(model: ModelConfig, gpus: int) -> list[int]:
-    """Numbers of stages that split the blocks evenly, entrance and exit counted or not."""
+    """Numbers of stages that split the blocks evenly, with or without counting entrance and exit."""
     n = depth(model)
     return [p for p in range(1, min(n, gpus) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
 
@@ -148,7 +148,7 @@ def _context_degrees(model: ModelConfig) -> list[int]:
 
 def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:
     """Numbers of equal chunks of a stage, each of at least one block. Embedding and head count as a block each where
-    only so the stages come out even."""
+    stages are even only then."""
     if pp == 1:
         return [1]
     blocks = depth(model)

@@ -23,12 +23,12 @@ _MODULES: dict[str, tuple[Module, ...]] = {
 """Modules whose linears have adapters, by `Lora.parts`."""
 
 UNPACKING = 6
-"""Operators that make a weight of its numbers in few bits."""
+"""Number of operators that dequantise a weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """How much of a model learns."""
+    """The part of a model that learns."""
 
     parameters: float = 1.0
     """Share of its parameters, adapters among them."""
@@ -45,8 +45,8 @@ WHOLE = Learning()
 
 @lru_cache(maxsize=256)
 def learning_part(work: Workload, how: Learning) -> Workload:
-    """The workload of a model that learns in part. Without adapters, products that make the gradients of frozen weights
-    are still counted: only the built model knows which they are."""
+    """The workload of a model of which a part learns. Without adapters, products that make the gradients of frozen
+    weights are still counted: only the built model knows which weights are frozen."""
     if how == WHOLE:
         return work
     parts = work.parts
@@ -67,8 +67,8 @@ def _is_stored(op: Op, lora: Lora) -> bool:
 
 
 def _stored(part: Part, lora: Lora, stored_bytes: float) -> Part:
-    """A part whose frozen products make their weights of few bits, forward and for the gradients of inputs, in place
-    of what autocast casts."""
+    """A part whose frozen products dequantise their weights, forward and for the gradients of inputs, where autocast
+    would cast them."""
     stored = {op.linear: op for op in part.forward if _is_stored(op, lora)}
 
     def unpack(op: Op, forward: bool) -> Op:
@@ -126,12 +126,12 @@ def _adapted(part: Part, how: Learning, work: Workload) -> Part:
 
 
 def _is_linear(op: Op, parts: str) -> bool:
-    """Whether it is the forward product of a linear in these parts of a block."""
+    """Whether an operator is the forward product of a linear in these parts of a block."""
     return op.kind == "gemm" and op.weights > 0 and op.batch == 1 and op.module in _MODULES[parts]
 
 
 def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
-    """B · (A · x), its scaling, and the sum with the linear's output."""
+    """List B · (A · x), its scaling, and the sum with the linear's output."""
     each = _bytes(op)
     inner, outer = op.m * rank, op.m * op.n
     return (
@@ -150,8 +150,8 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
 
 
 def _behind(op: Op, rank: int, kept: float) -> tuple[Op, ...]:
-    """Gradients of both matrices and of what they read; the last lets go of the `kept` bytes that the gradient of the
-    linear's weight would."""
+    """List the gradients of both matrices and of their inputs; the last one frees the `kept` bytes that the gradient of
+    the linear's weight would free."""
     each = _bytes(op)
     first, second, _ = _ahead(op, rank)
     inner, outer, inputs = op.m * rank, op.m * op.n, op.m * op.k
@@ -179,8 +179,8 @@ def _bytes(op: Op) -> float:
 
 
 def _frozen(backward: tuple[Op, ...] | list[Op]) -> Iterator[Op]:
-    """Operators of a backward pass without those that make the gradients of frozen weights: what these let go of goes
-    with the next."""
+    """Operators of a backward pass without those that make the gradients of frozen weights; the memory that these would
+    free is freed by the next operator."""
     freed, last = 0.0, None
     for op in backward:
         frozen = op.weights > 0 and not op.adapter

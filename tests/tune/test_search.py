@@ -236,7 +236,7 @@ def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[.
     assert report.plan == "fuse=bias_activation"
     reasons = {step.name: step.reason for step in report.rungs}
     assert reasons["fuse-residual_norm"] == "no place of the model is known for residual + norm"
-    assert reasons["fuse-all"] == "one alone fits the model, and has a rung of its own"
+    assert reasons["fuse-all"] == "only one of them fits the model, and it has its own rung"
     report = tuned(
         World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs=("fuse",)
     )
@@ -392,7 +392,7 @@ def test_too_little_time_is_said(tuned: Callable[..., LadderReport]) -> None:
 
 
 def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., LadderReport]) -> None:
-    with pytest.raises(ConfigError, match="can be put on a script from outside"):
+    with pytest.raises(ConfigError, match="can be applied to a script from outside"):
         tuned(World(), rungs=("batch",))
     with pytest.raises(ConfigError, match="There is no rung 'compil'"):
         tuned(World(), skip=("compil",))

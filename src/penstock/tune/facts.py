@@ -1,4 +1,4 @@
-"""Facts about a script once it has made some steps. Free of torch."""
+"""Facts about a script, collected after its first steps. Free of torch."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ SWITCHED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """A script's model and optimizer, and what it does by itself."""
+    """Facts about a script's model and optimizer, and about the settings that it chose itself."""
 
     device: str
     model: str = ""
-    """Name of the first model's class; empty where no module was called with gradients."""
+    """Name of the first model's class; empty if no module was called with gradients."""
     parameters: int = 0
-    """Trained parameters."""
+    """Number of trained parameters."""
     optimizer: str = ""
     form: str = ""
-    """The form that the script chose for its optimizer; empty where it leaves that to torch."""
+    """The form that the script chose for its optimizer; empty if it leaves the choice to torch."""
     compiled: bool = False
     """Whether the script calls torch.compile."""
     mixed: str = ""
-    """Why its precision is its own business; empty where it computes in fp32."""
+    """Reason why precision is left to the script; empty if it computes in fp32."""
     eager: bool = False
-    """Whether a model of transformers computes attention by itself, in place of torch's."""
+    """Whether a transformers model computes attention itself instead of calling torch's."""
     padding: float = 0.0
-    """Share of the tokens of the first batch that its attention mask hides."""
+    """Share of the first batch's tokens that its attention mask hides."""
     blocks: int = 0
     no_blocks: str = ""
-    """Why no repeated blocks were found."""
+    """Reason why no repeated blocks were found."""
     switches: dict[str, list[str]] = field(default_factory=dict)
-    """Values that the model takes, by setting of the Plan."""
+    """Values that the model supports, by field of the Plan."""
     fused: Mapping[FusedName, int] = field(default_factory=dict)
-    """How many places of the model each fused operator fits in."""
+    """For each fused operator, the number of places in the model where it fits."""
     forms: Mapping[OptimizerForm, str] = field(default_factory=dict)
-    """Why the optimizer has no such form, by form; empty where it has."""
+    """By optimizer form, the reason why the script's optimizer does not have it; empty if it does."""
     products: Mapping[Products, str] = field(default_factory=dict)
-    """Why the device does not multiply so, by form of products; empty where it does."""
+    """By form of products, the reason why the device does not support it; empty if it does."""

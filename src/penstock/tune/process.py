@@ -1,4 +1,4 @@
-"""One process, or several ranks, of a script under some settings, which make steps by turns. Free of torch."""
+"""One process, or several ranks, that runs a script under some settings and takes steps on request. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from penstock.launch.link import Closed, JsonLink
 from penstock.tune.facts import Facts
 
 _LOOK = 0.5
-"""Seconds between two looks at a process that has not answered."""
+"""Seconds between two checks of a process that has not answered."""
 _KILL_AFTER = 5.0
 _TAIL = 6
-"""Lines of a failed script's output that are shown."""
+"""Number of last lines shown of a failed script's output."""
 _QUIET = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
-"""Variables that keep what a script does away from others, and the same in each process."""
+"""Environment variables that keep the script from uploading anything, and make its processes behave the same."""
 
 _OVERRULED = ("PENSTOCK_PRECISION", "PENSTOCK_DTYPE")
-"""Variables that would contradict the settings."""
+"""Environment variables that would contradict the settings."""
 
 
 class ScriptEnded(ContenderEnded):
-    """The script is over, though more steps were asked for. `status` says how it ended."""
+    """The script has ended, though more steps were requested. `status` says how it ended."""
 
     def __init__(self, status: str, why: str, steps: int) -> None:
         super().__init__(status, why)
@@ -40,7 +40,7 @@ class ScriptEnded(ContenderEnded):
 
 @dataclass(frozen=True, slots=True)
 class ScriptCommand:
-    """A script with its arguments, as it would be given to python."""
+    """A script with its arguments, as for the command `python`."""
 
     target: str
     arguments: tuple[str, ...] = ()
@@ -63,15 +63,15 @@ class ScriptProcess:
     seed: int
     log: Path
     timeout: float
-    """Seconds for the longest that it may take to answer."""
+    """Longest wait in seconds for an answer."""
     losses: list[float | None] = field(init=False, default_factory=list)
-    """The loss of each step so far, of the first rank."""
+    """Loss of each step so far, on the first rank."""
     memory: int | None = field(init=False, default=None)
-    """Peak bytes on a GPU so far."""
+    """Peak bytes on a GPU so far; None on a CPU."""
     steps: int = field(init=False, default=0)
     _process: subprocess.Popen[bytes] = field(init=False)
     _links: dict[int, JsonLink] = field(init=False, default_factory=dict)
-    """By rank."""
+    """Connections by rank."""
 
     def __post_init__(self) -> None:
         key = secrets.token_hex(8)
@@ -89,29 +89,29 @@ class ScriptProcess:
                 raise
 
     def first_step(self) -> float:
-        """Seconds of the first step, compiling included, from when torch was imported."""
+        """Seconds of the first step, from the import of torch on, including compiling."""
         return self._turn()
 
     def turn(self, steps: int) -> float:
-        """Seconds per step of so many. Raises ScriptEnded."""
+        """Make `steps` steps and return the seconds per step. Raises ScriptEnded."""
         for link in self._links.values():
             self._tell(link, do="step", steps=steps)
         return self._turn() / steps
 
     def facts(self) -> tuple[Facts, dict[str, Any]]:
-        """The facts of the script, and its machine. The process is to be closed afterwards."""
+        """The facts of the script, and its machine. Afterwards the process can only be closed."""
         self._tell(self._links[0], do="facts")
         answer = self._hear(self._links[0])
         return Facts(**answer["facts"]), answer["machine"]
 
     def predicted(self, first: str, plans: list[str]) -> dict[str, float]:
-        """The planner's speed of each of some Plans to that of `first`, after `facts`; empty where it knows none."""
+        """Predicted speed of each Plan relative to `first`; call it after `facts`. Empty if the planner cannot tell."""
         self._tell(self._links[0], do="predict", first=first, plans=plans)
         speeds: dict[str, float] = self._hear(self._links[0])["speeds"]
         return speeds
 
     def close(self) -> None:
-        """End the script and all that it has started."""
+        """End the script and all processes that it has started."""
         for link in self._links.values():
             link.close()
         for word in (signal.SIGTERM, signal.SIGKILL):
@@ -120,7 +120,7 @@ class ScriptProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_AFTER if word == signal.SIGTERM else None)
                 break
-        # What ends with a signal may leave children behind, which have the same group.
+        # A process ended by a signal may leave children behind; they are in the same group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -130,7 +130,7 @@ class ScriptProcess:
         return max(float(answer["seconds"]) for answer in answers)
 
     def _accept(self, server: socket.socket, key: str) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have connected."""
         server.settimeout(_LOOK)
         end = time.monotonic() + self.timeout
         while len(self._links) < self.command.procs:
@@ -150,15 +150,15 @@ class ScriptProcess:
                     self._links[int(hello["rank"])] = link
 
     def _tell(self, link: JsonLink, **message: Any) -> None:
-        with contextlib.suppress(Closed):  # which `_hear` reports
+        with contextlib.suppress(Closed):  # `_hear` reports it
             link.send(**message)
 
     def _next(self, link: JsonLink, late: str) -> dict[str, Any]:
-        """The next message of a rank. Raises Closed, and ScriptEnded, which says that the script `late`, or that it has
-        ended."""
+        """The next message of a rank. Raises Closed, and ScriptEnded if the script has ended or, with the reason
+        `late`, does not answer in time."""
         end = time.monotonic() + self.timeout
         while True:
-            ended = self._process.poll() is not None  # asked first, for its last words may be on their way
+            ended = self._process.poll() is not None  # checked first: a last message may be on its way
             if (message := link.receive(_LOOK)) is not None:
                 return message
             if ended:
@@ -182,15 +182,15 @@ class ScriptProcess:
     def _late(self, what: str) -> ScriptEnded:
         return ScriptEnded(
             "late",
-            f"it {what} within {self.timeout:.0f} s; --timeout gives it longer, and {self.log} has what it wrote",
+            f"it {what} within {self.timeout:.0f} s; --timeout allows it longer, and its output is in {self.log}",
             self.steps,
         )
 
     def _end_error(self) -> ScriptEnded:
-        """The end of a script that said nothing."""
+        """The exception for a script that ended without a message."""
         code = self._process.wait()
         last_lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-_TAIL:]
         why = f"it ended with code {code}" + ("" if not last_lines else ": " + " | ".join(last_lines))
-        # The kernel ends the largest when memory runs out.
+        # When memory runs out, the kernel kills the largest process.
         status = "out of memory" if code == -signal.SIGKILL else "failed" if code else "ended"
         return ScriptEnded(status, why, self.steps)

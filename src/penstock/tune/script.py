@@ -1,7 +1,4 @@
-"""A script as contenders: under each setting it is a process of its own, which makes some optimizer steps at a turn.
-
-Free of torch, which only those processes load.
-"""
+"""A script as contenders: under each setting it is a separate process, which makes some optimizer steps per turn."""
 
 from __future__ import annotations
 
@@ -20,27 +17,27 @@ from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.settings import TuneConfig
 
 WARM_UP, LONGEST_WARM_UP = 3, 8
-"""Steps that are not timed: at the least, and as long as successive ones differ by more than half."""
+"""Least and most warm-up steps, which are not timed; they go on while successive steps differ by more than half."""
 UNEVEN = 1.5
 MOST_STEPS = 64
-"""Steps of a turn at the most."""
+"""Most steps of a turn."""
 LOSS_STEPS = 48
-"""Steps whose losses are compared at the most."""
+"""Most steps whose losses are compared."""
 LOSS_SHARE = 0.05
-"""Share of the time that a seed of the script as it is may take for that."""
+"""Share of the budget that the unchanged script may take per seed for these steps."""
 
 
 class Script(Contenders):
-    """`Contenders` of a script. A setting's copy is added to the seeds that the script sets."""
+    """`Contenders` of a script. `copy` of a setting is added to the seeds that the script sets."""
 
     unit = "steps"
     control_rounds, control_share = 8, 0.15
-    """Fewer rounds than of a model, for the twin's steps are also those of the losses, and a larger share, for starting
-    a script and warming it up take longer than its steps."""
+    """Fewer rounds than for a model, because the twin's steps also provide losses; a larger share, because starting and
+    warming up a script takes longer than its steps."""
     loss_runs = False
     most_rounds = 14
-    """Half as many as of a model: each rung is raced by itself, and there may be twenty."""
-    shorter = "and so do shorter steps by the script's own arguments"
+    """Half as many as for a model: each rung races by itself, and there may be twenty."""
+    shorter = "and so do shorter steps through the script's own arguments"
 
     def __init__(self, command: ScriptCommand, config: TuneConfig) -> None:
         self.command, self.config = command, config
@@ -49,21 +46,21 @@ class Script(Contenders):
         self.title = shlex.join([command.target, *command.arguments])
         self.first = script_setting("")
         self.length = math.inf
-        """Optimizer steps of the script, once it has ended."""
+        """Number of optimizer steps of the script; known once it has ended."""
         self.started = 0
         self.open: dict[Setting, ScriptContender] = {}
         self.losses: dict[Setting, list[float | None]] = {}
-        """The losses of the first steps of each setting."""
+        """Losses of the first steps of each setting."""
         self.alone: dict[str, float] = {}
-        """The planner's speeds of lines with one rung, to the first."""
+        """Predicted speeds of lines with one rung, relative to the first setting."""
 
     def contend(self, setting: Setting) -> ScriptContender:
-        """Start and warm up. Raises ScriptEnded."""
+        """Start the script under a setting and warm it up. Raises ScriptEnded."""
         self.open[setting] = ScriptContender(self, setting)
         return self.open[setting]
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
-        """Losses of steps that were timed; none where a loss is no scalar."""
+        """Losses of the steps that were timed; empty if a loss is not a scalar."""
         losses = self.losses.get(replace(setting, copy=seed), [])[:steps]
         known = [loss for loss in losses if loss is not None]
         return LossRun(known if len(known) == len(losses) else [], [])
@@ -71,14 +68,14 @@ class Script(Contenders):
     def forecast(
         self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
     ) -> Forecast | None:
-        """From the planner's speeds of its rungs, each alone."""
+        """The forecast from the planner's speeds of the single rungs."""
         speed, previous = self._predicted(setting), self._predicted(before)
         if speed is None or previous is None:
             return None
         return Forecast(to_previous=speed / previous, to_baseline=speed, corrected=speed)
 
     def _predicted(self, setting: Setting) -> float | None:
-        """The product over the rungs of a line; None where something else is part of it."""
+        """Product of the speeds of a line's rungs; None if the line includes anything else."""
         first = {*(self.first.line or "").split()}
         left = words = {*(setting.line or "").split()} - first
         speed = 1.0
@@ -89,7 +86,7 @@ class Script(Contenders):
         return None if left else speed
 
     def train_command(self, setting: Setting) -> str:
-        """The command that runs the script."""
+        """The command that runs the script with a setting."""
         line, command = setting.line, self.command
         script = shlex.join([*(["-m"] * command.module), command.target, *command.arguments])
         if command.procs > 1:
@@ -103,7 +100,7 @@ class Script(Contenders):
 
 
 class ScriptContender:
-    """The script under one setting. If it ends while it is measured it begins again."""
+    """The script under one setting. If it ends during measurements it is started again."""
 
     def __init__(self, script: Script, setting: Setting) -> None:
         self.script, self.setting = script, setting
@@ -119,14 +116,14 @@ class ScriptContender:
 
     @property
     def process(self) -> ScriptProcess:
-        """Its process, warm."""
+        """The running process, warmed up."""
         if self._process is None:
             self._start()
         assert self._process is not None
         return self._process
 
     def timed(self, least_seconds: float) -> Timing:
-        """Seconds per step of one turn. Raises ScriptEnded."""
+        """Time one turn. Raises ScriptEnded."""
         steps = min(MOST_STEPS, max(1, math.ceil(least_seconds / self.step_seconds)))
         left = min(steps, self.script.length - self.process.steps)
         if left < max(1, steps // 4):
@@ -145,7 +142,7 @@ class ScriptContender:
         return Timing(self.step_seconds, None)
 
     def lengthen(self) -> None:
-        """Make as many steps as losses are compared over, if time allows."""
+        """Make further steps, up to the number over which losses are compared, if time allows."""
         made = self.process.steps
         affordable = int(LOSS_SHARE * self.script.config.budget / self.step_seconds)
         wanted = int(min(LOSS_STEPS - made, affordable, self.script.length - made - 1))
@@ -193,7 +190,7 @@ class ScriptContender:
         self._note()
 
     def _note(self) -> None:
-        """Keep the losses, the longest of its processes, and the memory."""
+        """Store the losses, from the process with the most steps, and the memory."""
         if self._process is None:
             return
         if len(self._process.losses) >= len(self.script.losses.get(self.setting, [])):
@@ -202,5 +199,5 @@ class ScriptContender:
 
 
 def script_setting(line: str) -> Setting:
-    """A script under a line of settings."""
+    """The Setting of a script that is run under a line of settings."""
     return Setting(model=None, plan=Plan.parse(line), line=line)

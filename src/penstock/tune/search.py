@@ -1,6 +1,6 @@
-"""Finds the fastest settings for a script: one rung after the other, kept only where it is faster beyond the noise.
+"""Finds the fastest settings for a script: rung by rung, each kept only if it is faster beyond the noise.
 
-The script as it is, the fastest so far and the one that is tried are processes of their own, which take turns of some
+The unchanged script, the fastest settings so far and those being tried are separate processes, which take turns of some
 optimizer steps. Free of torch, which only those processes load.
 """
 
@@ -30,23 +30,23 @@ from penstock.tune.script import LONGEST_WARM_UP, LOSS_STEPS, Script, script_set
 from penstock.tune.settings import TuneConfig
 
 SEEDS = (1, 2)
-"""Numbers added to the seeds of the script as it is, to see how much chance changes its loss."""
+"""Numbers added to the unchanged script's seeds, to see how much chance changes its loss."""
 UNPREDICTED = ("padding", "attention", "fuse", "loss", "experts")
-"""Groups of rungs that compute other operators than were recorded of the script as it is."""
+"""Groups of rungs that change the operators which were recorded from the unchanged script."""
 RACE_FROM = 0.85
-"""Share of the time after which no rung is begun: the rest is for the last race."""
+"""Share of the budget after which no rung is begun; the rest is for the last race."""
 PAIRED = 0.85
-"""Speed from which a rung that does not pay alone is tried once more, together with others or on top of them."""
+"""A rung that does not pay by itself but has at least this speed is tried again, with others or on top of them."""
 
 
 def tune(
     command: ScriptCommand, config: TuneConfig, on_progress: OnProgress = lambda progress: None
 ) -> LadderReport:
-    """Find the fastest settings for a script. `on_progress` is called with what comes next.
+    """Find the fastest settings for a script. `on_progress` is called before each activity.
 
     Raises:
         ConfigError: the script cannot be timed, with the reason.
-        OutOfMemory: it runs out of memory as it is, and with recomputation too.
+        OutOfMemory: it runs out of memory unchanged, and with recomputation too.
     """
     rungs = rungs_for(config)
     tuning = _Tuning(Script(command, config), on_progress)
@@ -54,7 +54,7 @@ def tune(
 
 
 class _Tuning(Course):
-    """One tuning. `run` reads from top to bottom as what happens."""
+    """One tuning. `run` calls its phases in their order."""
 
     def __init__(self, script: Script, on_progress: OnProgress) -> None:
         config = script.config
@@ -87,7 +87,7 @@ class _Tuning(Course):
     # -- the script as it is
 
     def _look(self, rungs: Sequence[Rung]) -> Control | None:
-        """Run the script as it is twice side by side, with other seeds in the second, and learn what it is."""
+        """Run the unchanged script twice side by side, with other seeds in the second, and collect facts about it."""
         arena = self.arena
         try:
             self._start()
@@ -95,7 +95,7 @@ class _Tuning(Course):
             arena.build(twin)
             control = self.control(twin)
             self.script.open[twin].lengthen()
-            arena.build(twin)  # again, if its steps were over
+            arena.build(twin)  # started again if its steps were used up
             process = self.script.open[twin].process
             self.facts, known = process.facts()
             self.machine = from_dict(Machine, known, origin="the script's machine")
@@ -112,7 +112,7 @@ class _Tuning(Course):
         return control
 
     def _start(self) -> None:
-        """Start the script; where it runs out of memory, with recomputation, which then is the baseline."""
+        """Start the script; if it runs out of memory, use it with recomputation as the baseline."""
         try:
             self.arena.build(self.first)
         except ScriptEnded as end:
@@ -130,7 +130,7 @@ class _Tuning(Course):
             self.notes.append(f"The script runs out of memory as it is: all was measured with {RECOMPUTE}.")
 
     def _predict(self, process: ScriptProcess, rungs: Sequence[Rung]) -> None:
-        """Ask for the planner's speed of each rung alone to the script as it is."""
+        """Ask for the predicted speed of each single rung, relative to the unchanged script."""
         form = self.facts.form or ("foreach" if self.facts.device == "cuda" else "loop")
         first = self.first.line or ""
         lines = [
@@ -143,7 +143,7 @@ class _Tuning(Course):
         self.script.alone = {line: speeds[plan] for line, plan in plans.items() if plan in speeds}
 
     def _untimed(self, end: ScriptEnded) -> str:
-        """Why a script cannot be timed."""
+        """Message why a script cannot be timed."""
         what = f"penstock tune cannot time {self.script.command.target}"
         if end.status != "ended":
             return f"{what}: {end.why}."
@@ -155,34 +155,34 @@ class _Tuning(Course):
             )
         return (
             f"{what}: it ended after {end.steps} optimizer step{'s' * (end.steps > 1)}, and warming up and a turn take "
-            f"at least {LONGEST_WARM_UP + FEWEST}; give it more by its own arguments, or more data."
+            f"at least {LONGEST_WARM_UP + FEWEST}; give it more through its own arguments, or more data."
         )
 
     # -- rungs
 
     def _refusal(self, rung: Rung, setting: Setting) -> str | None:
-        """Why a rung cannot be put on a setting, or None."""
+        """Why a rung cannot be added to a setting, or None."""
         if rung.apply(setting, self.situation) == setting:
             return "the settings already include it"
-        own = unfit(rung, self.facts, self.machine) if rung.name in self.names else ""  # two as one fit alone
+        own = unfit(rung, self.facts, self.machine) if rung.name in self.names else ""  # not a pair
         return own or rung.refusal(setting, self.situation)
 
     def _together(self, rungs: Sequence[Rung], greedy: Greedy) -> list[Rung]:
-        """Rungs worth another try: half precision once something is compiled, or both together."""
+        """Rungs to try again: half precision after something was compiled, or both at once."""
 
         def lost(prefix: str, above: float = 0.0) -> list[Rung]:
             attempts = [greedy.attempts[rung.name] for rung in rungs if rung.name.startswith(prefix)]
             return [a.rung for a in attempts if a.result.status == "not kept" and _speed(a) > above]
 
-        # However slow half precision is alone: its casts may take more time than its products save.
+        # Half precision may be slow without compiling: casts can cost more time than faster products save.
         half, compiled = lost("half-"), lost("compile-", PAIRED)
         if greedy.best.plan.compile != "none":
             return [*half, *lost("attention-", PAIRED)]
         return [joined(one, other) for one in half[:1] for other in compiled[:1]]
 
     def _undecided(self, rungs: Sequence[Rung], greedy: Greedy) -> list[Rung]:
-        """Rungs worth another try on top of the best, the most promising first: those that were measured on top of less
-        and may have been faster. They now save a larger share of a shorter step."""
+        """Rungs to try again on the best settings, the most promising first: those that were measured on earlier
+        settings and may be faster. They now save a larger share of a shorter step."""
 
         def promise(rung: Rung) -> float:
             attempt = greedy.attempts[rung.name]
@@ -199,7 +199,7 @@ class _Tuning(Course):
         attempts = [*greedy.attempts.values()]
         kept = [a for a in attempts if a.paid and a.rung.searched]
         offered = [a for a in attempts if a.paid and not a.rung.searched]
-        # Settings that all rounds together do not call faster are not recommended, nor a part that was not raced again.
+        # Recommend only settings that all rounds together show to be faster, and no part that was not raced again.
         path = kept if kept and self.arena.faster(kept[-1].setting, self.first) else []
         same = path[-1].setting if path else self.first
         fastest = greedy.best if offered and self.arena.faster(greedy.best, same) else None
@@ -211,7 +211,7 @@ class _Tuning(Course):
             self.notes.append(f"Time was too short for {', '.join(late)}; --budget {longer} gives them more.")
         account, script = self.account, self.script
         return self.report(
-            rungs=(self.baseline("the script as it is", "What the script does by itself."), *results),
+            rungs=(self.baseline("the script as it is", "The script without any change."), *results),
             same=account.chosen(same, names),
             fastest=None if fastest is None else account.chosen(fastest, [*names, *more]),
             nearest=None if path else self.nearest(a.setting for a in attempts if a.result.measured), control=control,
@@ -229,7 +229,7 @@ def _names(attempts: Sequence[Attempt]) -> list[str]:
     return [attempt.rung.name for attempt in attempts]
 
 
-# -- rungs of the ladder that a script can have from outside, and why others do not fit it
+# -- rungs of the ladder that can be applied to a script from outside, and why others do not fit it
 
 
 TUNED = (
@@ -237,34 +237,34 @@ TUNED = (
     "attention-flash", "attention-efficient", "attention-cudnn", "compile-blocks", "compile-whole",
     "fuse-residual_norm", "fuse-bias_activation", "fuse-all", "loss-chunked", "experts-loop", "memory", "int8", "fp8",
 )  # fmt: skip
-"""Rungs of the ladder that can be put on a script from outside, in the order in which they are tried: what leaves work
-out comes first, what changes results last."""
+"""Rungs of the ladder that can be applied to a script from outside, in the order of trying them: first those that save
+work, last those that change results."""
 CHANGES_RESULTS = ("int8", "fp8")
 SDPA = Rung(
     name="attention-sdpa", place=590, title="torch's attention", apply=PlanChange({"attention": "sdpa"}),
-    why="Attention is one call of torch's, which keeps no scores in memory, in place of products and a softmax.",
+    why="Attention is one call of torch's instead of products and a softmax, and keeps no scores in memory.",
 )  # fmt: skip
 RECOMPUTE = "recompute=early"
 ELEMENTWISE = Rung(
     name="recompute-elementwise", place=40, title="products kept", apply=PlanChange({"recompute": "elementwise"}),
-    why="Norms and activations are computed again, and what attention and products gave is kept.",
+    why="Norms and activations are recomputed; outputs of attention and matrix products are kept.",
 )  # fmt: skip
 OFFLOAD = Rung(
     name="offload", place=50, title="activations on the host",
     apply=PlanChange({"recompute": "none", "offload": "activations"}),
-    why="What blocks keep for the backward pass waits in host memory meanwhile, in place of being computed again.",
+    why="Tensors that blocks save for the backward pass are kept in host memory instead of being recomputed.",
 )  # fmt: skip
 SAVING = (ELEMENTWISE, OFFLOAD)
-"""Tried where a script runs out of memory without recomputation."""
+"""Rungs that are also tried if a script runs out of memory without recomputation."""
 
 
 def rungs_for(config: TuneConfig) -> list[Rung]:
-    """The rungs to try, in their order. Raises ConfigError for names that are none, or that scripts cannot have."""
+    """The rungs to try, in their order. Raises ConfigError for unknown names, or if none can be applied to scripts."""
     names = {rung.name: rung for rung in choose((), config.skip)}
     asked_names = {rung.name for rung in choose(config.rungs, config.skip)}
     if config.rungs and not asked_names & {*TUNED}:
         raise ConfigError(
-            f"None of the rungs {', '.join(config.rungs)} can be put on a script from outside; these can: "
+            f"None of the rungs {', '.join(config.rungs)} can be applied to a script from outside; these can: "
             f"{', '.join(TUNED)}."
         )
     chosen = [names[name] for name in TUNED if name in names and name in asked_names]
@@ -273,7 +273,7 @@ def rungs_for(config: TuneConfig) -> list[Rung]:
 
 
 def situation_of(facts: Facts, machine: Machine) -> Situation:
-    """The situation of a script, for the rungs of the ladder."""
+    """The situation of a script, for the ladder's rungs."""
     switches = {name: tuple(values) for name, values in facts.switches.items()}
     if facts.eager:
         switches["attention"] = (*switches.get("attention", ()), "sdpa")
@@ -287,21 +287,21 @@ def situation_of(facts: Facts, machine: Machine) -> Situation:
 
 
 def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
-    """Why a rung says nothing for this script, or nothing."""
+    """Why a rung is pointless or impossible for this script; empty if it is neither."""
     group, _, form = rung.name.partition("-")
     if group == "optimizer":
         return _unfit_form(form, facts)
     if not facts.model and group not in ("matmul", "memory"):
-        return "no module was called with gradients, so that there is no model to change"
+        return "no module was called with gradients, so there is no model to change"
     if group == "half":
         dtype = form
         if facts.mixed:
-            return f"its precision is the script's own business: {facts.mixed}"
+            return f"the script sets its own precision: {facts.mixed}"
         peaks = machine.peak_flops
         if machine.device == "cpu" and peaks.get(dtype, 0.0) <= peaks.get("fp32", math.inf):
             return f"this CPU has no units for {dtype}: it multiplies {dtype} no faster than fp32"
     if rung is SDPA and not facts.eager:
-        return "it calls torch's attention already, or has none of transformers"
+        return "it already calls torch's attention, or has no attention of transformers"
     if rung is OFFLOAD and facts.device == "cpu":
         return "on a CPU activations are in host memory already"
     if group in ("compile", "offload"):
@@ -313,20 +313,20 @@ def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
         return _unfit_fused(rung, facts)
     if group in CHANGES_RESULTS:
         if facts.mixed:
-            return f"its precision is the script's own business: {facts.mixed}"
+            return f"the script sets its own precision: {facts.mixed}"
         return facts.products.get("int8_all" if group == "int8" else "fp8_tensorwise", "")
     return ""
 
 
 def _unfit_fused(rung: Rung, facts: Facts) -> str:
-    """Why fused operators cannot be put on the model, or need not be tried together."""
+    """Why fused operators do not fit the model, or need not be tried together."""
     assert isinstance(rung.apply, PlanChange)
     names: tuple[FusedName, ...] = rung.apply.fields["fuse"]
     absent = [FUSED[name].title for name in names if not facts.fused.get(name)]
     if not absent:
         return ""
     where = facts.no_blocks.partition(". ")[0] or f"no place of the model is known for {' or '.join(absent)}"
-    return where if len(absent) == len(names) else "one alone fits the model, and has a rung of its own"
+    return where if len(absent) == len(names) else "only one of them fits the model, and it has its own rung"
 
 
 def _unfit_form(form: str, facts: Facts) -> str:

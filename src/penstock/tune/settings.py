@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneConfig:
-    """The settings of tuning a script."""
+    """The settings of `penstock tune`."""
 
     budget: float = 300.0
-    """Seconds for everything."""
+    """Seconds for the whole tuning."""
     rounds: int = 7
-    """The least rounds before a difference under 5 % is believed."""
+    """Least number of rounds before a difference under 5 % is believed."""
     round_seconds: float = 0.3
-    """The least time of one turn."""
+    """Least seconds of one turn."""
     rungs: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     output: str = "runs/tune"
-    """Folder of what the processes write, and of the report."""
+    """Folder of the processes' logs and of the report."""
     timeout: float = 300.0
-    """Seconds for the longest silence of a script, such as up to its first step."""
+    """Longest silence of a script in seconds, such as until its first step."""

@@ -1,7 +1,7 @@
-"""Settings of a Plan for a script that knows nothing of Penstock: `penstock run --plan "…" train.py`.
+"""Settings of a Plan for a script written without Penstock: `penstock run --plan "…" train.py`.
 
-Only the settings that a line names are applied; everything else stays as the script has it. Precision is applied by
-`penstock.script`, which finds the models and optimizers of the script and calls `ScriptSwitches` for them.
+Only the settings that a line names are applied; everything else stays as in the script. Precision is applied by
+`penstock.script`, which finds the script's models and optimizers and calls `ScriptSwitches` for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ APPLIED = (*settings_for(SCRIPT), "matmul", "optimizer", "host_memory")
 class ScriptSwitches:
     """The settings that a Plan's line names, to be applied to the models and optimizers of a script.
 
-    Raises ConfigError for a setting that is the script's own business, and for settings that contradict each other.
+    Raises ConfigError for a setting that only the script itself can make, and for settings that contradict each other.
     """
 
     line: str
@@ -65,19 +65,19 @@ class ScriptSwitches:
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to apply beside the precision."""
+        """Whether there is anything to apply besides precision."""
         return bool(self.named - {*PRECISION})
 
     @property
     def precision(self) -> dict[str, Any]:
-        """The arguments of `penstock.script.Interception` that they mean."""
+        """Arguments for `penstock.script.Interception` with the same meaning."""
         named = {name: getattr(self.plan, name) for name in PRECISION if name in self.named}
         return {"precision": "O0", **named}
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Let an optimizer that was just made update in the form of the Plan, and keep it when a state is loaded.
+        """Make a new optimizer update in the Plan's form, also after a state is loaded.
 
-        Raises ConfigError for an optimizer that has no such form.
+        Raises ConfigError for an optimizer without this form.
         """
         if "optimizer" not in self.named:
             return
@@ -94,9 +94,9 @@ class ScriptSwitches:
         keep_form(optimizer)
 
     def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
-        """Change a model in the order of `penstock.apply`; returns the settings that hold for it, as words of a Plan.
+        """Change a model in the order of `penstock.apply`; return the settings that were applied, as words of a Plan.
 
-        Raises ConfigError where the model cannot be changed so.
+        Raises ConfigError if the model does not support a setting.
         """
         plan, named, inner = self.plan, self.named, inner_model(model)
         if plan.recompute != "none" and any(
@@ -116,7 +116,7 @@ class ScriptSwitches:
                 f"plan.compile={plan.compile} cannot be applied: the script calls torch.compile itself; leave "
                 "plan.compile out."
             )
-        if "matmul" in named:  # now, because a script may set it while it begins
+        if "matmul" in named:  # at once, because a script may set it when it starts
             self._held.enter_context(matmul_precision(plan.matmul))
         setup = Setup(
             purpose=SCRIPT, plan=plan, numerics=numerics_of(plan), device=next(model.parameters()).device,
@@ -130,14 +130,14 @@ class ScriptSwitches:
         return [word for word in self.line.split() if word.partition("=")[0] in own]
 
     def remove(self) -> None:
-        """Undo what holds for the whole process."""
+        """Undo the settings that apply to the whole process."""
         self._held.close()
         if "host_memory" in self.named:
             set_host_memory(keep=False)
 
 
 def form_problem(optimizer: Optimizer, form: OptimizerForm) -> str | None:
-    """Why an optimizer cannot update in a form, or None."""
+    """Why an optimizer cannot update in a form; None if it can."""
     name = type(optimizer).__name__
     if form != "loop" and form not in optimizer.defaults:
         return f"{name} has no {form} form"

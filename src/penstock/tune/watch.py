@@ -1,8 +1,8 @@
-"""The script's side of `penstock tune`: it makes optimizer steps when it is told to, and reports what they took.
+"""The script's side of `penstock tune`: makes optimizer steps on request, and reports how long they took.
 
-A step is what lies between two returns of `Optimizer.step`: reading data, forward and backward passes, logging. Between
-turns the script waits inside the hook behind that call, so that scripts under other settings can take theirs. Messages
-go over a connection on 127.0.0.1 to the process that started the script.
+A step is the time between two returns of `Optimizer.step`: reading data, forward and backward passes, logging. Between
+turns the script waits inside the hook after that call, while scripts under other settings take their turns. Messages
+use a connection on 127.0.0.1 to the process that started the script.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 
 class ScriptWatch:
-    """Switches for a script whose steps are counted and timed. `address` is `PORT:KEY:SEED`: where the process that
-    times it listens, the word by which it knows this one, and what is added to all seeds of the script.
+    """Switches for a script whose steps are counted and timed. `address` is `PORT:KEY:SEED`: the port of the process
+    that times it, the key by which that process recognises this one, and the number added to all seeds of the script.
     """
 
     def __init__(self, switches: ScriptSwitches, address: str) -> None:
@@ -60,25 +60,25 @@ class ScriptWatch:
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._call: tuple[Any, Any] | None = None
-        """Arguments of the first forward pass of the model, or of what it only holds."""
+        """Arguments of the first forward pass of the model, without wrappers around it."""
         self._work: Workload | None = None
         self._facts: dict[str, Any] = {"compiled": False, "mixed": "", "padding": 0.0, "attention": False}
         self._count, self._start = 0, time.perf_counter()
         self._left = self._timed = 1
         self._released = False
-        """Whether the allocator's unused memory was given back since the last step."""
+        """Whether the allocator's unused memory was freed since the last step."""
         self._loss: Tensor | None = None
         self._losses: list[Tensor | None] = []
         self._scalers: list[Any] = []
         self._passes = 0
-        """Backward passes so far."""
+        """Number of backward passes so far."""
         self._send(event="hello", key=key, rank=int(os.environ.get("RANK", "0")))
         _shift_seeds(int(seed))
         self._patch_backward()
         register_optimizer_step_post_hook(self._stepped)
 
     asks = False
-    """Nobody reads what this process says."""
+    """False, because nobody reads this process's output."""
 
     # -- what the script does
 
@@ -88,7 +88,7 @@ class ScriptWatch:
         self._switches.prepare(optimizer)
 
     def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
-        """Change a model before its first forward pass, and look at that."""
+        """Change a model before its first forward pass, and record facts during that pass."""
         self._device = next(model.parameters()).device
         self._model = self._model or model
         self._facts["compiled"] = compiled
@@ -99,11 +99,11 @@ class ScriptWatch:
         return changes
 
     def remove(self) -> None:
-        """Undo what holds for the whole process."""
+        """Undo the settings that apply to the whole process."""
         self._switches.remove()
 
     def end(self, error: BaseException | None) -> None:
-        """The script has ended, by itself or with an error."""
+        """Report that the script has ended, normally or with an error."""
         status, why = "ended", ""
         if isinstance(error, PenstockError):
             status, why = "unsupported", str(error)
@@ -121,7 +121,7 @@ class ScriptWatch:
         elif optimizer is not self._optimizer:
             names = f"{type(self._optimizer).__name__} and {type(optimizer).__name__}"
             self.end(
-                ConfigError(f"it steps with several optimizers ({names}), so that one step of it has no end")
+                ConfigError(f"it steps with several optimizers ({names}), so it is unclear where a step ends")
             )
             self._leave()
         self._count += 1
@@ -132,7 +132,7 @@ class ScriptWatch:
             self._wait()
             self._report(event="turn", seconds=time.perf_counter() - self._start, steps=self._count)
             self._released = self._device.type == "cuda"
-            if self._released:  # the other processes need it
+            if self._released:  # for the other processes
                 torch.cuda.empty_cache()
             self._obey()
         elif self._left == self._timed:
@@ -140,7 +140,7 @@ class ScriptWatch:
             self._start = time.perf_counter()
 
     def _obey(self) -> None:
-        """Do what the other side says until it is time for the next steps."""
+        """Carry out the other side's commands until it requests the next steps."""
         while True:
             try:
                 command = self._link.receive()
@@ -148,7 +148,7 @@ class ScriptWatch:
                 self._leave()
             assert command is not None
             if command["do"] == "step":
-                # What fills the allocator again is not timed.
+                # One step refills the allocator first, untimed.
                 self._timed = int(command["steps"])
                 self._left = self._timed + self._released
                 self._wait()
@@ -164,7 +164,7 @@ class ScriptWatch:
                 self._leave()
 
     def _leave(self) -> NoReturn:
-        """End the process at once: what a script does when it ends, such as saving, is left out."""
+        """End the process at once, without what the script does at its end, such as saving."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -179,7 +179,7 @@ class ScriptWatch:
     def _send(self, **message: Any) -> None:
         try:
             self._link.send(**message)
-        except Closed:  # this process has nobody to work for
+        except Closed:  # the process that times this one is gone
             os._exit(1)
 
     def _memory(self) -> int | None:
@@ -192,7 +192,7 @@ class ScriptWatch:
     # -- losses
 
     def _patch_backward(self) -> None:
-        """Add up what a step's backward passes start from. Undone with the process only."""
+        """Record each step's loss, the sum of the scalars that its backward passes start from. Never undone."""
         original = torch.autograd.backward
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,21 +206,21 @@ class ScriptWatch:
             return original(tensors, *args, **kwargs)
 
         torch.autograd.backward = backward
-        scaler: Any = torch.amp.grad_scaler.GradScaler
-        made = scaler.__init__
+        scaler_class: Any = torch.amp.grad_scaler.GradScaler
+        construct = scaler_class.__init__
 
-        def noted(one: Any, *args: Any, **kwargs: Any) -> None:
-            made(one, *args, **kwargs)
-            self._scalers.append(one)
-            if one.is_enabled():
+        def noted(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            construct(scaler, *args, **kwargs)
+            self._scalers.append(scaler)
+            if scaler.is_enabled():
                 self._facts["mixed"] = "it scales its loss with a GradScaler of its own"
 
-        scaler.__init__ = noted
+        scaler_class.__init__ = noted
 
     # -- facts
 
     def _mixed(self, model: nn.Module) -> str:
-        """Why the precision of a model is the script's own business, or nothing."""
+        """Why precision is left to the script; empty if it is not."""
         if torch.is_autocast_enabled(self._device.type):
             return "it runs under torch.autocast by itself"
         if replaced_forward(model) is not None:
@@ -230,7 +230,7 @@ class ScriptWatch:
         return ""
 
     def _look_once(self, model: nn.Module) -> None:
-        """See in the first forward pass whether torch's attention is called, and how much is padding."""
+        """Record in the first forward pass whether torch's attention is called, and the share of padding."""
         switch = Switch("sdpa")
         mode: Any = AttentionWatch(switch)
         handles: list[RemovableHandle] = []
@@ -252,7 +252,7 @@ class ScriptWatch:
         handles.append(model.register_forward_hook(after, always_call=True))
 
     def _all_facts(self) -> Facts:
-        """The facts of the script. Its model is switched back and forth, so that no step may follow."""
+        """All facts of the script. This switches its model back and forth, so no step may follow."""
         model, optimizer = self._model, self._optimizer
         assert optimizer is not None
         known = dict(self._facts)
@@ -284,9 +284,7 @@ class ScriptWatch:
         )  # fmt: skip
 
     def _predicted(self, first: str, plans: list[str]) -> dict[str, float]:
-        """The planner's speeds of Plans to that of the script as it is, `first`; none where it could not follow the
-        model.
-        """
+        """Predicted speeds of Plans relative to `first`, the unchanged script; empty if no model was recorded."""
         if self._work is None:
             return {}
         machine = machine_for(self._device)
@@ -301,7 +299,7 @@ class ScriptWatch:
 
 
 def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | None:
-    """The operators of one forward and backward pass; None of a model that cannot be recorded so."""
+    """The operators of one forward and backward pass; None if the model cannot be recorded."""
 
     def loss(model: nn.Module, call: tuple[Any, Any]) -> Tensor:
         out = model(*call[0], **call[1])
@@ -318,7 +316,7 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
 
 
 def _shift_seeds(by: int) -> None:
-    """Seed all generators, for a script that does not, and add a number to each seed that it sets later."""
+    """Seed all generators, in case the script does not, and add a number to each seed that it sets later."""
 
     def shifted(seed_it: Callable[..., Any], most: int) -> Callable[..., Any]:
         def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:

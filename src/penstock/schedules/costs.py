@@ -23,14 +23,13 @@ class Costs:
 
     forward: PerStage = 1
     backward_input: PerStage = 1
-    """The gradient of a stage's input. A whole backward, B, takes this and `backward_weight`."""
+    """Time for the gradient of a stage's input. A whole backward, B, takes this and `backward_weight`."""
     backward_weight: PerStage = 1
     transfer: PerStage = 0
     """Time from a stage to the next, and for the gradient back, if the two are on different ranks; one number
     for each of the stages − 1 boundaries. A transfer delays the receiver and occupies neither rank."""
     activation: PerStage = 1
-    """Memory that a stage holds from the start of a forward to the end of its backward, or of I if that is
-    split."""
+    """Memory that a stage holds from the start of a forward to the end of its backward, or of a split one's I."""
     kept_for_weight: PerStage | None = None
     """The part of `activation` that is held from the end of I to the end of W; None means all of it."""
 

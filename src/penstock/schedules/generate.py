@@ -33,7 +33,7 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
 
 
 def schedule_of(plan: Plan, micro_batches: int | None = None) -> Schedule:
-    """The schedule that a Plan asks for, of `plan.accumulate` micro-batches or of another number of them."""
+    """The schedule of a Plan, for `plan.accumulate` micro-batches unless another number is passed."""
     name: ScheduleName = "zb-h1" if plan.schedule == "zero_bubble" else plan.schedule
     return generate(name, plan.pp, micro_batches or plan.accumulate, plan.virtual)
 
@@ -94,11 +94,11 @@ def micro_batch_groups(ranks: int, micro_batches: int) -> list[int]:
 
 
 def _warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
-    """Forwards before the first pair of a forward and a backward.
+    """Number of forwards before the first pair of a forward and a backward.
 
-    The last rank needs all but the last chunk of the first group. With several chunks, each earlier rank
-    needs two more, because a forward and a backward must each travel one hop further. With one chunk it needs
-    one more, because its next forward is always ready.
+    The last rank needs all but the last chunk of the first group. With several chunks, each earlier rank needs two
+    more, because a forward and a backward must each travel one hop further. With one chunk it needs one more, because
+    its next forward is always ready.
     """
     hops = ranks - 1 - rank
     return min(total, hops if chunks == 1 else (chunks - 1) * group + 2 * hops)

@@ -52,13 +52,13 @@ class Action(NamedTuple):
 
 
 _RANK_LABEL = re.compile(r"\s*rank\s+(\d+)\s*\|(.*)", re.ASCII)
-# An idle slot, and the second half of a long action.
+# First an idle slot, then the second half of a long action.
 _NO_ACTION = re.compile(r"\.|-+")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`ranks[r]` is what rank r does, in order. The times follow from the dependencies and the costs."""
+    """`ranks[r]` lists the actions of rank r in order. Their times follow from dependencies and costs."""
 
     ranks: tuple[tuple[Action, ...], ...]
 
@@ -119,8 +119,7 @@ class Schedule:
 
     @cached_property
     def communicates(self) -> bool:
-        """Whether sends and receives are explicit. If not, every rank receives what it needs when it needs
-        it."""
+        """Whether sends and receives are explicit. If not, inputs arrive without actions of the ranks."""
         return any(not set(map(itemgetter(1), order)).issubset(COMPUTE_KINDS) for order in self.ranks)
 
     @cached_property
@@ -224,8 +223,7 @@ def partner(action: Action) -> Action:
 
 
 def rendezvous(schedule: Schedule) -> list[int]:
-    """How many of its actions each rank completes if every send and receive blocks until its partner is
-    reached.
+    """Number of actions that each rank completes if every send and receive blocks until its partner is reached.
 
     This is the strictest reading of point-to-point communication: nothing is buffered, one operation at a time.
     """
@@ -236,7 +234,7 @@ def rendezvous(schedule: Schedule) -> list[int]:
         return schedule.ranks[rank][done[rank]] if done[rank] < len(schedule.ranks[rank]) else None
 
     def ready(action: Action) -> bool:
-        """Whether the action waits for nothing except its partner."""
+        """Whether the action waits only for its partner."""
         if action.communicates:
             return not action.kind.startswith("SEND") or not finished.isdisjoint(_computed(action))
         needs = awaited(schedule, action)
@@ -253,7 +251,7 @@ def rendezvous(schedule: Schedule) -> list[int]:
             other = partner(action)
             home = schedule.placement[other.stage] if 0 <= other.stage < schedule.stages else rank
             if home == rank or head(home) != other or not ready(other):
-                continue  # when the partner's rank reaches its end, it advances both
+                continue  # advanced together with its partner, when the partner's rank reaches that
             together[home] = other
         for moved, action in together.items():
             finished.add(action)
@@ -263,6 +261,6 @@ def rendezvous(schedule: Schedule) -> list[int]:
 
 
 def _computed(send: Action) -> list[Action]:
-    """The computations of which a send needs one."""
+    """The computations that produce what is sent; one of them suffices."""
     kinds: list[Kind] = ["F"] if send.kind == "SEND_F" else ["B", "I"]
     return [Action(send.stage, kind, send.micro_batch) for kind in kinds]

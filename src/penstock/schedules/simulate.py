@@ -1,5 +1,5 @@
-"""Plays a schedule with given costs: makespan, bubble, memory and timeline; on processors that ranks share;
-beside what was measured; and with explicit sends and receives, in an order that cannot deadlock."""
+"""Plays a schedule with given costs and returns makespan, bubble, memory and timeline; also on processors that ranks
+share, from measured times, and with explicit sends and receives in an order that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 _Box = list[Any]
-"""Time when an input arrives, for each micro-batch; before that is known, the rank that waits for it, or
-None. The type is Any, because type checks would slow the inner loop."""
+"""Arrival time of an input, for each micro-batch; before it is known, the rank that waits for it, or None. The type is
+Any, because type checks would slow the inner loop."""
 _Links = dict[Kind, list[tuple[_Box, Number, _Box, Number, _Box]]]
 _Runner = Generator[None, None, None]
 
@@ -133,7 +133,7 @@ def play(schedule: Schedule, costs: Costs) -> tuple[list[list[Number]], list[Num
     able = runners[::-1]
     while able:
         runner = able.pop()
-        if not isinstance(runner, GeneratorType):  # a time that was already set
+        if not isinstance(runner, GeneratorType):  # the time was already set
             raise ConfigError(
                 "An action is in the schedule twice, so it cannot be simulated; validate() lists all problems."
             )
@@ -168,8 +168,7 @@ def links_of(schedule: Schedule, costs: Costs) -> _Links:
 
 
 def _peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
-    """Peak memory of each rank. Only the order matters: forwards add when they start, the others free when
-    they end."""
+    """Peak memory of each rank. Only the order matters: forwards add at their start, the others free at their end."""
     change = memory_changes(costs, schedule.stages)
     return tuple(
         max(accumulate([change[kind][stage] for stage, kind, _ in order], initial=0))
@@ -214,13 +213,13 @@ def with_communication(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Measured(Simulation):
-    """A run whose actions took the times that were measured. Its costs are not known, so memory counts activations."""
+    """A run with measured times. Its costs are not known, so memory is counted in activations."""
 
     spans: tuple[Span, ...] = ()
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[Span]]) -> Measured:
-        """The computations of each rank, in the order in which they ran. The first one starts the clock."""
+        """Make it from each rank's computations, in the order in which they ran. The first one's start is time 0."""
         first = min((span.start for spans in ranks for span in spans), default=0)
         end = max((span.end for spans in ranks for span in spans), default=0)
         busy = tuple(sum((span.end - span.start for span in spans), start=0) for spans in ranks)
@@ -241,7 +240,7 @@ class Measured(Simulation):
 
 
 def _most_held(order: Sequence[object]) -> Number:
-    """The most micro-batches that a rank held at a time."""
+    """Largest number of micro-batches that a rank held at one time."""
     held = most = 0
     for action in order:
         kind = getattr(action, "kind", "")
@@ -251,7 +250,7 @@ def _most_held(order: Sequence[object]) -> Number:
 
 
 ROUNDING = 1e-12
-"""Share of the time so far: an action with less than this left has ended."""
+"""Share of the elapsed time; an action with less than this remaining counts as ended."""
 
 
 class Shared(NamedTuple):
@@ -268,8 +267,8 @@ class Shared(NamedTuple):
 
 
 def play_shared(schedule: Schedule, costs: Costs, alone: float) -> Shared:
-    """Play `schedule` on processors that p ranks share evenly. `costs` are those while all compute; k of them compute
-    min(`alone`, p / k) times as fast. With `alone` = 1 it returns what `simulate` does.
+    """Play `schedule` on processors that p ranks share evenly. `costs` are those while all compute; when k ranks
+    compute, they are min(`alone`, p / k) times as fast. With `alone` = 1 the result is that of `simulate`.
 
     Raises `ConfigError` for costs that do not fit the schedule, and for a deadlock.
     """

@@ -17,7 +17,7 @@ from penstock.schedules.schedule import (
 )
 from penstock.schedules.simulate import play
 
-_MOST = 20  # problems that one message lists; a schedule with one stage missing has thousands
+_MOST = 20  # most problems in one message; a schedule without one of its stages has thousands
 
 
 def validate(schedule: Schedule) -> None:

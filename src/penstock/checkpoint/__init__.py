@@ -1,6 +1,6 @@
-"""Checkpoints: what is written, how it is committed, and what is checked before it is believed.
+"""Checkpoints: their content, how it is committed, and what is verified before it is used.
 
-A run on any number of ranks saves and resumes like this. Where torch.distributed runs, all ranks make the same calls:
+A run on any number of ranks saves and resumes like this. With torch.distributed, all ranks make the same calls:
 
     snapshot = Snapshot(
         step=step,

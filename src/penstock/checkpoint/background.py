@@ -1,4 +1,4 @@
-"""Saving while training goes on: the state is copied, and a thread commits the copy."""
+"""Saves while training continues: the state is copied, and a thread commits the copy."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundSaver:
-    """Saves as `save` does, but the training loop waits for the copy only.
+    """Saves as `save` does, but the training loop only waits for the copy.
 
-    The copy takes as much host memory as this rank's share of the state. That memory is kept from save to save, and
-    is page-locked for a GPU. At most one save is in flight: the next one waits for it. The next `start`, `wait` or
-    `close` raises the failure of a save, on all ranks alike; the saver can be used again after it.
+    The copy takes as much host memory as this rank's share of the state. That memory is reused by later saves, and is
+    page-locked for a GPU. At most one save is in flight: the next one waits for it. If a save fails, the next `start`,
+    `wait` or `close` raises its error, on all ranks alike; afterwards the saver can be used again.
 
-    Where torch.distributed runs, all ranks make a saver and make the same calls. It uses a gloo group of its own, so
-    that its messages do not mix with the training's collectives.
+    With torch.distributed, all ranks make a saver and make the same calls. It has its own gloo group, so that its
+    messages do not mix with the training's collectives.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
         self.folder = folder
         self.keep = keep
         self.best = 0
-        """Step of a checkpoint that is kept besides."""
+        """Step of the best checkpoint, which is kept in addition."""
         self._coordinator = current_coordinator(new_group())
         self._copies: dict[tuple[str, torch.Size], Tensor] = {}
         # Not a daemon: a process that ends normally finishes its save first.
@@ -42,10 +42,10 @@ class BackgroundSaver:
     def start(self, snapshot: Snapshot) -> None:
         """Copy `snapshot` and begin to save it; afterwards the caller may change what it holds.
 
-        Waits for the save before it.
+        Waits for the previous save.
 
         Raises:
-            EnvironmentProblem, CheckpointError: the save before it failed; `snapshot` is not saved then.
+            EnvironmentProblem, CheckpointError: the previous save failed; then `snapshot` is not saved.
         """
         self.wait()
         parts = copied(take_apart(snapshot, self._coordinator.rank), self._copies)
@@ -60,13 +60,13 @@ class BackgroundSaver:
         """Wait for the save in flight. Returns the last checkpoint that was committed, if any.
 
         Raises:
-            EnvironmentProblem, CheckpointError: it failed.
+            EnvironmentProblem, CheckpointError: the save failed.
         """
         self._thread.wait()
         return self._saved
 
     def close(self) -> Path | None:
-        """`wait`, and free the memory of the copies."""
+        """Wait as `wait` does, and free the memory of the copies."""
         try:
             return self.wait()
         finally:
@@ -79,12 +79,12 @@ class BackgroundSaver:
             )
         except BaseException as problem:
             _log.error("The checkpoint of step %d could not be saved: %s", parts.step, problem)
-            raise  # where the training loop waits
+            raise  # raised again where the training loop waits
 
 
 @torch.no_grad()
 def copied(parts: Parts, memory: dict[tuple[str, torch.Size], Tensor]) -> Parts:
-    """The same parts in host memory of their own, of which `memory` keeps what a later copy of the same can use."""
+    """A copy of the parts in host memory; `memory` keeps the copied tensors, for reuse by later copies."""
     pieces: dict[str, list[Piece]] = {}
     copies, devices = {}, set()
     for name, boxes in parts.pieces.items():

@@ -39,22 +39,21 @@ _log = logging.getLogger(__name__)
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,9})")
-"""Names that saves give to checkpoints. Anything else beside them, such as `step-041`, is none of ours."""
+"""Names that saves give to checkpoints. Anything else in their folder, such as `step-041`, is left alone."""
 _LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
 def save(
     folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0, group: dist.ProcessGroup | None = None
 ) -> Path:
-    """Commit `snapshot` as `folder/step-N` and prune what is older than the newest `keep` (at least 2), but for that of
-    step `best`.
+    """Commit `snapshot` as `folder/step-N` and remove what is older than the newest `keep` (at least 2), except step
+    `best`.
 
-    Where torch.distributed runs, all its ranks call this, each with its own snapshot of the same step. All of them
-    must see `folder`. A `step-N` that exists and verifies is not written again: a run has one state at a step.
+    With torch.distributed, all its ranks call this, each with its own snapshot of the same step. All of them must see
+    `folder`. A `step-N` that exists and verifies is not written again: a run has one state at a step.
 
-    Raises:
-        EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
-        CheckpointError: what was written does not read back.
+    Raises: EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
+    CheckpointError: what was written does not read back.
     """
     coordinator = current_coordinator(group)
     parts = take_apart(snapshot, coordinator.rank)
@@ -62,7 +61,7 @@ def save(
 
 
 def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator, best: int = 0) -> Path:
-    """`save`, for a snapshot that is already split into parts."""
+    """Do what `save` does, for a snapshot that is already split into parts."""
     final = folder / f"step-{parts.step}"
     temporary = folder / f"step-{parts.step}.tmp"
     try:
@@ -88,7 +87,7 @@ def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator, b
 
 
 def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> Manifest:
-    """Verify `path`; the ranks share the work. All return, or all raise the error of the lowest rank that failed."""
+    """Verify `path`; the ranks split the work. All return, or all raise the error of the lowest rank that failed."""
     part = (coordinator.rank, coordinator.world)
     try:
         return coordinator.all(lambda: verify(path, part=part, keep_cached=keep_cached))[0]
@@ -97,7 +96,7 @@ def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> 
 
 
 def _cause(problem: Exception) -> tuple[str, BaseException]:
-    """The place where it happened, in words, and the error of the lowest rank that failed."""
+    """The place of a problem in words, and the error of the lowest rank that failed."""
     if not isinstance(problem, RankProblem):
         return "", problem
     if isinstance(problem.error, PenstockError | OSError):
@@ -106,7 +105,7 @@ def _cause(problem: Exception) -> tuple[str, BaseException]:
 
 
 def _prepare(folder: Path, parts: Parts) -> bool:
-    """Make an empty temporary folder. Returns True where the step exists already."""
+    """Make an empty temporary folder. Returns True if the step already exists."""
     final, temporary = folder / f"step-{parts.step}", folder / f"step-{parts.step}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     if final.exists():
@@ -135,7 +134,7 @@ def make_empty(temporary: Path, size: int) -> None:
 
 
 def _require_space(temporary: Path, size: int) -> None:
-    """Files take whole blocks, which 5 % more cover."""
+    """Require `size` and 5 % more, because files take whole blocks."""
     needed, free = 1.05 * size, shutil.disk_usage(temporary.parent).free
     if free < needed:
         raise EnvironmentProblem(
@@ -194,7 +193,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a committed checkpoint, verified or not, ascending."""
+    """Steps with a committed checkpoint, verified or not, in ascending order."""
     if not folder.is_dir():
         return []
     matches = (_STEP.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
@@ -202,7 +201,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
-    """Remove what a killed save left behind. Rank 0 does it before any rank goes on."""
+    """Remove what a killed save left. Rank 0 does it, and the other ranks wait."""
 
     def leftovers() -> None:
         for entry in filter(lambda entry: _LEFT.fullmatch(entry.name), folder.iterdir()):
@@ -221,7 +220,7 @@ def _point_latest(folder: Path, name: str) -> None:
 
 
 def repair_latest(folder: Path, name: str) -> None:
-    """Let `latest` name the checkpoint that is used."""
+    """Make `latest` name the checkpoint that is used."""
     latest = folder / LATEST
     if not latest.is_file() or latest.read_bytes() != f"{name}\n".encode():
         _log.warning(
@@ -236,7 +235,7 @@ def _prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """Rename a checkpoint that was refused, so that it is not tried again."""
+    """Rename a refused checkpoint, so that it is not tried again."""
     target = path.with_name(f"{path.name}.refused")
     remove(target)
     path.rename(target)

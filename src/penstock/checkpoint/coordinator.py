@@ -1,4 +1,4 @@
-"""Ranks that do some work together, such as writing one checkpoint: all succeed, or all raise an error."""
+"""Ranks that do some work together, such as writing a checkpoint: all succeed, or all raise an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RankProblem(Exception):
-    """The error of one rank of several, which all of them raise."""
+    """The error of one of several ranks, which all of them raise."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
         super().__init__(rank, error)
@@ -25,7 +25,7 @@ class RankProblem(Exception):
         return f"rank {self.rank}: {self.error}"
 
     def plain(self) -> BaseException:
-        """The error itself on the rank that failed; elsewhere one that names the rank."""
+        """The original error on the rank that failed; on other ranks an error that names the rank."""
         if self.__cause__ is not None:
             return self.__cause__
         if isinstance(self.error, PenstockError):
@@ -42,12 +42,12 @@ class Coordinator:
     group: dist.ProcessGroup | None = None
 
     def all(self, work: Callable[[], T]) -> list[T]:
-        """Every rank calls `work`, and gets all ranks' results.
+        """Call `work` on every rank, and return all ranks' results on each.
 
-        `work` may use no collectives. Results and errors are pickled.
+        `work` must not use collectives. Results and errors are pickled.
 
         Raises:
-            RankProblem: a rank of several failed; it holds the error of the lowest. A single process raises its own.
+            RankProblem: one of several ranks failed; it holds the error of the lowest. A single process raises its own.
         """
         if self.group is None:
             return [work()]
@@ -65,10 +65,10 @@ class Coordinator:
         return [value for _, value in outcomes]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Rank 0 calls `work`. All ranks get its result, or its error.
+        """Call `work` on rank 0. All ranks get its result, or its error.
 
         Raises:
-            RankProblem: as `all`.
+            RankProblem: as in `all`.
         """
         if self.group is None:
             return work()
@@ -77,21 +77,21 @@ class Coordinator:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error in a form that can be sent: ours and the system's as they are, others as text."""
+    """The error in a form that can be sent: Penstock's and the system's errors unchanged, others as text."""
     if isinstance(error, PenstockError | OSError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-# The group that checkpoints are coordinated in, and the default group it belongs to.
+# The group in which checkpoints are coordinated, and the default group it belongs to.
 _present: list[Any] = [None, None]
 
 
 def current_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     """The coordinator of `group`, else of all processes, else of this process alone.
 
-    The group must carry Python objects between CPUs. The default group may be of another kind (NCCL), or in use, so
-    the first call makes a gloo group beside it. That is collective, as every use of a coordinator is.
+    The group must carry Python objects between CPUs. The default group may be of another kind (NCCL), or in use, so the
+    first call makes an additional gloo group. It is collective, as is every use of a coordinator.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Coordinator()
@@ -112,10 +112,10 @@ def new_group() -> dist.ProcessGroup | None:
 
 
 def collect(work: Callable[[], T]) -> list[T]:
-    """Every rank of all calls `work`, and gets the results of all ranks, by rank.
+    """Call `work` on every rank, and return the results of all ranks, by rank.
 
-    If one fails, all raise: that rank its own error, the others one of the same type that names the rank, or an
-    `EnvironmentProblem` where the error is none of ours. So no rank waits for one that has given up.
+    If a rank fails, all raise: that rank its own error, the others an error of the same type that names the rank, or
+    `EnvironmentProblem` if the error is not Penstock's. So no rank waits for a rank that has given up.
     """
     try:
         return current_coordinator().all(work)
@@ -124,7 +124,7 @@ def collect(work: Callable[[], T]) -> list[T]:
 
 
 def main_first(work: Callable[[], T]) -> T:
-    """Rank 0 of all calls `work`. The others wait for it and get its result, or an error as from `collect`."""
+    """Call `work` on rank 0. The other ranks wait for it and get its result, or an error as from `collect`."""
     try:
         return current_coordinator().first(work)
     except RankProblem as problem:

@@ -1,4 +1,4 @@
-"""Which file holds each part of each tensor: what `tensors.json` says."""
+"""The index of a checkpoint, `tensors.json`: which file holds each part of each tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.tensorfile import DTYPES, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, in the files of one rank."""
+    """A box of a tensor, stored in the files of one rank."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its dtype by safetensors' name, its shape, and the boxes that fill it exactly."""
+    """One tensor: its dtype by safetensors' name, its shape, and the boxes that together fill it exactly."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,12 +37,12 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The dtype as torch's object."""
         return DTYPES[self.dtype]
 
 
 _PAIRED = 1000
-"""Boxes that are compared in pairs."""
+"""Most boxes that are compared in pairs."""
 
 Index = Mapping[str, Entry]
 """Entries by `set/name`."""
@@ -54,13 +54,13 @@ def file_name(group: str, rank: int, world: int, suffix: str = "safetensors") ->
 
 
 def key_of(name: str, entry: Entry, chunk: Chunk) -> str:
-    """The name of a chunk in its file: the tensor's own name where it is whole."""
+    """Name of a chunk in its file; for a whole tensor its own name."""
     plain = name.partition("/")[2]
     return plain if chunk.sizes == entry.shape else f"{plain}@{','.join(map(str, chunk.offsets))}"
 
 
 class Held(NamedTuple):
-    """A box of a tensor that some rank holds."""
+    """A box of a tensor that a rank holds."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,10 +69,10 @@ class Held(NamedTuple):
 
 
 def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
-    """The pieces of each tensor that this rank holds. A dimension of 3 over 4 ranks leaves one of them nothing.
+    """The pieces of each tensor that this rank holds; empty pieces, such as those of 3 rows over 4 ranks, are left out.
 
     Raises:
-        TypeError: a tensor is of a dtype that no checkpoint holds.
+        TypeError: a tensor has a dtype that checkpoints do not support.
     """
     return {
         name: [
@@ -90,11 +90,11 @@ def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
 
 
 def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
-    """The rank that writes each piece, given the pieces that each rank holds. A piece that several ranks hold is
-    written once, by the one with the fewest bytes to write so far.
+    """Assign each piece to a rank that writes it, given the pieces that each rank holds. A piece that several ranks
+    hold is written once, by the rank with the fewest bytes to write so far.
 
     Raises:
-        ValueError: what the ranks hold of a tensor does not fill it, or they hold different tensors under one name.
+        ValueError: the ranks' pieces do not fill a tensor, or they hold different tensors under one name.
     """
     holders: dict[str, dict[Held, list[int]]] = {}
     for rank, pieces in enumerate(ranks):
@@ -119,7 +119,7 @@ def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]
 
 
 def to_json(index: Index) -> dict[str, Any]:
-    """The index as it is written; a chunk is [rank, offsets, sizes]."""
+    """The index in the form in which it is written; a chunk is [rank, offsets, sizes]."""
     return {
         name: {
             "dtype": entry.dtype,
@@ -133,12 +133,12 @@ def to_json(index: Index) -> dict[str, Any]:
 def read_index(path: Path, document: Mapping[str, Any], files: Iterable[str], world: int) -> dict[str, Entry]:
     """The index of the checkpoint directory `path`, checked against the headers of its tensor files.
 
-    Every chunk must be in a file that the manifest lists, with the dtype and shape that the index gives. Every tensor
+    Every chunk must be in a file that the manifest lists, with the dtype and shape that the index states. Every tensor
     must be filled exactly once. Every tensor in a file must be listed. So no more memory is ever allocated than there
     are bytes on the disk.
 
     Raises:
-        CheckpointError: one of these does not hold.
+        CheckpointError: one of these conditions is violated.
     """
     headers = {name: read_header(path / name, remedy="") for name in files if name.endswith(".safetensors")}
     unlisted = {(file, key) for file, header in headers.items() for key in header}
@@ -205,15 +205,15 @@ def _problem(
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element. Layouts cut tensors by a grid, so boxes that are apart in one dimension are
-    separated first; pairs are left only where no dimension does.
+    """Whether two boxes share an element. Layouts cut tensors by a grid, so boxes are first separated by one dimension
+    after the other; they are compared in pairs only where no dimension separates them.
     """
     for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
         groups = _groups_apart(chunks, dimension)
         if len(groups) > 1:
             return any(map(_overlap, groups))
     if len(chunks) > _PAIRED:
-        return True  # or so entangled as no layout cuts a tensor
+        return True  # or tangled in a way in which no layout cuts a tensor
     return any(
         all(max(p, q) < min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes))
         for a, b in combinations(chunks, 2)
@@ -221,7 +221,7 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 def _groups_apart(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
-    """Boxes in groups whose intervals of a dimension do not touch those of other groups."""
+    """Boxes grouped so that the intervals of different groups do not overlap in a dimension."""
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):

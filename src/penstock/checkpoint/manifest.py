@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint directory must hold, bit for bit, sealed by its own checksum."""
+"""`manifest.json`: the exact content of a checkpoint directory, protected by a checksum of its own."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Size of all files together."""
+        """Total size of all files."""
         return sum(written.bytes for written in self.files.values())
 
 
 def manifest_text(manifest: Manifest) -> bytes:
-    """The content of a manifest's file."""
+    """Content of a manifest's file."""
     return sealed(plain(manifest))
 
 
@@ -48,7 +48,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`.
 
     Raises:
-        CheckpointError: it is missing, damaged, of another step or of an unknown format.
+        CheckpointError: it is missing, damaged, for another step or of an unknown format.
     """
 
     def refuse(reason: str) -> CheckpointError:
@@ -84,7 +84,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _foreign(path: Path) -> str:
-    """A sentence about a file in `path` that looks like a pickle; empty where there is none."""
+    """A sentence about a file in `path` that looks like a pickle; empty if there is none."""
     entries = path.iterdir() if path.is_dir() else ()
     pickles = [entry.name for entry in entries if not _PICKLES.isdisjoint((entry.suffix, entry.name))]
     if not pickles:
@@ -96,10 +96,10 @@ def _foreign(path: Path) -> str:
 
 
 def check_sizes(path: Path) -> Manifest:
-    """Check that the files of the checkpoint directory `path` exist and have the sizes that its manifest says.
+    """Check that the files of the checkpoint directory `path` exist and have the sizes that its manifest states.
 
     Raises:
-        CheckpointError: naming the first file that is missing or of another size, or a pickle beside them.
+        CheckpointError: naming the first file that is missing or has another size, or a pickle among them.
     """
     manifest = read_manifest(path)
     for name, written in manifest.files.items():
@@ -118,14 +118,14 @@ def check_sizes(path: Path) -> Manifest:
 def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = True) -> Manifest:
     """Check the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
 
-    With `part` (i, n) only every n-th file's checksum is taken, from the i-th on, so that n ranks share the work. Each
-    rank checks all sizes. With `keep_cached` false nothing large stays in the page cache.
+    With `part` (i, n) only every n-th file, from the i-th on, is read for its checksum, so that n ranks split the work.
+    Each rank checks all sizes. With `keep_cached` false nothing large stays in the page cache.
 
     Raises:
-        CheckpointError: naming the first file that is missing, of another size, or of other content.
+        CheckpointError: naming the first file that is missing, or has another size or content.
     """
     manifest = check_sizes(path)
-    # The largest first, so that the ranks' shares are about equal.
+    # Largest first, so that the ranks' shares are about equal.
     ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, written in ordered[part[0] :: part[1]]:
         if digest_file(path / name, keep_cached=keep_cached) != written.sha256:

@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: found, verified, and read by any number of ranks, however many saved them."""
+"""Finds, verifies and reads checkpoints on disk, for any number of ranks, whatever number saved them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint directory that has been verified. Its tensors are read on demand."""
+    """A verified checkpoint directory. Its tensors are read on demand."""
 
     path: Path
     manifest: Manifest
@@ -42,17 +42,17 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
+        """The step at which it was saved."""
         return self.manifest.step
 
     @property
     def plan(self) -> str:
-        """The Plan's line."""
+        """The Plan it was saved under, as a line."""
         return self.manifest.plan
 
     @property
     def world(self) -> int:
-        """Ranks that saved it."""
+        """Number of ranks that saved it."""
         return self.manifest.world
 
     def load(
@@ -65,11 +65,11 @@ class Checkpoint:
     ) -> Snapshot:
         """The checkpoint's content for rank `rank` of `world` (default: as many as saved it).
 
-        `like` maps the names of the model's parameters to the parameters. Whatever the checkpoint holds under such a
-        name (a weight, its average, the optimizer's moments) in the parameter's shape is put where the parameter is:
-        on its device and, for a DTensor, into a DTensor of the same placements, of which only this rank's part is
-        read. Everything else, or all of it without `like`, is read whole to the CPU. `held` are the names of weights
-        that a rank has a use for, where it holds a part of the model; without it all are read. Not collective.
+        `like` maps names of the model's parameters to the parameters. A tensor that the checkpoint holds under such a
+        name (a weight, its average, the optimizer's moments), with the parameter's shape, is put on the parameter's
+        device and, if that is a DTensor, into a DTensor of the same placements, of which only this rank's part is read.
+        All other tensors, or all without `like`, are read whole to the CPU. If a rank holds a part of the model only,
+        `held` names the weights it needs; by default all are read. Not collective.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -91,16 +91,16 @@ class Checkpoint:
             return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
 
     def _has_former_names(self) -> bool:
-        """Whether it is of a Vision Transformer of ours, saved when parts of these had other names. A model of the
-        user's own may have such names, too, and keeps them."""
+        """Whether it is of a Penstock Vision Transformer, saved when its parts had other names. A user's own model may
+        have such names, too, and keeps them."""
         model = self.config.get("model")
         own_vit = isinstance(model, dict) and model.get("family") == "vit" and not self.config.get("factory")
         return own_vit and any("positions" in names for names in self.document["weights"].values())
 
     def rehearse(self, *, part: tuple[int, int] = (0, 1)) -> None:
-        """All that `load` does but reading the tensors' values, so that nothing is called whole that cannot be loaded.
+        """Do everything that `load` does except reading tensors' values, to refuse a checkpoint that cannot be loaded.
 
-        With `part` (i, n) only every n-th rank's own state is looked at, from the i-th on, so that n ranks share the
+        With `part` (i, n) only every n-th rank's own state, from the i-th on, is checked, so that n ranks split the
         work. Raises CheckpointError as `load`.
         """
 
@@ -146,8 +146,10 @@ class Checkpoint:
         return self.index[name]
 
     def read(self, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """Tensors by `set/name`, each on the device and with the placements of its model, if the shapes agree."""
-        entries = {name: self._entry(name) for name in sorted(parameters)}  # an error names the first by name
+        """Tensors by `set/name`, each on the device and with the placements of its parameter, if the shapes agree."""
+        entries = {
+            name: self._entry(name) for name in sorted(parameters)
+        }  # sorted, so that an error always names the first
         pieces, tensors = {}, {}
         for name, like in parameters.items():
             tensors[name], pieces[name] = _empty(entries[name], like)
@@ -160,9 +162,7 @@ _Read = Callable[[Mapping[str, Tensor | None]], Mapping[str, Tensor]]
 
 @contextmanager
 def trusted(path: Path) -> Iterator[None]:
-    """Inside, the content of the checkpoint `path` is used without checks. An error that this causes becomes a
-    CheckpointError.
-    """
+    """Use the checkpoint `path` inside without checks; an error caused by its content becomes a CheckpointError."""
     try:
         yield
     except _MALFORMED as problem:
@@ -178,7 +178,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, 
 
 
 def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, list[Piece]]:
-    """Memory for a tensor, or for this rank's part of it, and the pieces through which it is filled."""
+    """Memory for a tensor, or for this rank's part of it, and the pieces by which it is filled."""
     dtype = entry.torch_dtype
     if like is None or tuple(like.shape) != entry.shape:
         whole = torch.empty(entry.shape, dtype=dtype)
@@ -204,7 +204,7 @@ def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, list[Piece]]:
 def _with_parameters(
     tree: Any, like: Mapping[str, Tensor], parameter: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor that a document names, with the parameter whose state it is."""
+    """Every tensor that a document names, with the parameter that it is state of."""
     if isinstance(tree, list):
         for item in tree:
             yield from _with_parameters(item, like, parameter)
@@ -219,7 +219,7 @@ def _with_parameters(
 
 
 def _with_present_names(tree: Any) -> Any:
-    """A tree with `present_name` in place of the names of parameters."""
+    """A tree in which names of parameters are replaced by `present_name`."""
     if isinstance(tree, dict):
         return {_present(key): _with_present_names(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -232,7 +232,7 @@ def _present(value: Any) -> Any:
 
 
 def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:
-    """The parameters by their numbers in an optimizer's state that was not saved by name."""
+    """Parameters by their numbers in an optimizer's state that was not saved by name."""
     return {
         number: like[name]
         for group in optimizer["param_groups"]
@@ -243,7 +243,7 @@ def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mappi
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Refuse the checkpoint `path` if it cannot be read inside."""
+    """Refuse the checkpoint `path` if a file cannot be read inside."""
     try:
         yield
     except OSError as problem:
@@ -251,10 +251,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def open_verified(path: Path, *, checksums: bool = True) -> Checkpoint:
-    """The checkpoint directory `path`, every byte of it verified; without `checksums`, all but their sums.
+    """Open the checkpoint directory `path` after verifying every byte; without `checksums` everything but the
+    checksums.
 
     Raises:
-        CheckpointError: as `verify`, or a file's content is not what its name says.
+        CheckpointError: as in `verify`, or a file's content does not match its name.
     """
     with _readable(path):
         return _opened(path, verify(path) if checksums else check_sizes(path))
@@ -272,29 +273,29 @@ def _opened(path: Path, manifest: Manifest, *, part: tuple[int, int] = (0, 1)) -
 
 
 _DOCUMENT = Bounds(bytes=1 << 28, values=1 << 25, infinite=True, control=True)
-"""Large enough for the index of a thousand ranks; its size and checksum are the manifest's."""
+"""Large enough for the index of a thousand ranks; the manifest holds its size and checksum."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A document of a checkpoint."""
+    """Read a JSON document of a checkpoint."""
     raw = read_bytes(path, "The checkpoint's file", limit=_DOCUMENT.bytes, error=CheckpointError)
     return parse_json(raw, f"{path} is refused: it", error=CheckpointError, bounds=_DOCUMENT)
 
 
 def load(path: Path) -> Snapshot:
-    """Read the checkpoint directory `path` whole, after verifying every byte of it.
+    """Read all of the checkpoint directory `path`, after verifying every byte.
 
     Raises:
-        CheckpointError: as `open_verified`.
+        CheckpointError: as in `open_verified`.
     """
     return open_verified(path).load()
 
 
 def open_together(path: Path) -> Checkpoint:
-    """The checkpoint directory `path`, whose bytes all ranks have verified together.
+    """Open the checkpoint directory `path`, whose bytes all ranks verify together.
 
     Raises:
-        CheckpointError: it is refused, or not there.
+        CheckpointError: it is refused or missing.
     """
     return _accepted(path, current_coordinator())
 
@@ -302,14 +303,14 @@ def open_together(path: Path) -> Checkpoint:
 def find(
     folder: Path, *, below: int | None = None, group: dist.ProcessGroup | None = None
 ) -> Checkpoint | None:
-    """The newest checkpoint in `folder` that verifies, or None where there is none at all; with `below`, of those of
-    lower steps.
+    """The newest checkpoint in `folder` that verifies, only among steps below `below` if that is set; None if there is
+    no checkpoint at all.
 
-    Each one that is refused is logged. Once an older one has been accepted, it is renamed to `step-N.refused`, so that
-    it is not tried again. Collective where torch.distributed runs: the ranks share the work and get the same result.
+    Each refused one is logged. Once an older one has been accepted, it is renamed to `step-N.refused`, so that it is
+    not tried again. Collective with torch.distributed: the ranks split the work and get the same result.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be trusted.
+        CheckpointError: there are checkpoints, but none can be trusted.
     """
     coordinator = current_coordinator(group)
     refused: list[tuple[Path, CheckpointError]] = []
@@ -338,7 +339,7 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     """The checkpoint `path`, if every rank trusts it."""
 
     def opened() -> Checkpoint:
-        with _readable(path):  # here, because the other ranks must hear of it
+        with _readable(path):  # here, so that the other ranks learn of it
             return _opened(path, manifest, part=(coordinator.rank, coordinator.world))
 
     checkpoints: list[Checkpoint] = []
@@ -352,7 +353,7 @@ def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
 
 
 def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
-    """Rename what was `refused` after another was accepted, so that it is not tried again; `latest` names that one."""
+    """Rename the `refused` checkpoints, so that they are not tried again, and let `latest` name the accepted one."""
     for bad in refused:
         set_aside(bad)
     repair_latest(folder, name)

@@ -25,13 +25,13 @@ _BESIDE = ("names", "tokenizer")
 
 
 def folder_beside(run: Path, tokenizer: bool | None = None) -> Path:
-    """Folder of a run with what its exports hold besides weights (see `save_pretrained`): a `tokenizer` and names, or
-    `names` of classes alone. Without `tokenizer` it is the one that the run has."""
+    """Folder in a run with what its exports hold besides weights (see `save_pretrained`): `tokenizer`, with names too,
+    or `names` with class names only. By default the folder that exists."""
     return run / _BESIDE[(run / _BESIDE[1]).is_dir() if tokenizer is None else tokenizer]
 
 
 def candidates(path: Path, *, step: int | None = None) -> list[Path]:
-    """The checkpoint directories that `path` names, the newest first: itself, those in a folder of them, or a run's.
+    """The checkpoint directories that `path` refers to, newest first: itself, those in a folder, or those of a run.
 
     Raises:
         ConfigError: there is none.
@@ -49,7 +49,7 @@ def candidates(path: Path, *, step: int | None = None) -> list[Path]:
 
 
 def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
-    """The newest of the `candidates` that verifies. Each one that is refused is logged, and stays where it is.
+    """Open the newest of the `candidates` that verifies. Refused ones are logged and stay where they are.
 
     Raises:
         CheckpointError: none can be trusted. ConfigError: there is none.
@@ -59,25 +59,25 @@ def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
         try:
             return open_verified(candidate)
         except CheckpointError as problem:
-            _log.warning("%s The checkpoint before it is taken.", problem)
+            _log.warning("%s The checkpoint before it is used.", problem)
     return open_verified(last)
 
 
 def weight_sets(checkpoint: Checkpoint) -> list[str]:
-    """The sets of weights it holds: `weights`, and `ema` where there was an average."""
+    """Names of the sets of weights in it: `weights`, and `ema` if an average was kept."""
     return list(checkpoint.document["weights"])
 
 
 def read_weights(checkpoint: Checkpoint, which: str) -> dict[str, Tensor]:
-    """One set of weights, whole and on the CPU, by parameter name. Averages have no whole numbers, as the biases of
-    routers and weights in few bits: these are those of the weights."""
+    """One set of weights, whole and on the CPU, by parameter name. Averages lack integer tensors, such as biases of
+    routers and weights in few bits; these are read from `weights`."""
     places = _places(checkpoint, which)
     read = checkpoint.read(dict.fromkeys(places.values()))
     return {name: read[place] for name, place in places.items()}
 
 
 def _places(checkpoint: Checkpoint, which: str) -> dict[str, str]:
-    """Where the tensors of one set of weights are in the index, by parameter name: see `read_weights`."""
+    """Names in the index of the tensors of one set of weights, by parameter name: see `read_weights`."""
     places = {name: f"{which}/{name}" for name in _names(checkpoint, which)}
     for name in checkpoint.document["weights"].get("weights", ()):
         if not checkpoint.index[f"weights/{name}"].torch_dtype.is_floating_point:
@@ -88,9 +88,9 @@ def _places(checkpoint: Checkpoint, which: str) -> dict[str, str]:
 def export_plain(
     checkpoint: Checkpoint, folder: Path, which: str, *, shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """Write one set of weights in its own names as Hugging Face lays files out; one tensor at a time is in memory.
+    """Write one set of weights under its own names in Hugging Face's file layout, with one tensor at a time in memory.
 
-    Returns the files. Raises ConfigError where there is no such set, and as `penstock.tensorfile.write_model`.
+    Returns the files. Raises ConfigError if there is no such set, and as `penstock.tensorfile.write_model`.
     """
 
     def tensor(name: str) -> Pending:
@@ -111,12 +111,11 @@ def export_model(
     shard_bytes: int = SHARD_BYTES,
     branch: str | None = None,
 ) -> None:
-    """Write one set of weights, or `state` in their place, and the model's configuration, as a Hugging Face folder,
-    and the tokenizer that the checkpoint's run has; of a model with several branches, one alone. The set is in memory
-    as a whole.
+    """Write a Hugging Face folder: one set of weights, or `state` instead, the model's configuration, and the run's
+    tokenizer; `branch` selects one branch of a model with several. All the weights are in memory.
 
     Raises:
-        ConfigError: no such set. CheckpointError: they are not of the model that the checkpoint's settings describe.
+        ConfigError: no such set. CheckpointError: they do not fit the model in the checkpoint's settings.
     """
     from penstock.models import create
     from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
@@ -125,7 +124,7 @@ def export_model(
 
     config = _settings(checkpoint)
     places = _places(checkpoint, which)
-    elements = sum(  # of 4 bits two in each byte
+    elements = sum(  # packed weights of 4 bits: two in each byte
         math.prod(checkpoint.index[place].shape) * (1 + (f"{name}_offset" in places))
         for name, place in places.items()
     )
@@ -152,9 +151,9 @@ def export_model(
 
 
 def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
-    """Write the adapters of one set of weights alone, as peft reads them (`PeftModel.from_pretrained`).
+    """Write only the adapters of one set of weights, for peft (`PeftModel.from_pretrained`).
 
-    Raises ConfigError where the run has no adapters, or more than they learned, and where there is no such set.
+    Raises ConfigError if the run has no adapters, if other weights were trained too, or if there is no such set.
     """
     from penstock.models import create
     from penstock.models.convert.adapter import adapter_files
@@ -182,7 +181,7 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
 
 
 def _settings(checkpoint: Checkpoint) -> RunConfig:
-    """The settings of the run that saved it."""
+    """The settings of the run that saved the checkpoint."""
     origin = f"the checkpoint {checkpoint.path}"
     return from_dict(RunConfig, without_removed(checkpoint.config), origin=origin)
 
@@ -213,13 +212,13 @@ def newest(path: Path, count: int) -> list[Checkpoint]:
 
 
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
-    """The mean of each weight in fp32: summed and divided in fp64, and rounded once. One set is in memory beside the
-    sums, which take 8 bytes per weight. Whole numbers, such as frozen weights in few bits, are those of the last.
+    """The mean of each weight in fp32: summed and divided in fp64, and rounded once. Besides the sums, with 8 bytes per
+    weight, one set is in memory. Integer tensors, such as frozen weights in few bits, are those of the last checkpoint.
 
     (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018; Vaswani et al., NeurIPS 2017, section 6.1.)
 
     Raises:
-        ConfigError: they are not of one model, or have no such set.
+        ConfigError: they are not of the same model, or have no such set.
     """
     sums: dict[str, Tensor] = {}
     for checkpoint in checkpoints:
@@ -245,7 +244,7 @@ def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[s
 
 
 def export_average(path: Path, folder: Path, *, count: int, which: str = "weights") -> list[Checkpoint]:
-    """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; returns what it is of."""
+    """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; return these checkpoints."""
     checkpoints = newest(path, count)
     export_model(checkpoints[-1], folder, which, state=average(checkpoints, which))
     return checkpoints

@@ -1,4 +1,4 @@
-"""A snapshot of a run, which is what a checkpoint saves, and the pieces of its tensors that a rank holds."""
+"""A snapshot of a run, which a checkpoint saves, and the pieces of its tensors that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ RESERVED = {LOCAL, "manifest", "tensors", "state", "config"}
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All of a run at one step, as one rank sees it.
+    """The state of a run at one step, from one rank's view.
 
-    `weights` maps sets of tensors by Penstock's parameter names: `weights` itself, and `ema` where there is
-    an average. `state` maps names to trees (see `penstock.checkpoint.tree`) that all ranks agree on:
-    optimizer, scaler, loader position and so on; the optimizer's as `by_name` gives it, so that it can be
-    read on another number of ranks. Tensors of both may be DTensors, of which each rank saves and reads its
-    own part; any other tensor must be the same on all ranks.
+    `weights` maps sets of tensors by Penstock's parameter names: `weights` itself, and `ema` if an average is kept.
+    `state` maps names to trees (see `penstock.checkpoint.tree`) that are the same on all ranks: optimizer, scaler,
+    loader position and so on; the optimizer's in the form of `by_name`, so that it can be read on another number of
+    ranks. Tensors of both may be DTensors, of which each rank saves and reads its own part; any other tensor must be
+    the same on all ranks.
 
-    `local` is a tree of this rank alone, such as its random generators. It cannot be split over another number of
-    ranks than saved it; then it comes back empty.
+    `local` is a tree of this rank alone, such as its random generators. It cannot be split over a different number of
+    ranks; then it is empty after loading.
     """
 
     step: int
@@ -38,14 +38,14 @@ class Snapshot:
     plan: str = ""
     local: Mapping[str, Any] = field(default_factory=dict)
     world: int = 1
-    """Ranks that saved it. Filled in by loading; saving takes the number there is."""
+    """Number of ranks that saved it. Set by loading; saving uses the actual number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """This rank's part of a tensor of `shape`: `values` begins at `offsets` in it. A whole tensor is one piece.
 
-    It needs no device mesh, so that a copy on the host can be saved in place of what is on a device.
+    It needs no device mesh, so a copy on the host can be saved instead of a tensor on a device.
     """
 
     values: Tensor
@@ -54,10 +54,10 @@ class Piece:
 
 
 def pieces_of(tensor: Tensor, local: Tensor | None = None) -> list[Piece]:
-    """This rank's parts of `tensor`, sharing its memory; or, of a DTensor, that of `local` in the place of its own.
+    """This rank's parts of `tensor`, sharing its memory; for a DTensor `local` may replace its own local tensor.
 
     Raises:
-        TypeError: it is a DTensor whose values are not settled yet (a Partial placement).
+        TypeError: it is a DTensor whose values are not final (a Partial placement).
     """
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))]
@@ -71,19 +71,19 @@ def pieces_of(tensor: Tensor, local: Tensor | None = None) -> list[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A snapshot in parts: its tensors as pieces by `set/name`, the rest as JSON documents."""
+    """A snapshot split up: its tensors as pieces by `set/name`, the rest as JSON documents."""
 
     step: int
     plan: str
     pieces: Mapping[str, Sequence[Piece]]
     config: Mapping[str, Any]
     document: Mapping[str, Any]
-    """State that all ranks share; rank 0 writes it."""
+    """State common to all ranks; rank 0 writes it."""
     local: Mapping[str, Any]
     """State of this rank alone."""
 
     def whole_bytes(self) -> int:
-        """Bytes of all whole tensors."""
+        """Bytes of all tensors as whole ones."""
         firsts = [pieces[0] for pieces in self.pieces.values() if pieces]
         return sum(piece.shape.numel() * piece.values.element_size() for piece in firsts)
 

@@ -1,6 +1,6 @@
-"""One document for ranks that hold different parts of a model: merged when saved, cut to a rank's part when loaded.
+"""One document for ranks with different parts of a model: merged for saving, reduced to a rank's part after loading.
 
-Ranks of a pipeline hold other parameters each, under the names of the whole model. Nothing else of a document differs.
+Ranks of a pipeline hold different parameters, named as in the whole model. All else in their documents is the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.checkpoint.coordinator import Coordinator
 
 
 def together(document: Mapping[str, Any], coordinator: Coordinator) -> dict[str, Any]:
-    """All ranks' documents merged, on every rank. A document that several ranks share is sent once."""
+    """All ranks' documents merged, on every rank. A document that several ranks have is sent once."""
     text = json.dumps(document, sort_keys=True).encode()
     digests = coordinator.all(lambda: hashlib.sha256(text).hexdigest())
     if len(set(digests)) == 1:
@@ -45,7 +45,7 @@ def _are_names(value: list[Any]) -> bool:
 
 
 def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of parameters of the same settings as one."""
+    """Merge groups of parameters that have the same settings."""
     groups = [dict(group) for group in first]
     for group in more:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -59,7 +59,7 @@ def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]
 
 
 def only(document: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The weights of these names in a document, and the optimizer's state of these parameters."""
+    """The part of a document with the weights of these names and the optimizer's state of them."""
 
     def of(tree: Any) -> Any:
         if not isinstance(tree, Mapping) or "param_groups" not in tree:

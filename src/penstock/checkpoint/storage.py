@@ -1,8 +1,8 @@
-"""Chunks of tensors to and from a checkpoint's files, whatever number of ranks wrote it and reads it.
+"""Reads and writes chunks of tensors in a checkpoint's files, for any number of ranks on either side.
 
-Tensors are safetensors, one file per rank and set; `tensors.json` says what is where. torch.distributed.checkpoint is
-not used: it writes `.metadata`, a pickle that runs code when it is read, and pickles what is not a tensor. Its Hugging
-Face storage holds a whole file in memory, takes no checksum, and took three times as long to write 640 MB.
+Tensors are safetensors, one file per rank and set; `tensors.json` is the index. torch.distributed.checkpoint is not
+used: it writes `.metadata`, a pickle that runs code when it is read, and pickles everything but tensors. Its Hugging
+Face storage holds a whole file in memory, has no checksums, and took three times as long to write 640 MB.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from penstock.tensorfile import Pending, write_tensors
 
 
 def write_json(path: Path, document: Any) -> Written:
-    """Write a document of a checkpoint."""
+    """Write a JSON document of a checkpoint."""
     return write_file(path, [json.dumps(document, separators=(",", ":")).encode()])
 
 
 def write_chunks(
     folder: Path, index: Index, world: int, fetch: Callable[[str, Chunk], Tensor], *, rank: int
 ) -> dict[str, Written]:
-    """Write the chunks that `index` gives to rank `rank` of `world`: a file for each set.
+    """Write the chunks that `index` assigns to rank `rank` of `world`: a file for each set.
 
-    `fetch` is asked for each chunk when its turn comes, so that one tensor at a time is in memory.
+    `fetch` is called for each chunk just before it is written, so that one tensor at a time is in memory.
     """
     outgoing: dict[str, list[Pending]] = {}
     for name, entry in index.items():
@@ -56,7 +56,7 @@ def write_chunks(
 def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
     """Fill `pieces` from the checkpoint directory `folder`.
 
-    Each rank reads what it needs and nothing is agreed upon, so this is not collective.
+    Each rank reads what it needs without communication, so this is not collective.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -79,7 +79,7 @@ def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Seq
 
 
 def _overlap(chunk: Chunk, piece: Piece) -> list[tuple[int, int]] | None:
-    """For each dimension of the tensor where the elements begin and end that both hold; None where there are none."""
+    """For each dimension, start and end of the elements that chunk and piece have in common; None if there are none."""
     box = [
         (max(first, other), min(first + size, other + length))
         for first, size, other, length in zip(chunk.offsets, chunk.sizes, piece.offsets, piece.values.shape)
@@ -88,7 +88,7 @@ def _overlap(chunk: Chunk, piece: Piece) -> list[tuple[int, int]] | None:
 
 
 def _within(box: list[tuple[int, int]], offsets: tuple[int, ...]) -> tuple[slice, ...]:
-    """`box` as seen from a part of the tensor that begins at `offsets`."""
+    """The box `box` as slices of a part of the tensor that begins at `offsets`."""
     return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets))
 
 

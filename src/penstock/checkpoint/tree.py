@@ -1,10 +1,10 @@
-"""Nested Python state as JSON and named tensors, and back, so that a checkpoint needs no pickle.
+"""Converts nested Python state to JSON and named tensors, and back, so that a checkpoint needs no pickle.
 
 A tree is made of dicts, lists, tuples, tensors, numpy arrays, strings, numbers, booleans and None. `pack` takes the
 tensors out and puts `{"$tensor": name}` in their place. Tuples, arrays and dicts with keys that are not strings get a
 marker too, so that `unpack` returns the same tree. Floats are exact: Python's JSON writes the shortest text that reads
-back as the same number, and it reads the words that it writes for NaN and the infinities. An optimizer's state is kept
-by parameter name, so that it does not depend on the parameters' order or grouping.
+back as the same number, and it also reads the words that it writes for NaN and the infinities. An optimizer's state is
+stored by parameter name, so that it does not depend on the parameters' order or grouping.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
     """Split `tree` into a JSON document and its tensors, named by their path, such as `state.3.exp_avg`.
 
     Raises:
-        TypeError: a value of another kind is in the tree (our own bug: such state could not be restored).
+        TypeError: the tree has a value of another kind (our own bug: such state could not be restored).
     """
     tensors: dict[str, Tensor] = {}
     return _pack(tree, prefix, tensors), tensors
@@ -35,7 +35,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = value.detach()
         return {"$tensor": path}
     if isinstance(value, np.ndarray):
-        # torch supports uint32 in part only; int64 holds its values exactly.
+        # torch supports uint32 only in part; int64 holds its values exactly.
         array = value.astype(np.int64) if value.dtype == np.uint32 else value
         tensors[path] = torch.from_numpy(np.array(array))
         return {"$array": path, "dtype": value.dtype.name}
@@ -64,7 +64,7 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Undo `pack`.
 
     Raises:
-        CheckpointError: the document names a tensor that is not there.
+        CheckpointError: the document names a tensor that is missing.
     """
     if isinstance(document, list):
         return [unpack(item, tensors) for item in document]
@@ -74,7 +74,7 @@ def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
         return _tensor(document["$tensor"], tensors)
     if "$array" in document:
         array, name = _tensor(document["$array"], tensors), document["dtype"]
-        # Of a tensor on the meta device only the type is asked for: nothing is read yet.
+        # A tensor on the meta device is only checked for its type: nothing is read yet.
         values = (array.new_empty(0, device="cpu") if array.is_meta else array).numpy()
         if name != values.dtype.name and (name, values.dtype.name) != ("uint32", "int64"):
             raise CheckpointError(
@@ -100,10 +100,10 @@ _OWN = ("params", "param_names")
 
 
 def by_name(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's `state_dict()` with names in place of torch's numbers.
+    """An optimizer's `state_dict()` with parameter names instead of torch's numbers.
 
-    The names are those in each group's `param_names`: `parameter_groups` puts them there, and so does torch where an
-    optimizer is made of `named_parameters()`. Entries beside `state` and `param_groups` are kept as they are.
+    The names are each group's `param_names`: set by `parameter_groups`, and by torch if an optimizer is made from
+    `named_parameters()`. Entries other than `state` and `param_groups` are kept unchanged.
 
     Raises:
         ValueError: the names are missing, or two are the same.
@@ -165,6 +165,6 @@ def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str,
 
 
 def _optimizer_of(groups: Sequence[Mapping[str, Any]]) -> str:
-    """The optimizer that parameter groups are of: its name in them, which AdamW's and SGD's are without."""
+    """Name of the optimizer that parameter groups belong to; it is stored in them, except for AdamW's and SGD's."""
     name = groups[0].get("algorithm") if groups else None
     return str(name or ("sgd" if groups and "nesterov" in groups[0] else "adamw"))

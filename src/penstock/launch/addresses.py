@@ -1,5 +1,5 @@
-"""Addresses of this host and the interfaces that have them; and calls that may never end, each in a thread of its own:
-torch's store waits for its host for minutes where the network has vanished, and no signal interrupts it."""
+"""Addresses of this host with their interfaces; and calls in threads of their own, because they may never end: torch's
+store waits for its host for minutes after the network has vanished, and no signal interrupts it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock.launch.signals import STOPS
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How this host reaches another one."""
+    """How this host reaches another host."""
 
     host: str
     """The other host, as the user named it."""
     target: str
     """Its address."""
     own: str
-    """This host's address on the way there, by which the others can reach it unless it is a loopback address."""
+    """This host's address on the way there; unless it is a loopback address, the other hosts can reach it there."""
 
     def words(self) -> str:
-        """A sentence for a user whose hosts do not find each other."""
+        """A sentence for users whose hosts do not find each other."""
         if not is_loopback(self.own):
             return f"This host is {self.own} ({interface_of(self.own)}) on the way to {self.target}."
         outside = [address for address, _ in _addresses() if not is_loopback(address)]
@@ -39,7 +39,7 @@ class Way:
 
 
 def way_to(host: str) -> Way:
-    """The way from this host to `host`. Sends nothing. Raises OSError where there is none."""
+    """The way from this host to `host`. Sends nothing. Raises OSError if there is none."""
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -47,7 +47,7 @@ def way_to(host: str) -> Way:
 
 
 def words_of_way(host: str) -> str:
-    """`Way.words` of the way to `host`, or that there is none."""
+    """`Way.words` for the way to `host`, or a sentence that there is none."""
     try:
         return way_to(host).words()
     except OSError as problem:
@@ -55,20 +55,20 @@ def words_of_way(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host itself reaches it by `address`."""
+    """Whether `address` can only be reached from this host itself."""
     return ipaddress.ip_address(address).is_loopback
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has `address`; empty where none has."""
+    """The network interface that has `address`; empty if none has."""
     return next(
-        (name for own, name in _addresses() if own == address.partition("%")[0]),
+        (name for own_address, name in _addresses() if own_address == address.partition("%")[0]),
         "lo" if is_loopback(address) else "",
     )
 
 
 class _Entry(ctypes.Structure):
-    """`struct ifaddrs` of getifaddrs(3), which Linux and macOS begin alike."""
+    """`struct ifaddrs` of getifaddrs(3), whose first fields are the same on Linux and macOS."""
 
 
 _Entry._fields_ = [
@@ -80,21 +80,21 @@ _Entry._fields_ = [
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Addresses of this host, each with its interface."""
+    """Addresses of this host, current with its interface."""
     libc, first, addresses = ctypes.CDLL(None), ctypes.POINTER(_Entry)(), list[tuple[str, str]]()
     if libc.getifaddrs(ctypes.byref(first)):
         return addresses
     entry = first
     while entry:
-        each, entry = entry.contents, entry.contents.next
-        if not each.address:
+        current, entry = entry.contents, entry.contents.next
+        if not current.address:
             continue
-        # A family of 16 bits in the host's order, of which macOS gives the first 8 to the length.
-        family = each.address[1] or each.address[0]
-        for known, begin, end in ((socket.AF_INET, 4, 8), (socket.AF_INET6, 8, 24)):
-            if family == known:
+        # The family has 16 bits in the host's byte order; macOS uses the first 8 for the length.
+        family = current.address[1] or current.address[0]
+        for kind, begin, end in ((socket.AF_INET, 4, 8), (socket.AF_INET6, 8, 24)):
+            if family == kind:
                 addresses.append(
-                    (socket.inet_ntop(known, bytes(each.address[begin:end])), each.name.decode())
+                    (socket.inet_ntop(kind, bytes(current.address[begin:end])), current.name.decode())
                 )
     libc.freeifaddrs(first)
     return addresses
@@ -104,7 +104,7 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """`function` in a thread of its own. A process that ends does not wait for it."""
+    """Runs `function` in a thread of its own. A process that ends does not wait for it."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -114,7 +114,7 @@ class Call(Generic[T]):
         threading.Thread(target=self._run, name="penstock-store", daemon=True).start()
 
     def wait(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended after `seconds` more."""
+        """Wait up to `seconds`; return whether the call has ended."""
         return self._ended.wait(seconds)
 
     def result(self) -> T:
@@ -124,7 +124,7 @@ class Call(Generic[T]):
         return self._values[0]
 
     def _run(self) -> None:
-        # Else a signal may reach this thread, and the main one, which handles it, sleeps on.
+        # Else a signal could reach this thread, while the main thread, which handles it, sleeps on.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGINT))
         try:
             self._values.append(self._function())

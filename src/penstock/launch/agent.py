@@ -1,4 +1,4 @@
-"""The agent: it starts a node's ranks until they end well, restarting cannot help, or the restarts are used up."""
+"""The agent: it starts a node's ranks until they succeed, a restart cannot help, or the restarts are used up."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from penstock.leftovers import temporary
 Tell = Callable[[str], None]
 
 _TICK = 0.1
-"""Seconds between two checks of the ranks; output is passed on at once."""
+"""Seconds between two checks of the ranks; output is shown at once."""
 _OTHERS_REPORT = 1.0
-"""Seconds that the other ranks have to report why they failed too, before all are killed."""
+"""Seconds that the other ranks have to report why they failed, before all are killed."""
 _STACKS = 5.0
-"""The most seconds that ranks have to write their stacks: a busy machine is slow to wake a stopped process."""
+"""Most seconds to wait for ranks' stacks: a busy machine is slow to wake a stopped process."""
 _SETTLED = 0.3
-"""Seconds after which stacks that have not grown are complete."""
+"""Stacks that have not grown for this many seconds are complete."""
 _CAUSE = 3.0
-"""Seconds in which another node may report that it failed first."""
+"""Seconds to wait for another node's report that it failed first."""
 _GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE), int(ExitCode.INTERRUPTED))
 
 
 class Life:
-    """The ranks of this node, running while entered: at the end every process that is left is killed."""
+    """The ranks of this node, running inside the context; on exit every remaining process is killed."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Life:
         return self
 
     def wait(self) -> Outcome:
-        """Forward signals and pass on output until the ranks have ended. Returns the node's outcome."""
+        """Forward signals and show output until the ranks have ended. Returns the node's outcome."""
         first_failure: float | None = None
         while True:
             self._pass_on_output()
@@ -112,7 +112,7 @@ class Life:
         ended = [rank for rank in self.ranks if rank.code is not None]
         failures = [failure for rank in ended if (failure := rank.failure()) is not None]
         if self.requests.signal is signal.SIGINT:
-            saved = [one for one in failures if one.code == ExitCode.INTERRUPTED and one.text]
+            saved = [f for f in failures if f.code == ExitCode.INTERRUPTED and f.text]
             return Outcome(int(ExitCode.INTERRUPTED), order(saved))
         own = judge(failures, stopping=self.requests.signal is not None)
         if own.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
@@ -121,13 +121,13 @@ class Life:
         if self.assignment.nodes == 1:
             return own
         if failures and all(failure.consequence for failure in failures):
-            # A lost node reports nothing. It is known only after it has been silent for long enough.
+            # A lost node reports nothing; that it is lost is known only after a long enough silence.
             heard = self._hear(lambda outcome: not outcome.regroup, self.settings.lost_seconds)
             return heard or own
         return own
 
     def _goes_on_elsewhere(self) -> bool:
-        """Whether this node restarts although its ranks stopped: ranks of all nodes stop when any node is asked to."""
+        """Whether this node restarts although its ranks stopped: a stop request on any node stops the ranks of all."""
         if self.assignment.nodes == 1:
             return False
         heard = self._hear(lambda outcome: True)
@@ -147,7 +147,7 @@ class Life:
         pipes = [rank.pipe for rank in self.ranks if rank.pipe is not None and rank.code is None]
         if pipes:
             ready, _, _ = select.select(pipes, [], [], _TICK)
-            if ready:  # lines come in bursts; a pipe whose writer has just ended is readable for ever
+            if ready:  # lines come in bursts; and the pipe of a process that has ended stays readable
                 time.sleep(0.01)
         else:
             time.sleep(_TICK)
@@ -173,7 +173,7 @@ class Life:
             rank.send(number)
 
     def _make_room(self, heard: Outcome | None) -> None:
-        """Have the ranks save and stop if a node wants to join. They agree on the step with the other nodes' ranks."""
+        """If a node wants to join, make the ranks save and stop. They agree on the step with the other nodes' ranks."""
         if self._regrouping or not self.nodes.waiting():
             return
         self._regrouping = True
@@ -185,21 +185,21 @@ class Life:
     def _hangs(self, rank: Rank, now: float) -> bool:
         beat = rank.heartbeat.read()
         if rank.code is not None or not beat.count:
-            return False  # ended, or a program that does not beat
+            return False  # it has ended, or its program sends no beats
         limit = self.settings.hang_seconds if beat.stepping else self.settings.start_seconds
         return 0 < limit < now - beat.seconds
 
     def _tell_hang(self) -> Outcome:
-        """Name the rank that hangs. The others wait for it, so that all are silent."""
+        """Find the rank that hangs. All ranks are silent, because the others wait for it."""
         alive = [rank for rank in self.ranks if not rank.poll()]
         beats = {rank.number: rank.heartbeat.read() for rank in alive}
         stopped = {rank.number for rank in alive if rank.ask_for_stack()}
         seen = time.monotonic()
         _wait_for_stacks(alive)
-        # Not only ranks whose time is up: one that waits may have begun to wait before the other stopped.
+        # Not only ranks over their limit: a rank may have begun to wait before the hanging one stopped.
         watched = [rank for rank in alive if beats[rank.number].count or rank.number in stopped]
         if not watched:
-            return self._outcome()  # they have all ended after all
+            return self._outcome()  # meanwhile all have ended
         first = min(
             watched, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
@@ -216,7 +216,7 @@ class Life:
 
 
 def _wait_for_stacks(ranks: Sequence[Rank]) -> None:
-    """Wait until all that were asked have written theirs. One that waits in the kernel never does."""
+    """Wait until all ranks have written their stacks. A rank that waits in the kernel never does."""
     end, before = time.monotonic() + _STACKS, list[str]()
     while time.monotonic() < end:
         time.sleep(_SETTLED)
@@ -233,8 +233,8 @@ def launch(
 
     `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks must resume by
     themselves, as `penstock train` does from the newest checkpoint that verifies. `tell` shows a line. With `replicas`
-    a run's Plan is to follow the number of ranks, as where nodes come and go. When this returns, or is killed, it
-    leaves no process behind.
+    the run's Plan is adapted to the number of ranks, as is always done if nodes may come and go. When this returns, or
+    is killed, it leaves no process.
 
     Raises:
         EnvironmentProblem: the other nodes did not come, or the node that serves the rendezvous was lost.
@@ -272,7 +272,7 @@ def launch(
             if spent and not outcome.regroup:
                 outcome = replace(outcome, final=True)
             if outcome.code != ExitCode.DONE:
-                # A node that leaves an elastic run does not end it for the others, if they are enough.
+                # A node that leaves an elastic run does not end it for the others, if enough remain.
                 enough = requests.signal is not None and assignment.nodes > settings.nodes[0]
                 nodes.report(replace(outcome, final=outcome.final and not enough))
             for line in [] if outcome.regroup else lines_of(outcome.failures):
@@ -295,12 +295,12 @@ def launch(
 def _nodes(settings: LaunchSettings) -> Nodes:
     if settings.rdzv is None:
         return Nodes(settings.ranks)
-    # torch's store prints the C++ stack of every connection that ends, and the agent says what it means. torch reads
-    # the level when it is imported.
+    # torch's store prints the C++ stack of every connection that ends; the agent reports this in its own words. torch
+    # reads the level when it is imported.
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"} if "TORCH_CPP_LOG_LEVEL" not in os.environ else {}
     os.environ.update(quiet)
     from penstock.launch.meeting import Meeting  # imports torch
 
     for name in quiet:
-        del os.environ[name]  # the ranks' own level is their own
+        del os.environ[name]  # the ranks set their own level
     return Meeting(settings)

@@ -1,7 +1,7 @@
-"""How a rank shows that it is alive: at every step it writes a few bytes of a file that it shares with its agent.
+"""A rank's sign of life: at every step it writes a few bytes of a file that it shares with its agent.
 
-The file is mapped into memory, so writing takes a few hundred nanoseconds and no system call. The agent reads it at any
-time.
+The file is mapped into memory, so writing takes a few hundred nanoseconds and no system call. The agent can always read
+it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Final, TypeVar
 T = TypeVar("T")
 
 VARIABLE: Final = "PENSTOCK_HEARTBEAT"
-"""Environment variable with the path of this rank's file; not set where there is no agent."""
+"""Environment variable with the path of this rank's file; not set without an agent."""
 _BEAT = struct.Struct("<qqd")
-"""Beats so far, the step, `time.monotonic()` of the last: one clock for all processes."""
+"""Number of beats, the step, and `time.monotonic()` of the last beat, which is one clock for all processes."""
 _PROMISED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's heartbeat, as an agent reads it."""
+    """A rank's heartbeat, as its agent reads it."""
 
     count: int
-    """Beats so far. At 0 nothing is known of the rank."""
+    """Number of beats so far. At 0 nothing is known of the rank."""
     step: int
     seconds: float
-    """`time.monotonic()` at the last one."""
+    """`time.monotonic()` at the last beat."""
 
     @property
     def stepping(self) -> bool:
-        """Whether it has finished a step; before the first it has only announced them."""
+        """Whether the rank has finished a step; before its first it has only announced that steps will come."""
         return self.step != _PROMISED
 
 
@@ -50,7 +50,7 @@ class Heartbeat:
 
     @staticmethod
     def create(path: Path) -> Heartbeat:
-        """For the agent: a new file at `path`, without a beat."""
+        """Create a new file at `path`, without a beat; called by the agent."""
         path.write_bytes(bytes(_BEAT.size))
         return Heartbeat(path)
 
@@ -60,11 +60,11 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, self._count, step, time.monotonic())
 
     def read(self) -> Beat:
-        """The last beat."""
+        """Read the last beat."""
         return Beat(*_BEAT.unpack_from(self._memory, 0))
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the file."""
         self._memory.close()
 
 
@@ -84,7 +84,7 @@ def promise() -> None:
 
 
 def beating(items: Iterable[T], step: int) -> Iterator[T]:
-    """Yield `items` with a beat before each: for long work between two steps, such as an evaluation after `step`."""
+    """Yield `items` with a beat before each, for long work between two steps, such as an evaluation after `step`."""
     for item in items:
         beat(step)
         yield item

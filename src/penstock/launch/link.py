@@ -1,4 +1,4 @@
-"""Messages between a process and one that it has started: a JSON table a line, over a socket that nobody else has."""
+"""Messages between a process and a child that it has started: one JSON object per line, over a private socket."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections import deque
 from typing import Any
 
 MOST_BYTES = 1 << 26
-"""Most bytes of one message: a vector for each of some thousand texts."""
+"""Most bytes of one message: enough for a vector for each of some thousand texts."""
 
 
 class Closed(Exception):
-    """The other side has gone."""
+    """The other side is gone."""
 
 
 def packed(message: dict[str, Any]) -> bytes:
-    """A message as a line."""
+    """A message as one line."""
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
 class JsonLink:
-    """One end of such a socket, which is its own from now on."""
+    """One end of such a socket; it now belongs to this object."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -37,7 +37,7 @@ class JsonLink:
             raise Closed from None
 
     def receive(self, timeout: float | None = None) -> dict[str, Any] | None:
-        """The next message. None where nothing comes for `timeout` seconds, which may be 0; without a timeout it waits.
+        """The next message. None if nothing comes within `timeout` seconds, which may be 0; without a timeout it waits.
         Raises Closed."""
         while not self._lines:
             if not select.select([self._socket], [], [], timeout)[0]:
@@ -57,5 +57,5 @@ class JsonLink:
         return message
 
     def close(self) -> None:
-        """Let the other side know that this one has gone."""
+        """Close this end, so that the other side notices."""
         self._socket.close()

@@ -1,5 +1,5 @@
-"""Ranks of one host that a program starts for itself. They meet at a store that it keeps, so that ranks that end never
-take it along, and no port has to be guessed."""
+"""Ranks on one host that a program starts for itself. The program keeps the store at which they meet, so it outlives
+any rank, and no port has to be guessed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 
 HERE = "127.0.0.1"
 STORE_ELSEWHERE = "TORCHELASTIC_USE_AGENT_STORE"
-"""Environment variable that is set where rank 0 need not serve a store, because whoever started it does."""
+"""Environment variable that is set if rank 0 need not serve a store, because the process that started it does."""
 
 
 def rank_environment(
     rank: int, world: int, local: int, local_world: int, host: str, port: int
 ) -> dict[str, str]:
-    """The variables that torch.distributed's `env://` reads, under torchrun's names."""
+    """The variables that torch.distributed's `env://` reads, with torchrun's names."""
     return {
         "RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local_world),
         "MASTER_ADDR": host, "MASTER_PORT": str(port),
@@ -44,9 +44,9 @@ class LocalRanks:
     def start(
         self, module: str, rank: int, *, log: Path | None = None, defaults: Mapping[str, str] = {}
     ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Start `python -m MODULE FD` as a rank; returns it with this side of the connection that FD is its side of.
+        """Start `python -m MODULE FD` as a rank; returns it with this side of the connection whose other side is FD.
 
-        What it writes goes to `log`, or where this process writes. `defaults` are variables that the user may overrule.
+        Its output goes to `log`, or to this process's output. `defaults` are variables that the user may override.
         """
         own_end, rank_end = socket.socketpair()
         with rank_end, contextlib.nullcontext() if log is None else log.open("wb") as out:

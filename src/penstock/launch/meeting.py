@@ -49,27 +49,27 @@ T = TypeVar("T")
 _LOOK = 0.5
 """Seconds between two reads of the store."""
 _BOUNDS = Bounds(bytes=64_000_000)
-"""Limits of a message: it holds the traceback of every rank."""
+"""Limits of a message, which holds the traceback of every rank."""
 _REMEDY = "Start the same version of Penstock on all nodes."
 _TICK = 0.1
-"""Seconds between two looks at a call of the store."""
+"""Seconds between two checks of a call of the store."""
 _PATIENCE = 3.0
-"""Seconds of silence after which the store is told nothing more at the end."""
+"""After this many seconds of silence the agent stops writing to the store at the end."""
 _handlers: list[DynamicRendezvousHandler] = []
-"""Never collected: the end of a handler waits for its thread, which may wait for a silent store."""
+"""Kept for ever: destroying a handler waits for its thread, which may wait for a silent store."""
 _GOODBYE = 10.0
-"""Seconds for which the agent that serves the store stays, so that the others hear the end."""
+"""Seconds for which the agent that serves the store stays, so that the others learn of the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An agent, as it presents itself to the others."""
+    """An agent's description of itself for the others."""
 
     place: Natural | None
-    """The number that its --node-rank gave it."""
+    """The number set by its --node-rank."""
     procs: Count
     address: FilledText
-    """Where rank 0 serves the ranks' store, if it runs here."""
+    """Address of the ranks' store, if rank 0 runs here."""
     port: Annotated[int, Range(1, 65535)]
     round: Natural
     restarts: Natural
@@ -80,14 +80,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """How a life ended on one node."""
+    """The end of a life on one node."""
 
     node: Natural
     outcome: Outcome
 
 
 def understood(cls: type[T], raw: bytes) -> T:
-    """The message of another agent. Raises EnvironmentProblem for anything else, such as another version's."""
+    """Parse another agent's message. Raises EnvironmentProblem for anything else, such as another version's."""
     where = "What another node's agent says"
     tree = parse_json(raw, where, error=EnvironmentProblem, bounds=_BOUNDS, remedy=_REMEDY)
     return from_dict(
@@ -96,7 +96,7 @@ def understood(cls: type[T], raw: bytes) -> T:
 
 
 class _Backend(C10dRendezvousBackend):
-    """Keeps the state of the rendezvous in the store; `asking` is entered while it waits for that."""
+    """Keeps the rendezvous's state in the store; `asking` is entered while it waits for the store."""
 
     def __init__(self, store: Store, run_id: str, asking: Callable[[], AbstractContextManager[None]]) -> None:
         self._asking = asking
@@ -108,8 +108,8 @@ class _Backend(C10dRendezvousBackend):
 
 
 def seen_from_outside(members: list[Member]) -> list[Member]:
-    """The agents with addresses at which all can reach them. One that reaches the rendezvous by an address of its own
-    host alone is on the host that serves it, which the agents of other hosts know by another address."""
+    """The agents with addresses that all can reach. An agent that reaches the rendezvous by a loopback address is on
+    the host that serves it, and gets the address by which agents of other hosts know that host."""
     outside = [member.rendezvous for member in members if not is_loopback(member.address)]
     return [
         replace(member, address=outside[0]) if outside and is_loopback(member.address) else member
@@ -120,8 +120,8 @@ def seen_from_outside(members: list[Member]) -> list[Member]:
 class Meeting(Nodes):
     """This node among the others.
 
-    The store is asked in threads of its own (`Call`), so that a host that falls silent stops neither the agent nor
-    signals. Silence of the store counts as that of a node does.
+    The store is called in separate threads (`Call`), so that a host that falls silent blocks neither the agent nor
+    signals. A silent store counts as a silent node.
     """
 
     def __init__(self, settings: LaunchSettings) -> None:
@@ -135,22 +135,22 @@ class Meeting(Nodes):
         self._looked = 0.0
         self._look: Call[tuple[Outcome | None, bool]] | None = None
         self._begun: dict[int, float] = {}
-        """Threads that wait for the store, and since when."""
+        """Start times of the threads that wait for the store."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
         self._waiting = False
         self._goes_on = False
-        """Whether the others will have another life."""
+        """Whether the other nodes will have another life."""
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         if self._goes_on or error[0] is not None:
-            return  # the others go on, and this node's silence tells them that it is gone
-        # The end has been reported already; what fails here does not change it.
+            return  # the others go on, and learn from this node's silence that it is gone
+        # The end has already been reported; errors here do not change it.
         self._wait(Call(self._leave), _PATIENCE)
 
     def meet(self, restarts: int) -> Assignment:
-        """As for one node. Raises EnvironmentProblem if too few come, or the run has ended elsewhere."""
+        """Do as `Nodes.meet`. Raises EnvironmentProblem if too few nodes come, or the run has ended elsewhere."""
         if self._look is not None:
             self._result(self._look)
             self._look = None
@@ -180,7 +180,7 @@ class Meeting(Nodes):
         return self._waiting or (self._heard is not None and self._heard.regroup)
 
     def _assignment(self, members: list[Member], rank: int) -> Assignment:
-        """Order the nodes by --node-rank if all were given one, else as the rendezvous did."""
+        """Order the nodes by --node-rank if all set it, else as the rendezvous did."""
         places = [member.place for member in members if member.place is not None]
         order = list(range(len(members)))
         if len(places) == len(members):
@@ -203,9 +203,9 @@ class Meeting(Nodes):
         )
 
     def _open(self) -> DynamicRendezvousHandler:
-        # Without this the handler would serve one store for all lives of the ranks; see the first lines of this file.
+        # Else the handler would serve one store for all lives of the ranks; see the beginning of this file.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # The agent says what it means.
+        # The agent reports errors in its own words.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
         settings = self._settings
         alive = max(1, round(settings.lost_seconds / 3))
@@ -256,7 +256,7 @@ class Meeting(Nodes):
                         members = [understood(Member, value) for value in store.multi_get(keys)]
                         return self._assignment(members, info.rank)
                 if time.monotonic() > end:
-                    break  # one was lost before it presented itself: meet again
+                    break  # a node was lost before it described itself: meet again
                 time.sleep(_TICK)
 
     def _report(self, message: Message) -> None:
@@ -270,7 +270,7 @@ class Meeting(Nodes):
         return self._handler.num_nodes_waiting() > 0
 
     def _reported(self) -> Outcome | None:
-        """The first report of another node in this life. One that ends the run comes before one that makes room."""
+        """First report of another node in this life; reports that end the run precede those that let a node join."""
         assert self._store is not None
         outcomes: list[Outcome] = []
         number = 1
@@ -283,7 +283,7 @@ class Meeting(Nodes):
         return next((o for o in outcomes if not o.regroup), outcomes[0] if outcomes else None)
 
     def _lost(self) -> Outcome | None:
-        """Raise this agent's count, and check that every other agent's count has risen too."""
+        """Raise this agent's count, and check that the counts of all other agents have risen too."""
         assert self._store is not None
         with self._asking():
             self._store.add(f"alive/{self._node}", 1)
@@ -320,7 +320,7 @@ class Meeting(Nodes):
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Inside, this thread waits for the store."""
+        """Record that this thread waits for the store inside the context."""
         self._begun[threading.get_ident()] = time.monotonic()
         try:
             yield
@@ -328,7 +328,7 @@ class Meeting(Nodes):
             del self._begun[threading.get_ident()]
 
     def _silence(self) -> float:
-        """Seconds for which the store has not answered."""
+        """Longest time in seconds for which a call has waited for the store."""
         return time.monotonic() - min(list(self._begun.values()), default=math.inf)
 
     def _wait(self, call: Call[T], most: float) -> bool:
@@ -339,7 +339,7 @@ class Meeting(Nodes):
         return True
 
     def _result(self, call: Call[T]) -> T:
-        """The value of `call`. Raises EnvironmentProblem where the store fails, or has been silent for too long."""
+        """The value of `call`. Raises EnvironmentProblem if the store fails, or has been silent for too long."""
         with self._explained():
             if not self._wait(call, self._settings.lost_seconds):
                 raise RendezvousConnectionError(f"it has been silent for {self._silence():.0f} s")
@@ -347,7 +347,7 @@ class Meeting(Nodes):
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn torch's errors into ours."""
+        """Convert torch's errors into Penstock's."""
         where = self._settings.rdzv
         try:
             yield
@@ -386,7 +386,7 @@ def _open_store(settings: LaunchSettings) -> tuple[Store, bool]:
 
 
 def _is_here(host: str) -> bool:
-    """Whether `host` is an address of this machine: a socket can be bound to no other."""
+    """Whether `host` is an address of this machine: a socket can only be bound to such an address."""
     for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
             probe.bind(address)

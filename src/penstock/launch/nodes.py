@@ -1,4 +1,4 @@
-"""The other nodes' agents, as an agent sees them. Here for one node; `meeting`, which imports torch, for several."""
+"""The other nodes' agents, from an agent's view. Here for one node; `meeting`, which imports torch, for several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.launch.verdict import Outcome
 
 
 class Nodes:
-    """All nodes' agents, as this one sees them. This one is alone: there is nobody to ask."""
+    """All nodes' agents, from this agent's view. This class is for a single node and has no others to ask."""
 
     def __init__(self, procs: int) -> None:
         self._procs = procs
@@ -28,18 +28,18 @@ class Nodes:
             self._port.close()
 
     def meet(self, restarts: int) -> Assignment:
-        """Wait until the agents of the next life are there, and share the ranks out among them. `restarts` counts how
-        often this agent has seen all ranks restarted after faults.
+        """Wait until the agents of the next life have come, and divide the ranks among them. `restarts` is the number
+        of times that this agent has seen all ranks restarted after faults.
         """
         self._round += 1
         master = self._reserve("127.0.0.1")
         return Assignment(0, 1, 0, self._procs, master, self._round, restarts, self._launch)
 
     def report(self, outcome: Outcome) -> None:
-        """Tell the others how this life ended here."""
+        """Report to the other agents how this life ended here."""
 
     def heard(self) -> Outcome | None:
-        """The first report of another agent on this life, or that one is lost. Cheap enough for every tick."""
+        """The first report of another agent on this life, or that an agent is lost. Cheap enough for every tick."""
         return None
 
     def waiting(self) -> bool:
@@ -47,7 +47,7 @@ class Nodes:
         return False
 
     def _reserve(self, host: str) -> tuple[str, int]:
-        """Address and port for rank 0's store in the next life, in place of the last one's."""
+        """Address and port for rank 0's store in the next life, replacing those of the last."""
         if self._port is not None:
             self._port.close()
         self._port = ReservedPort(host)
@@ -55,8 +55,8 @@ class Nodes:
 
 
 class ReservedPort:
-    """A free port that no other program is given while this is open, and on which a rank can listen. The socket is
-    bound and does not listen, and both set SO_REUSEADDR, as every server does.
+    """A free port that no other program gets while this is open, but on which a rank can listen. The socket is bound
+    without listening, and both set SO_REUSEADDR, as every server does.
     """
 
     def __init__(self, host: str) -> None:

@@ -1,4 +1,4 @@
-"""The processes of one node's ranks: how they are started, read, signalled, and ended with all their children."""
+"""The processes of one node's ranks: starts, reads, signals, and ends them with all their children."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TAIL = 4000
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """This node's ranks among all."""
+    """The position of this node's ranks among all ranks."""
 
     node: int
     nodes: int
@@ -34,13 +34,13 @@ class Assignment:
     master: tuple[str, int]
     """Address and port on which rank 0 will serve the store of its process group."""
     round: int = 0
-    """How often all ranks have been started before this."""
+    """Number of earlier starts of all ranks."""
     restarts: int = 0
-    """How many of these starts came after a fault."""
+    """Number of these starts that came after a fault."""
     launch: str = ""
-    """Name of the launch, which no other launch has."""
+    """Unique name of the launch."""
     interface: str = ""
-    """Network interface of this host by which the other nodes reach it; empty without other nodes."""
+    """Network interface by which the other nodes reach this host; empty for a single node."""
 
 
 class Rank:
@@ -58,8 +58,8 @@ class Rank:
         elastic: bool = False,
         cores: Sequence[int] = (),
     ) -> None:
-        """Start it. With `shows_output` it writes where this process does; else the agent passes its lines on. With
-        `cores` it keeps to these, and so does all that it starts."""
+        """Start the process. With `shows_output` it writes to this process's output; else the agent shows its lines.
+        With `cores` it is bound to these cores, with all that it starts."""
         self.number = assignment.first_rank + local
         self._report = folder / f"{local}.report"
         self._stack = folder / f"{local}.stack"
@@ -78,16 +78,16 @@ class Rank:
         self._process = subprocess.Popen(
             [sys.executable, *_flags(), "-m", "penstock.launch.worker", *program],
             env=environment,
-            # Rank 0 reads what is piped in. A terminal would stop it, for it is in the background.
+            # Rank 0 reads piped input. Reading a terminal would stop it, because it is in the background.
             stdin=None if shows_output and (procs == 1 or not os.isatty(0)) else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT if out else None,
-            process_group=0,  # so that its loader workers and all else that it starts end with it
+            process_group=0,  # so that its loader workers and all other children end with it
         )
         self.pid = self._process.pid
         if cores:
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self.pid, cores)  # Python has just begun, and has one thread yet
+                os.sched_setaffinity(self.pid, cores)  # Python has just begun and has a single thread
         self.started = time.monotonic()
         self.pipe = self._process.stdout
         if self.pipe is not None:
@@ -98,7 +98,7 @@ class Rank:
         self.ended = 0.0
 
     def poll(self) -> bool:
-        """Whether it has ended. Its process group stays until `kill`, which ends what it left."""
+        """Whether it has ended. Its process group stays until `kill`, which ends remaining children."""
         if self.code is None:
             done = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if done is not None:
@@ -107,7 +107,7 @@ class Rank:
         return self.code is not None
 
     def lines(self) -> list[str]:
-        """Complete lines that it has written since the last call, and once it has ended, all the rest."""
+        """Complete lines that it has written since the last call; once it has ended, all the rest."""
         if self.pipe is None:
             return []
         with contextlib.suppress(BlockingIOError):
@@ -122,13 +122,13 @@ class Rank:
         return text.split("\n") if newline else []
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the process itself, not its children."""
+        """Send a signal to the process itself, not to its children."""
         if not self.poll():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def failure(self) -> Failure | None:
-        """How it failed, if it did."""
+        """How it failed; None if it succeeded."""
         assert self.code is not None
         if self.code == ExitCode.DONE:
             return None
@@ -137,14 +137,14 @@ class Rank:
             return Failure(
                 self.number, self.code, error.text, error.consequence, error.seconds, hopeless=error.hopeless
             )
-        # A process that a signal kills writes no report, but faulthandler may have written its stack.
+        # A process killed by a signal writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""
         silent = self.code < 0 or self.code in (ExitCode.SAVED_REQUEUE, ExitCode.INTERRUPTED)
         text = stack or ("" if silent else printable(self._tail).strip())
         return Failure(self.number, self.code, text, False, self.ended)
 
     def ask_for_stack(self) -> bool:
-        """Have it write its threads' stacks, and wake it up if it was stopped. Returns whether it was."""
+        """Make it write its threads' stacks, and continue it if it was stopped. Returns whether it was stopped."""
         stopped = _is_stopped(self.pid)
         if not self.poll():
             _signal_main_thread(self.pid, worker.DUMP_SIGNAL)
@@ -153,11 +153,11 @@ class Rank:
         return stopped
 
     def stack(self) -> str:
-        """The stacks that `ask_for_stack` asked for."""
+        """The stacks requested by `ask_for_stack`."""
         return self.read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
 
     def read_stack(self) -> str:
-        """The stacks as far as they are written; empty before that."""
+        """The stacks written so far; empty if none."""
         with contextlib.suppress(OSError):
             return printable(self._stack.read_text(errors="replace"))
         return ""
@@ -185,7 +185,7 @@ def _flags() -> list[str]:
 
 
 def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, str]:
-    """The variables of a rank, torchrun's and our own."""
+    """The environment variables of a rank, torchrun's and Penstock's."""
     rank = assignment.first_rank + local
     environment = rank_environment(rank, assignment.world, local, procs, *assignment.master) | {
         "GROUP_RANK": str(assignment.node),
@@ -200,14 +200,14 @@ def _environment(assignment: Assignment, local: int, procs: int) -> dict[str, st
             "GLOO_SOCKET_IFNAME": assignment.interface,
             "NCCL_SOCKET_IFNAME": f"={assignment.interface}",
         }
-    # Rank 0 serves a new store in each life: one that outlives them would hold the last life's answers.
+    # Rank 0 serves a new store in each life: a store that outlives them would hold the last life's answers.
     inherited = {key: value for key, value in os.environ.items() if key != STORE_ELSEWHERE}
     return chosen | inherited | environment
 
 
 def _signal_main_thread(pid: int, number: signal.Signals) -> None:
-    """Signal the main thread. A signal for the whole process may go to any thread, while the main one wakes up and goes
-    on; a signal of its own stops it where it is.
+    """Send a signal to the main thread. A signal to the whole process may go to any thread, while the main thread wakes
+    up and continues; its own signal interrupts it where it is.
     """
     tgkill = getattr(ctypes.CDLL(None, use_errno=True), "tgkill", None)  # glibc since 2.30
     if tgkill is None or tgkill(pid, pid, int(number)) != 0:

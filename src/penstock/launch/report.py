@@ -1,4 +1,4 @@
-"""How a rank tells its agent why it failed, so that the failure that came first is shown first."""
+"""A rank's report to its agent on why it failed, so that the earliest failure is shown first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.errors import Hang, PenstockError
 
 VARIABLE: Final = "PENSTOCK_REPORT"
-"""Environment variable with the path that a failing rank writes to; not set where there is no agent."""
+"""Environment variable with the path that a failing rank writes to; not set without an agent."""
 _LIMIT = 1_000_000
 _BOUNDS = Bounds(bytes=16 * _LIMIT)
-"""Limits of a report: JSON writes up to twelve bytes for a character."""
+"""Limits of a report: JSON uses up to twelve bytes for a character."""
 _CONSEQUENCES = re.compile(
     r"connection (closed|reset|refused|aborted)|closed by peer|pair closure|broken pipe|peer|remote process"
     r"|socket timeout|timed out waiting|timeout.*(ms|gloo|nccl|store)|nccl.*(abort|remote|watchdog)"
@@ -32,22 +32,20 @@ _OF_TRANSPORT = ("DistBackendError", "DistNetworkError", "DistStoreError", "Conn
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Why a rank failed."""
+    """The reason why a rank failed."""
 
     seconds: float
-    """`time.time()` when it failed. Clocks of hosts are compared only where nothing else tells which rank was first."""
+    """`time.time()` of the failure. Hosts' clocks are compared only if nothing else shows which rank was first."""
     text: str
-    """Text to show: the message of an error that the user can fix, else the traceback."""
+    """Text to show: for an error that the user can fix its message, else the traceback."""
     consequence: bool
-    """Whether it only says that another rank is gone."""
+    """Whether the error only reports that another rank is gone."""
     hopeless: bool = False
-    """Whether another start would end so too: a module cannot be imported, or is no Python."""
+    """Whether another start would end the same way: a module cannot be imported, or is not valid Python."""
 
 
 def write_report(error: BaseException, trace: TracebackType | None = None) -> bool:
-    """Write why this rank failed to where its agent reads it. Returns False where there is no agent: then the caller
-    shows the error.
-    """
+    """Write why this rank failed, for its agent. Returns False without an agent: then the caller shows the error."""
     path = os.environ.get(VARIABLE)
     if path is None:
         return False
@@ -57,14 +55,12 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     hopeless = isinstance(error, ImportError | SyntaxError)
     report = Report(time.time(), printable(text[-_LIMIT:]), _is_consequence(error), hopeless)
-    write_text(
-        path, json.dumps(asdict(report))
-    )  # whole or not at all: the writer may be killed at any instant
+    write_text(path, json.dumps(asdict(report)))  # atomic: the writer may be killed at any instant
     return True
 
 
 def read_report(path: Path) -> Report | None:
-    """The report that a rank wrote, if it did."""
+    """Read the report that a rank wrote, if it did."""
     from penstock.config.load import from_dict  # here, because every verb imports this module
 
     try:
@@ -77,7 +73,7 @@ def read_report(path: Path) -> Report | None:
 
 def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, PenstockError):
-        # Raised on behalf of the rank that failed, or that was waited for.
+        # Raised on behalf of another rank, which failed or did not answer.
         return isinstance(error, Hang) or str(error).startswith("On rank ")
     names = {cls.__name__ for cls in type(error).__mro__}
     return bool(names & set(_OF_TRANSPORT)) and bool(_CONSEQUENCES.search(str(error)))

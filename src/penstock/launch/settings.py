@@ -26,14 +26,14 @@ _ENDPOINT = re.compile(r"^(?P<host>\[[0-9a-fA-F:]+\]|[^:\s]+):(?P<port>[0-9]{1,5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings(Checked):
-    """How many ranks run on how many nodes, and what happens when one fails. Fields are the command's options, and each
-    docstring is one line, as `--help` shows it.
+    """The number of ranks and nodes, and what happens when a rank fails. Fields are the command's options; each
+    docstring is one line, because `--help` shows it.
     """
 
     procs: FilledText = "auto"
     """Ranks on this node; `auto` is one per GPU, or one without GPUs."""
     bind_cores: bool = False
-    """Keep each rank to cores of its own. Ranks that compute on CPUs wait less; two such runs would share cores."""
+    """Bind each rank to its own cores. Ranks that compute on CPUs wait less; two such runs would share cores."""
     nnodes: FilledText = "1"
     """Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there."""
     rdzv: FilledText | None = None
@@ -45,13 +45,13 @@ class LaunchSettings(Checked):
     max_restarts: Natural = 3
     """How often all ranks are restarted after a fault."""
     hang_seconds: Seconds = 600.0
-    """A rank that finishes no step for this many seconds hangs: stacks are shown, and it is a fault. 0 turns it off."""
+    """A rank that finishes no step for this many seconds hangs: stacks are shown, and it is a fault. 0 disables it."""
     start_seconds: Seconds = 1800.0
     """Limit until the first step, which may compile."""
     join_seconds: Seconds = 600.0
-    """How long to wait for the fewest nodes."""
+    """Longest wait in seconds for the least number of nodes."""
     settle_seconds: Seconds = 10.0
-    """How long to wait for more nodes once there are enough."""
+    """Seconds to wait for more nodes once there are enough."""
     lost_seconds: Seconds = 15.0
     """A node that has been silent for this many seconds is lost."""
 
@@ -73,7 +73,7 @@ class LaunchSettings(Checked):
 
     @property
     def ranks(self) -> int:
-        """Ranks on this node. What `auto` means is found without torch and the driver."""
+        """Number of ranks on this node. `auto` is resolved without torch or the driver."""
         if self.procs != "auto":
             return _number("--procs", self.procs, "a number or auto")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -84,7 +84,7 @@ class LaunchSettings(Checked):
 
     @property
     def nodes(self) -> tuple[int, int]:
-        """The fewest and the most nodes that the run goes on with."""
+        """Least and largest number of nodes with which the run continues."""
         low, colon, high = self.nnodes.partition(":")
         words = "N or MIN:MAX, such as 4 or 2:4"
         return _number("--nnodes", low, words), _number("--nnodes", high if colon else low, words)
@@ -102,19 +102,19 @@ class LaunchSettings(Checked):
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the cores that this process may use; none where the system, such as macOS, binds no process."""
+    """Numbers of the cores that this process may use; none on systems, such as macOS, that bind no process to cores."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 def own_cores(rank: int, ranks: int) -> list[int]:
-    """The cores that rank `rank` of this machine's `ranks` keeps to: neighbours, as many for each rank."""
+    """The cores that rank `rank` of this machine's `ranks` is bound to: adjacent ones, equally many per rank."""
     cores = usable_cores()
     each = len(cores) // ranks
     return cores[rank * each : (rank + 1) * each]
 
 
 def _number(option: str, text: str, words: str) -> int:
-    """The number of processes or nodes in `text`. Raises ConfigError saying that it must be `words`."""
+    """Parse the number of processes or nodes in `text`. Raises ConfigError saying that it must be `words`."""
     try:
         return int(convert(text, Ranks, text=True))
     except BadValue as bad:

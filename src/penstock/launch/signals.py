@@ -1,4 +1,4 @@
-"""Signals by which an agent or a training run is asked to stop."""
+"""Signals that ask an agent or a training run to stop."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from types import FrameType
 from typing import Any, Self
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
-"""How schedulers ask: SIGTERM, and SIGUSR1 as Slurm's warning before preemption."""
+"""Signals that schedulers send: SIGTERM, and SIGUSR1 as Slurm's warning before preemption."""
 _ONCE = b"\nCtrl-C: the step under way is finished and saved. Press it again to end at once.\n"
 
 
 class StopRequested(BaseException):
-    """A signal came while the agent waited for other agents, when it has no rank to forward it to."""
+    """A signal came while the agent waited for other agents and had no rank to forward it to."""
 
 
 @contextlib.contextmanager
 def throughout() -> Iterator[None]:
-    """For a command that has the process for itself: inside, a request to stop is recorded, also where no `Requests`
-    is entered yet or any more; behind it, requests are ignored for good, for the process has only to end. Without
-    that Python gives the signals their deadly meaning back before the last libraries are closed.
+    """For a command that owns the process. Inside, requests to stop are recorded even while no `Requests` is entered;
+    afterwards they are ignored, because the process only has to end. Otherwise Python would restore the signals'
+    default, which kills the process, before the last libraries are closed.
     """
-    Requests().__enter__()  # never left
+    Requests().__enter__()  # never exited
     try:
         yield
     finally:
@@ -34,18 +34,18 @@ def throughout() -> Iterator[None]:
 
 
 class Requests:
-    """While entered, records `numbers` instead of dying of them, a second one too. One inside of another begins with
-    what that has heard.
+    """Records `numbers` inside the context instead of dying of them, repeated ones too. A nested one takes over what
+    the outer one has recorded.
 
     Only the main thread can handle signals; elsewhere nothing is installed. With `interactive`, the first Ctrl-C is
-    answered in the terminal, and one after another request raises KeyboardInterrupt.
+    answered in the terminal, and a Ctrl-C after another request raises KeyboardInterrupt.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals] = STOPS, *, interactive: bool = False) -> None:
         self._numbers = numbers
         self._interactive = interactive
         self.signal: signal.Signals | None = None
-        """The first that came, if any: how the run was asked to stop."""
+        """The first signal that came, if any: how the run was asked to stop."""
         self._pending: list[signal.Signals] = []
         self._before: dict[signal.Signals, Any] = {}
         self._raises = False
@@ -65,13 +65,13 @@ class Requests:
         self._before.clear()
 
     def take(self) -> list[signal.Signals]:
-        """All that came since the last call, to be forwarded: a second one may mean more than the first."""
+        """All signals since the last call, to be forwarded: a second signal may mean more than the first."""
         taken, self._pending = self._pending, []
         return taken
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside, a signal raises `StopRequested`; one that came before does so at once."""
+        """Raise `StopRequested` inside the context on a signal; at once if a signal came before."""
         self._raises = True
         try:
             if self.signal is not None:
@@ -84,7 +84,7 @@ class Requests:
         if self._interactive and number == signal.SIGINT:
             if self.signal is not None:
                 raise KeyboardInterrupt
-            os.write(2, _ONCE)  # at once, whatever the program is printing
+            os.write(2, _ONCE)  # immediately, even while the program is printing
         self.signal = self.signal or signal.Signals(number)
         self._pending.append(signal.Signals(number))
         if self._raises:

@@ -1,5 +1,4 @@
-"""The meaning of a failure: which rank failed first, with which exit code the run ends, and whether a restart can
-help."""
+"""Judges failures: which rank failed first, the exit code of the run, and whether a restart can help."""
 
 from __future__ import annotations
 
@@ -24,37 +23,37 @@ FINAL = frozenset(
         ExitCode.INTERRUPTED,
     }
 )
-"""Exit codes after which nothing is restarted: the same command would end so again, or it was asked to end. 126 and 127
-are a shell's for a command that it cannot run or find."""
+"""Exit codes after which nothing is restarted: the same command would end the same way, or it was asked to end. 126 and
+127 are a shell's for a command that it cannot run or find."""
 _SHELL_SIGNAL = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed."""
+    """The failure of one rank."""
 
     rank: int
     code: int
-    """Exit code of the process: negative for the signal that killed it."""
+    """Exit code of the process; minus the signal's number if a signal killed it."""
     text: str = ""
-    """Traceback or message, if there is one."""
+    """Traceback or message, if any."""
     consequence: bool = False
     """Whether it only failed because another rank did."""
     seconds: float = 0.0
-    """`time.time()` at which it failed."""
+    """`time.time()` of the failure."""
     stacks: str = ""
-    """Stacks of a rank that hangs: where it waits."""
+    """Stacks of a rank that hangs, which show where it waits."""
     hopeless: bool = False
-    """Whether its program cannot be run at all: a package is missing, or a line is no Python."""
+    """Whether its program cannot run at all: a package is missing, or a file is not valid Python."""
 
     @property
     def exit_code(self) -> int:
-        """The code as a shell reports it: 128 + the number of the signal that killed it."""
+        """The exit code as a shell reports it: 128 + the number of the signal that killed it."""
         return _SHELL_SIGNAL - self.code if self.code < 0 else self.code
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How the rank ended, in words."""
         if self.stacks:
             return "hangs"
         if self.code < 0:
@@ -66,12 +65,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How all ranks together ended, on this node or on all."""
+    """How all ranks ended, on this node or on all."""
 
     code: int
-    """Exit code of the command if this were the end."""
+    """Exit code of the command, if it ended here."""
     failures: tuple[Failure, ...] = ()
-    """First failure first; empty when all ended well."""
+    """Failures, the first one first; empty if all ranks succeeded."""
     final: bool = True
     """Whether a restart would not help, or is not wanted."""
     regroup: bool = False
@@ -85,18 +84,18 @@ def judge(failures: Iterable[Failure], *, stopping: bool) -> Outcome:
         return Outcome(int(ExitCode.DONE))
     first = ordered[0]
     if stopping and (first.code == ExitCode.SAVED_REQUEUE or -first.code in STOPS):
-        # Killed by the signal that was forwarded to it: it did not handle it yet, and had nothing to save.
+        # Killed by the signal forwarded to it: it had not yet set its handler, and had nothing to save.
         return Outcome(int(ExitCode.SAVED_REQUEUE), ordered)
     return Outcome(first.exit_code, ordered, final=stopping or first.code in FINAL or first.hopeless)
 
 
 def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
-    """Sort by what failed first: causes before consequences, silent deaths before errors at about the same time."""
+    """Sort by which failed first: causes before consequences, silent deaths before errors at about the same time."""
     return tuple(sorted(failures, key=lambda f: (f.consequence, not f.stacks, f.seconds, f.code > 0, f.rank)))
 
 
 def tell(failures: Sequence[Failure]) -> list[str]:
-    """The failures as lines to show, the first failure and its traceback first."""
+    """The failures as lines to show, beginning with the first failure and its traceback."""
     lines: list[str] = []
     left = list(failures)
     while left:

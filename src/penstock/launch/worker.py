@@ -1,8 +1,8 @@
 """`python -m penstock.launch.worker PROGRAM …`: one rank, as its agent starts it.
 
-It runs a script, or `-m MODULE`, as Python would. Besides, the process dies with its agent, writes its threads' stacks
-when asked while it hangs, reports to the agent why it failed, and ends with the exit code of its error. It ends by
-`_exit`, because in a normal exit gloo's threads may abort after all work is done.
+It runs a script, or `-m MODULE`, as Python would. In addition the process dies with its agent, writes its threads'
+stacks on request while it hangs, reports to the agent why it failed, and ends with the exit code of its error. It ends
+by `_exit`, because in a normal exit gloo's threads may abort after all work is done.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.launch.heartbeat import promise
 from penstock.launch.report import write_report
 
 STACK: Final = "PENSTOCK_STACK"
-"""Environment variable with the path that stacks are written to."""
+"""Environment variable with the path to which stacks are written."""
 AGENT: Final = "PENSTOCK_AGENT"
 """Environment variable with the agent's process id."""
 DUMP_SIGNAL: Final = signal.SIGUSR2
-"""On this signal the interpreter writes the stacks of all threads to the file, even while it waits in C."""
+"""Signal on which the interpreter writes the stacks of all threads to the file, even while it waits in C."""
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         faulthandler.enable(stack, all_threads=True)
         faulthandler.register(DUMP_SIGNAL, stack, all_threads=True)
     if arguments[:3] == ["-m", "penstock", "train"]:
-        promise()  # its loop beats; other programs may not
+        promise()  # a training loop sends beats; other programs may not
     try:
         _run(list(arguments))
     except SystemExit as ending:
@@ -84,12 +84,12 @@ def _code_of(ending: SystemExit) -> int:
 
 
 def _die_with_agent() -> None:
-    """Have the kernel kill this process when its agent ends in any way. Only Linux can do that."""
+    """Make the kernel kill this process when its agent ends in any way. Only Linux can do that."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     if (agent := os.environ.get(AGENT)) is not None and os.getppid() != int(agent):
-        os._exit(137)  # the agent ended before the kernel was asked
+        os._exit(137)  # the agent ended before that
 
 
 def _leave(code: int) -> None:

@@ -107,7 +107,7 @@ def test_a_rank_that_never_says_which_it_is_is_reported(
         "time.sleep(60)"
     )
     monkeypatch.setattr(ScriptCommand, "words", lambda self, *options: ["-c", code, *options])
-    with pytest.raises(ScriptEnded, match=r"not said which rank it is within 1 s; --timeout allows") as caught:
+    with pytest.raises(ScriptEnded, match=r"not said which rank it is within 1 s; --timeout") as caught:
         ScriptProcess(ScriptCommand("silent.py"), "", 0, tmp_path / "log", 1.0)
     assert caught.value.status == "late"
 

@@ -1,4 +1,4 @@
-"""Optimizers: how many launches a step takes, what is decayed, clipped and averaged. No host synchronisation."""
+"""Optimizers: few kernel launches per step, weight decay, clipping and averaging, without waiting for the device."""
 
 from __future__ import annotations
 

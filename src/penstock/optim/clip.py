@@ -1,4 +1,4 @@
-"""Clipping by the global norm, folded into the optimizer's own pass over the gradients where it can be."""
+"""Clipping by the global norm, folded into the optimizer's own pass over the gradients if possible."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from penstock.optim.groups import parameters_of
 from penstock.optim.tensors import local, sharing, whole_norm
 
 Refuse = Callable[[Tensor | None], Tensor]
-"""Given the norm of the gradients (None where a loss scaler judges it): 0-d fp32, 1 where the step is to be skipped."""
+"""A function of the gradients' norm (None if a loss scaler judges it); returns 0-d fp32, 1 to skip the step."""
 
 
 class Scaler(Protocol):
-    """A loss scaler, as a step needs it: `penstock.precision.LossScaler` is one."""
+    """The interface of a loss scaler that a step needs; `penstock.precision.LossScaler` has it."""
 
     scale: Tensor
 
     def judge(self, norm: Tensor) -> Tensor:
-        """1 where the norm of scaled gradients is not finite, on all ranks alike."""
+        """1 if the norm of scaled gradients is not finite, the same on all ranks."""
 
     def update(self, found_inf: Tensor) -> None:
-        """Move the scale by the overflow flag that `judge` returned."""
+        """Adjust the scale by the overflow flag that `judge` returned."""
 
 
 vector_norm: Callable[..., Tensor] = torch.linalg.vector_norm
@@ -39,9 +39,8 @@ _LARGE = 64 * _ROW
 
 
 def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 if they are), on their device, without
-    waiting. For sharded gradients it is that of the whole ones, on every rank; all ranks must call this.
-    """
+    """The 2-norm of all gradients taken as one vector: 0-d, fp32 (fp64 if they are), on their device, without waiting.
+    For sharded gradients it is the norm of the whole gradients, on every rank; all ranks must call this."""
     if not gradients:
         return torch.zeros(())
     if any(sharing(gradient) is not None for gradient in gradients):
@@ -66,11 +65,11 @@ def _real(gradient: Tensor) -> Tensor:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """2-norm in fp32 of one tensor.
+    """The 2-norm of one tensor, in fp32 (fp64 for fp64).
 
-    On a CPU one running fp32 sum over 22 million numbers is off by 1e-3, and asking for fp32 out of bf16 first copies
-    the whole tensor (35 ms against 1.5). Norms of rows, which accumulate in fp32 even for bf16, and then the norm of
-    those are faster and right to 1e-5; halves round each row's norm to within 2^-9, which mostly averages out.
+    On a CPU a single fp32 sum over 22 million elements is off by 1e-3, and asking for fp32 from bf16 first copies the
+    whole tensor (35 ms against 1.5). Norms of rows, which accumulate in fp32 even for bf16, and then the norm of these
+    are faster and accurate to 1e-5; half types round each row's norm to within 2^-9, which mostly averages out.
     """
     if gradient.device.type != "cpu" or gradient.numel() < _LARGE or not gradient.is_contiguous():
         return vector_norm(gradient, dtype=None if gradient.dtype == torch.float64 else torch.float32)
@@ -85,7 +84,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 def gradients_of(target: Optimizer | Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that a step would use; of a contiguous optimizer, its flat buffers."""
+    """The gradients that a step would use; for a contiguous optimizer, its flat buffers."""
     if isinstance(target, Contiguous):
         return target.gradients()
     if isinstance(target, Optimizer):
@@ -99,16 +98,15 @@ def gradients_of(target: Optimizer | Iterable[Tensor]) -> list[Tensor]:
 def clip_grad_norm_(target: Optimizer | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place so that their global 2-norm is at most `max_norm`; returns the norm before.
 
-    Give it the optimizer, and a contiguous one takes a single fused pass over each flat buffer; given parameters it
-    works tensor by tensor. The result equals that of `torch.nn.utils.clip_grad_norm_` up to rounding. It stays on the
-    device, and reading it waits. `clipped_step` does without the pass that divides.
+    With a contiguous optimizer it makes a single fused pass over each flat buffer; with parameters it works tensor by
+    tensor. The result equals `torch.nn.utils.clip_grad_norm_` up to rounding. It stays on the device, and reading it
+    waits. `clipped_step` saves the separate pass that divides.
     """
     return clip_gradients(gradients_of(target), max_norm)
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """`clip_grad_norm_` of gradients themselves, which are divided by a loss scale in the same pass; the norm is
-    without it."""
+    """`clip_grad_norm_` for gradients, which the same pass also divides by a loss scale; returns the unscaled norm."""
     norm = grad_norm(gradients)
     norm = norm if scale is None else norm / scale.to(norm.device)
     divide_(gradients, clipping_divisor(norm, max_norm, scale))
@@ -116,14 +114,14 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float, scale: Tensor |
 
 
 def clipping_divisor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """The divisor of gradients, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is without the scale."""
+    """The divisor of gradients, 0-d: scale · max(1, (norm + 1e-6) / max_norm); `norm` is unscaled."""
     # The gaps of a flat buffer are never written again, so a norm that is not finite must not reach them.
     divisor = ((norm + _TINY) / max_norm).clamp(min=1.0).nan_to_num(nan=1.0, posinf=1.0)
     return divisor if scale is None else divisor * scale.to(norm.device, non_blocking=True)
 
 
 def divide_(gradients: Sequence[Tensor], divisor: Tensor) -> None:
-    """Divide gradients in place, as fused kernels do: fp32 ones come out the same to the bit."""
+    """Divide gradients in place, as fused kernels do: for fp32 the results are bitwise the same."""
     if gradients:
         torch._foreach_div_([local(gradient) for gradient in gradients], divisor)
 
@@ -141,13 +139,12 @@ def clipped_step(
 ) -> Tensor | None:  # fmt: skip
     """One optimizer step on clipped and unscaled gradients; returns their norm before clipping, or None if unused.
 
-    Fused kernels divide each gradient by a tensor on its way into the update: loss scale and clipping become that one
-    divisor (see `clipping_divisor`), and cost no pass of their own. Other forms divide first. With a
-    scaler, a gradient that is infinite or not a number makes the norm so, the kernel skips the step, and the scale
-    falls, all on the device. `refuse` may have a step skipped for reasons of its own; see `can_refuse`. `whole` gives
-    the norm of the whole model from that of this optimizer's gradients, where other ranks hold other parts. Gradients
-    are to be divided by `divisor` too, 0-d, before their norm is looked at. Raises ConfigError for a scaler with an
-    optimizer that cannot skip by itself.
+    Fused kernels divide each gradient by a tensor as part of the update: loss scale and clipping become that one
+    divisor (see `clipping_divisor`), and cost no extra pass. Other forms divide first. With a scaler, an infinite or
+    NaN gradient makes the norm infinite or NaN, the kernel skips the step, and the scale falls, all on the device.
+    `refuse` may skip a step for other reasons; see `can_refuse`. `whole` computes the whole model's norm from the norm
+    of this optimizer's gradients, if other ranks hold other parts. Gradients are also divided by `divisor`, 0-d, before
+    their norm is used. Raises ConfigError for a scaler with an optimizer that cannot skip a step itself.
     """
     if scaler is not None and not folds(optimizer):
         raise ConfigError(
@@ -190,8 +187,8 @@ def guarded_update(
     optimizer: Optimizer, update: Callable[[], Any], *, divisor: Tensor | None = None,
     stops: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """`update()`, the optimizer's step, by gradients over `divisor`, unless `stops` is 1: both 0-d. A kernel that can
-    does both on the device; for others the host reads `stops`, and divides first."""
+    """Run `update()`, the optimizer's step, with gradients divided by `divisor`, unless `stops` is 1; both are 0-d. A
+    kernel that supports this does both on the device; for others the host reads `stops`, and divides first."""
     if folds(optimizer):
         with folded(optimizer, grad_scale=divisor, found_inf=stops):
             return update()
@@ -203,12 +200,12 @@ def guarded_update(
 
 
 def overflow_of(norm: Tensor) -> Tensor:
-    """1 where gradients of this norm are not finite, else 0: 0-d fp32."""
+    """1 if the norm of gradients is not finite, else 0: 0-d fp32."""
     return (~norm.isfinite()).float()
 
 
 def unscale_(gradients: list[Tensor], scale: Tensor) -> Tensor | None:
-    """Divide in place; returns whether any gradient is not finite, on the first one's device."""
+    """Divide gradients in place; return whether any is not finite, on the first gradient's device."""
     if not gradients:
         return None
     overflows: dict[torch.device, Tensor] = {}

@@ -19,7 +19,7 @@ from penstock.optim.tensors import flat_like, local, loss_of, whole
 
 _log = logging.getLogger(__name__)
 
-# Each element's update looks at that element alone (torch/optim, 2.11 to 2.13).
+# Optimizers that update each element independently of the others (torch/optim, 2.11 to 2.13).
 _ELEMENTWISE = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 })  # fmt: skip
@@ -31,9 +31,9 @@ _REASONS = {
 }
 _FUSED: frozenset[type[Optimizer]] = frozenset({torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD})
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
-"""State that torch keeps once per parameter whatever its shape; a 0-d parameter would make these ambiguous."""
+"""State that torch stores once per parameter, whatever its shape; a 0-d parameter would make it ambiguous."""
 _EXECUTION = ("foreach", "fused", "capturable", "differentiable")
-"""Group entries that say how a step runs, not what it computes."""
+"""Group entries that control how a step runs, not what it computes."""
 
 
 def contiguous(
@@ -42,8 +42,8 @@ def contiguous(
     """`optimizer_class(params, **options)` over flat buffers, with the same results, groups and state dict.
 
     Works with every torch optimizer whose update is elementwise; Adam, AdamW and SGD run in their fused form unless
-    `options` says otherwise. For a class of your own say `elementwise=True` if it is. Raises ConfigError for
-    optimizers that look at more than one element at a time, such as LBFGS, Muon or Adafactor.
+    `options` says otherwise. Pass `elementwise=True` for your own class if its update is elementwise. Raises
+    ConfigError for optimizers that combine several elements, such as LBFGS, Muon or Adafactor.
     """
     name = optimizer_class.__name__
     own = optimizer_class.__module__.partition(".")[0] != "torch"
@@ -58,7 +58,7 @@ def contiguous(
                 "state alone, else use it without contiguous"
             )
         raise ConfigError(
-            f"contiguous cannot hold {name}: {why}; {remedy}. Known to fit are {', '.join(sorted(_ELEMENTWISE))}."
+            f"contiguous cannot hold {name}: {why}; {remedy}. It can hold {', '.join(sorted(_ELEMENTWISE))}."
         )
     if reason := getattr(optimizer_class, "NOT_CONTIGUOUS", ""):
         raise ConfigError(f"contiguous cannot hold {name}: {reason}")
@@ -70,15 +70,15 @@ def contiguous(
 
 
 class Contiguous(Optimizer):
-    """A torch optimizer whose parameters, gradients and state lie in flat buffers. Made by `contiguous`.
+    """A torch optimizer whose parameters, gradients and state are stored in flat buffers. Made by `contiguous`.
 
-    To its user it is the optimizer it wraps: `param_groups` hold the model's parameters (learning-rate schedulers,
-    `add_param_group` and GradScaler work on them), `state` and `state_dict()` are per parameter and equal in form to
-    the wrapped class's, so that either loads the other's. Inside, an inner optimizer of the wrapped class steps over
-    one tensor per group and dtype.
+    It behaves like the optimizer that it wraps: `param_groups` hold the model's parameters (learning-rate schedulers,
+    `add_param_group` and GradScaler work on them), `state` and `state_dict()` are per parameter and have the wrapped
+    class's form, so that either loads the other's. Inside, an inner optimizer of the wrapped class steps over one
+    tensor per group and dtype.
 
-    Parameters that receive no gradient in a step are left alone, as in torch. If something replaces the storage of a
-    parameter (`model.to(…)`, `p.data = …`), the next step says so in the log and builds the buffers again.
+    Parameters that receive no gradient in a step do not change, as in torch. If something replaces the storage of a
+    parameter (`model.to(…)`, `p.data = …`), the next step logs a warning and rebuilds the buffers.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Contiguous(Optimizer):
         self._buckets: list[list[Bucket]] = []  # by group
         self._inner: Optimizer
         self.generation = 0
-        """Counts how often the buffers were laid out; views taken before a change are stale."""
+        """Counts how often the buffers were built; older views are stale."""
         super().__init__(params, optimizer_class([torch.zeros(1)], **options).defaults)
         self._lay_out()
 
@@ -114,9 +114,8 @@ class Contiguous(Optimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. With `set_to_none` nothing is written: the next backward pass overwrites the buffer;
-        without, each flat buffer is zeroed by one launch.
-        """
+        """Clear all gradients. With `set_to_none` nothing is written, and the next backward pass overwrites the buffer;
+        without it, one launch zeroes each flat buffer."""
         for bucket in self.buckets():
             if set_to_none:
                 for parameter in bucket.parameters:
@@ -129,7 +128,7 @@ class Contiguous(Optimizer):
                         parameter.grad = gradient
 
     def gradients(self) -> list[Tensor]:
-        """Flat gradients of everything the next step will update, with stray gradients moved in first."""
+        """Flat gradients of everything that the next step will update; other gradients are moved in first."""
         self._collect()
         return [
             flat_like(b.parameters[0], s.gradient)
@@ -139,17 +138,17 @@ class Contiguous(Optimizer):
         ]
 
     def buckets(self) -> list[Bucket]:
-        """The buffers with the parameters in them; valid until `generation` changes."""
+        """The buffers and their parameters; valid until `generation` changes."""
         return [bucket for buckets in self._buckets for bucket in buckets]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; the buffers are laid out again."""
+        """Add a group, as in torch; the buffers are rebuilt."""
         super().add_param_group(param_group)
         if self._buckets:
             self._lay_out()
 
     def lay_out_again(self) -> None:
-        """Build the buffers again, now, after parameters were cast or moved; their state follows them."""
+        """Rebuild the buffers now, after parameters were cast or moved; their state follows them."""
         with torch.no_grad():
             self._lay_out_moved()
 
@@ -160,24 +159,24 @@ class Contiguous(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As `optimizer_class` writes it: state per parameter, in the parameters' shapes."""
+        """The state dict in the form of `optimizer_class`: state per parameter, in the parameters' shapes."""
         packed = super().state_dict()
         for index, state in packed["state"].items():
-            # Parameters of one segment share their step counter; in a file each has its own.
+            # Parameters of one segment share a step counter; in a file each has its own.
             packed["state"][index] = {
                 k: v.clone() if k in _SCALARS and isinstance(v, Tensor) else v for k, v in state.items()
             }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of this or of the wrapped class, in any of its forms; the form here is kept."""
+        """Load a state dict of this or of the wrapped class, in any of its forms; this optimizer keeps its own form."""
         super().load_state_dict(in_own_form(self, state_dict))
         self._lay_out()
 
     # -- buffers
 
     def _lay_out(self) -> None:
-        """Lay parameters and state out again from `param_groups` and `state`; what already lies right stays."""
+        """Rebuild buffers from `param_groups` and `state`; correct buffers are kept."""
         self.generation += 1
         with torch.no_grad():
             for index, group in enumerate(self.param_groups):
@@ -209,7 +208,7 @@ class Contiguous(Optimizer):
         ]
 
     def _collect(self) -> None:
-        """Bring the leaves up to date: values that lie in the buffer, gradients there too, unused parts left out."""
+        """Update the leaves: move values and gradients into the buffers, and leave unused parts out."""
         strayed = sum(bucket.strayed() for bucket in self.buckets())
         if strayed:
             _log.warning(
@@ -234,7 +233,7 @@ class Contiguous(Optimizer):
                 group["params"] = fresh["params"]
 
     def _lay_out_moved(self) -> None:
-        """Lay out again after parameters moved: their state follows them to their dtype and device."""
+        """Rebuild buffers after parameters moved: their state follows them to their dtype and device."""
         fused = any(group.get("fused") or group.get("capturable") for group in self.param_groups)
         for parameter, state in self.state.items():
             for key, value in state.items():
@@ -250,7 +249,7 @@ class Contiguous(Optimizer):
                 parameter.grad = gradient
 
     def _split(self, bucket: Bucket, segment: Segment, active: list[bool]) -> None:
-        """Cut a segment where parameters with and without a gradient meet: from now on their states differ in age."""
+        """Split a segment where parameters with and without a gradient meet: their step counters will differ."""
         state = self._inner.state.pop(segment.leaf, {})
         edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
         at = bucket.segments.index(segment)
@@ -269,7 +268,7 @@ class Contiguous(Optimizer):
         bucket.segments[at : at + 1] = parts
 
     def _expose_state(self) -> None:
-        """Show the inner optimizer's flat state as views per parameter; cheap when nothing was added."""
+        """Expose the inner optimizer's flat state as views per parameter; cheap if nothing was added."""
         for bucket in self.buckets():
             for segment in bucket.segments:
                 state = self._inner.state.get(segment.leaf, {})
@@ -290,7 +289,7 @@ class Contiguous(Optimizer):
 
 
 def in_own_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict that does not change how the optimizer runs its steps when it is loaded."""
+    """The state dict with this optimizer's own execution flags, so that loading it does not change how steps run."""
     groups = [dict(group) for group in state_dict["param_groups"]]
     for own_group, loaded_group in zip(optimizer.param_groups, groups):
         loaded_group.update({flag: own_group[flag] for flag in _EXECUTION if flag in own_group})
@@ -298,7 +297,7 @@ def in_own_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
 
 
 def _laid_out(buckets: Iterable[Bucket], parameters: list[Parameter]) -> bool:
-    """Whether the buffers hold these parameters, whole, and where they put them."""
+    """Whether the buffers hold exactly these parameters, and none was moved out."""
     buffered = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
     return buffered == {id(p) for p in parameters} and not any(bucket.strayed() for bucket in buckets)
 
@@ -312,7 +311,7 @@ def _elementwise(key: str, value: Any, like: Tensor) -> bool:
 
 
 def _segments(bucket: Bucket, states: dict[Parameter, dict[str, Any]]) -> Iterable[Segment]:
-    """Runs of neighbours whose state has the same entries and the same scalars: such can share them."""
+    """Runs of adjacent parameters whose state has the same entries and equal scalars, and can be shared."""
     signatures = [_signature(parameter, states[parameter]) for parameter in bucket.parameters]
     start = 0
     for stop in range(1, len(signatures) + 1):
@@ -330,7 +329,7 @@ def _signature(parameter: Parameter, state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _joined(bucket: Bucket, segment: Segment, states: list[dict[str, Any]]) -> dict[str, Any]:
-    """The state of a whole segment from those of its parameters."""
+    """The state of a whole segment, joined from the states of its parameters."""
     joined: dict[str, Any] = {}
     for key, value in states[0].items():
         if _elementwise(key, value, bucket.parameters[segment.start]):

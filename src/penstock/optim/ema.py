@@ -1,4 +1,4 @@
-"""An exponential moving average of weights, kept beside the weights and never on the host."""
+"""An exponential moving average of weights, stored on the weights' devices and updated without the host."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CHUNK = 1 << 20
 class EMA:
     """shadow ← decay · shadow + (1 − decay) · weight, after every optimizer step (Polyak and Juditsky, 1992).
 
-    Averages are kept in fp32 whatever the weights are: in bf16 a step of 1 − 0.9999 would round away. Parameters are
-    averaged, but for whole numbers, which do not learn; buffers are the model's own. If `update` follows `every_step`,
-    the steps of an `OnePassAdamW` move the averages themselves, in their one pass, and `update` does the rest. With
-    master weights, give them by name as `weights`, and as `publish` what rounds them into the model.
+    Averages are always stored in fp32: in bf16 a step of 1 − 0.9999 would round away. All floating-point parameters are
+    averaged; buffers remain the model's own. If `update` follows `every_step`, an `OnePassAdamW` updates the averages
+    within its own pass, and `update` does the rest. With master weights, pass them by name as `weights`, and the
+    function that rounds them into the model as `publish`.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EMA:
                 name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()
             }
         self.begun = False
-        """Whether there was a step: before it the averages are the first weights, whatever was loaded since."""
+        """Whether there was an update; before it the averages are the initial weights, whatever was loaded since."""
         self._folded: Averages | None = None
         if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
@@ -50,7 +50,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move every average towards the present weights."""
+        """Move every average towards the current weights."""
         self.begun = True
         averages: list[Tensor] = []
         weights: list[Tensor] = []
@@ -70,11 +70,11 @@ class EMA:
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
 
     def _lerp(self, shadow: Tensor, value: Tensor) -> None:
-        """Move an average towards a weight of another type or on another device."""
+        """Move an average towards a weight of another dtype or on another device."""
         if not (shadow.device.type == "cpu" and shadow.is_contiguous() and value.is_contiguous()):
             shadow.lerp_(value.to(shadow), 1.0 - self.decay)
             return
-        # A cast of all at once would allocate a whole fp32 copy at every step: 31 ms for 22 million, against 4.
+        # A cast of all at once would allocate an fp32 copy in each step: 31 ms for 22 million elements, against 4.
         if self._scratch is None:
             self._scratch = torch.empty(_CHUNK, dtype=shadow.dtype)
         for into, piece in zip(torch.split(shadow.view(-1), _CHUNK), torch.split(value.view(-1), _CHUNK)):
@@ -83,7 +83,7 @@ class EMA:
             into.lerp_(cast, 1.0 - self.decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages under the names of `model.named_parameters()`, without whole numbers."""
+        """The averages by the names of `model.named_parameters()`, without integer parameters."""
         return dict(self._shadows)
 
     @torch.no_grad()
@@ -98,8 +98,8 @@ class EMA:
         ]
         if problems:
             raise CheckpointError(
-                f"The stored averages are not of this model ({'; '.join(problems)}); load them into the model that "
-                f"they were made with."
+                f"The stored averages belong to another model ({'; '.join(problems)}); load them into the model "
+                "that they were made with."
             )
         self.begun = True
         for name, shadow in self._shadows.items():
@@ -107,9 +107,8 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside, the model's parameters hold the averages; afterwards their own values again. In place, so that
-        views and compiled code stay valid.
-        """
+        """Within this context, the model's parameters hold the averages; afterwards their own values again. Values are
+        copied in place, so that views and compiled code stay valid."""
         own = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         try:
             self._fill(self._shadows)

@@ -1,9 +1,9 @@
-"""Flat buffers: many parameters laid end to end in one tensor, their gradients likewise.
+"""Flat buffers: many parameters stored end to end in one tensor, and their gradients in another.
 
 A bucket holds the parameters of one group that share dtype and device. Each parameter's data becomes a view of
-`values`; its gradient, as soon as autograd has accumulated it, a view of `gradients`. Buckets are cut into segments,
-runs of parameters whose optimizer state has the same age: normally one. A segment's `leaf` is what the inner
-optimizer sees in their place.
+`values`; its gradient, as soon as autograd has accumulated it, a view of `gradients`. Buckets are split into segments,
+runs of parameters with equal step counters: normally one. A segment's `leaf` is the tensor that the inner optimizer
+updates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.optim.tensors import dense, local, place, room, sharing, whole
 
 _ALIGN_BYTES = 256
-"""Each parameter starts on such a boundary, which is what vector loads and GEMM kernels want. Gaps stay zero: a zero
-weight with zero gradients is a fixed point of every elementwise optimizer."""
+"""Alignment of each parameter's start, for vector loads and GEMM kernels. Gaps stay zero: a zero weight with zero
+gradients is a fixed point of every elementwise optimizer."""
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Segment:
     leaf: Parameter
     gradient: Tensor
     exposed: tuple[int, ...] = field(default=())
-    """Identities of the state values last shown as per-parameter views."""
+    """Identities of the state values that were last exposed as views per parameter."""
 
 
 class Bucket:
@@ -53,7 +53,7 @@ class Bucket:
         self.strides = [_dense_strides(part) for part in own]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
         self.exposed_gradients = [whole(p, view) for p, view in zip(parameters, self.gradient_views)]
-        """The same views, as each parameter's gradient is: sharded where the parameter is."""
+        """The same views in the form of each parameter's gradient: sharded if the parameter is."""
         self.segments: list[Segment] = []
         self._handles: list[RemovableHandle] = []
         with torch.no_grad():
@@ -67,11 +67,11 @@ class Bucket:
     def _keep_gradients(self) -> None:
         """Move gradients into the buffer as autograd finishes them.
 
-        Autograd hands a parameter without a gradient a fresh tensor, and adds to one that it has in place. So only
-        the first accumulation after `zero_grad(set_to_none=True)` is moved, while it is still in cache; no pass for
-        zeroing is needed, and a parameter that took no part keeps None.
+        Autograd gives a parameter without a gradient a fresh tensor, and adds to an existing gradient in place. So only
+        the first accumulation after `zero_grad(set_to_none=True)` is moved, while it is still in cache; no zeroing pass
+        is needed, and the gradient of an unused parameter stays None.
         """
-        # A hook may outlive its optimizer, and must then neither act nor keep the buffer.
+        # A hook may outlive its optimizer, and must then do nothing and not keep the buffer alive.
         me = weakref.ref(self)
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad:
@@ -85,7 +85,7 @@ class Bucket:
         self._handles.clear()
 
     def adopt_gradient(self, index: int) -> bool:
-        """Whether parameter `index` has a gradient; moves it into the buffer if it is not there yet."""
+        """Move the gradient of parameter `index` into the buffer, if it is elsewhere; return whether it has one."""
         parameter, view = self.parameters[index], self.gradient_views[index]
         exposed = self.exposed_gradients[index]
         if parameter.grad is None or parameter.grad is exposed:
@@ -98,9 +98,8 @@ class Bucket:
         return True
 
     def views(self, flat: Tensor, start: int, stop: int) -> list[Tensor]:
-        """Views of parameters `start` to `stop` into `flat`, which begins where parameter `start` does; of sharded
-        parameters, of this rank's rows.
-        """
+        """Views of parameters `start` to `stop` into `flat`, which begins with parameter `start`; for sharded
+        parameters, views of this rank's rows."""
         base, storage = self.offsets[start], flat.storage_offset()
         return [
             torch.as_strided(flat, self.shapes[i], self.strides[i], storage + self.offsets[i] - base)
@@ -113,14 +112,14 @@ class Bucket:
         return Segment(start, stop, Parameter(self.values[low:high]), self.gradients[low:high])
 
     def strayed(self) -> int:
-        """How many parameters something has moved out of the flat buffer."""
+        """Number of parameters that were moved out of the flat buffer."""
         return sum(local(p).data_ptr() != address for p, address in zip(self.parameters, self.addresses))
 
 
 def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None]:
     def adopt(_: Tensor) -> None:
         alive = bucket()
-        # A parameter that was moved away may be another optimizer's by now.
+        # A parameter that was moved out may belong to another optimizer by now.
         if alive is not None and local(alive.parameters[index]).data_ptr() == alive.addresses[index]:
             alive.adopt_gradient(index)
 
@@ -128,7 +127,7 @@ def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Strides that fill exactly `numel` elements: the parameter's own (channels_last is kept) where they do."""
+    """Strides that fill exactly `numel` elements: the parameter's own (channels_last is kept) if it is dense."""
     return (parameter if dense(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 

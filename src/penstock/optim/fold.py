@@ -1,6 +1,5 @@
-"""Dividing gradients and skipping a step inside an optimizer's own kernel, as torch's GradScaler asks for it, and what
-torch's kernels do wrong there. Their bugs are found by trying them, not by version.
-"""
+"""Dividing gradients and skipping a step inside an optimizer's own kernel, through the interface of torch's GradScaler,
+with workarounds for bugs in torch's kernels. Bugs are detected by trying, not by version."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from torch.optim import SGD, Optimizer
 
 
 def folds(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel divides gradients by `grad_scale` and skips the step on `found_inf` by itself."""
+    """Whether the optimizer's kernel itself divides gradients by `grad_scale` and skips the step on `found_inf`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not spoils_momentum(optimizer)
 
 
@@ -23,9 +22,9 @@ def folds(optimizer: Optimizer) -> bool:
 def folded(
     optimizer: Optimizer, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Iterator[None]:
-    """Inside, a step divides gradients by `grad_scale`, and is skipped where `found_inf` is 1; both 0-d fp32.
+    """Within this context, a step divides gradients by `grad_scale`, and is skipped if `found_inf` is 1; both 0-d fp32.
 
-    These are the attributes by which torch's GradScaler and its fused optimizers agree; they are there for one step.
+    Both are set for one step as the attributes that torch's GradScaler sets on fused optimizers.
     """
     if found_inf is not None:
         begin_momentum(optimizer)
@@ -46,10 +45,10 @@ def steps_by_sgd(optimizer: Optimizer) -> bool:
 
 
 def spoils_momentum(optimizer: Optimizer) -> bool:
-    """Whether a fused step that must be skipped would move the momentum all the same.
+    """Whether a skipped fused step would still change the momentum.
 
-    On CUDA torch's fused SGD honours `found_inf` for weights and not for the momentum buffer, which an overflow then
-    fills with infinities (seen by others with torch 2.11; the CPU's kernel is right). With dampening the first step
+    On CUDA torch's fused SGD applies `found_inf` to the weights but not to the momentum buffer, which an overflow then
+    fills with infinities (reported by others for torch 2.11; the CPU kernel is correct). With dampening the first step
     differs from all others, so that `begin_momentum` cannot prepare it.
     """
     if not steps_by_sgd(optimizer):
@@ -62,11 +61,11 @@ def spoils_momentum(optimizer: Optimizer) -> bool:
 
 
 def begin_momentum(optimizer: Optimizer) -> None:
-    """Give zeros to the momentum buffers that the next fused step would make.
+    """Create the momentum buffers that the next fused step would create, filled with zeros.
 
-    torch's fused SGD makes a buffer with `empty_like` and lets its kernel fill it, which the kernel does not do in a
-    step that it skips: an overflow in the first step leaves uninitialised memory. From zero the first step comes out
-    the same, except with dampening; see `spoils_momentum`.
+    torch's fused SGD creates a buffer with `empty_like` and lets its kernel fill it, which the kernel does not do in a
+    skipped step: an overflow in the first step leaves uninitialised memory. Starting from zeros, the first step has the
+    same result, except with dampening; see `spoils_momentum`.
     """
     if not isinstance(optimizer, SGD):
         return
@@ -80,9 +79,10 @@ def begin_momentum(optimizer: Optimizer) -> None:
 
 @cache
 def fused_sgd_works(dtype: torch.dtype) -> bool:
-    """Whether fused SGD on a CPU updates weights of this type.
+    """Whether fused SGD on a CPU updates weights of this dtype.
 
-    Up to torch 2.13 it leaves all of a half-width tensor but the last few numbers as they were (pytorch issue 191763).
+    Up to torch 2.13 it leaves all but the last few elements of a half-precision tensor unchanged (pytorch issue
+    191763).
     """
     weight = Parameter(torch.ones(256, dtype=dtype))
     weight.grad = torch.ones_like(weight)
@@ -91,7 +91,7 @@ def fused_sgd_works(dtype: torch.dtype) -> bool:
 
 
 def loses_updates(optimizer: Optimizer) -> bool:
-    """Whether a step of this optimizer would silently leave weights as they are."""
+    """Whether a step of this optimizer would silently not update weights."""
     return steps_by_sgd(optimizer) and any(
         group.get("fused") and any(_broken(p) for p in group["params"]) for group in optimizer.param_groups
     )

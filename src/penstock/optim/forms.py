@@ -1,4 +1,4 @@
-"""Optimizers by name, in the forms a Plan can choose: each gives the same weights by fewer launches."""
+"""Optimizers by name, in the forms that a Plan can choose: the same weights with different numbers of launches."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def make_optimizer(
     eps: float = 1e-8, weight_decay: float = 0.0, muon_momentum: float = 0.95,
 ) -> Optimizer:  # fmt: skip
     """AdamW (Loshchilov and Hutter, ICLR 2019) over parameters or groups, in one of the forms of `Plan.optimizer`; or
-    another of `OPTIMIZERS`. The momentum of SGD is the first of `betas`; weight decay is part of the gradient in those
-    of torch that have it so. Muon orthogonalises what is in groups of `parameter_groups(…, matrices=True)`.
+    another of `OPTIMIZERS`. SGD's momentum is the first of `betas`; weight decay is part of the gradient in torch
+    optimizers that implement it so. Muon orthogonalises the marked groups of `parameter_groups(…, matrices=True)`.
 
     `loop` launches several kernels per tensor, `foreach` several per chunk of tensors, `fused` one per chunk, and
-    `contiguous` one per group and dtype, over flat buffers. Groups may carry an `lr_scale` (see `parameter_groups`).
-    A state dict of any form loads into any other, and the optimizer keeps its own form (torch alone would switch to
-    that of the file). Raises ConfigError for a form that there is not, or that the parameters' device does not have,
-    and for an optimizer that does not fit.
+    `contiguous` one per group and dtype, over flat buffers. Groups may carry an `lr_scale` (see `parameter_groups`). A
+    state dict of any form loads into any other, and the optimizer keeps its own form (plain torch would switch to the
+    file's form). Raises ConfigError for an unknown form, or one that the parameters' device or the algorithm does not
+    support.
     """
     if form not in _FLAGS:
         raise ConfigError(f"There is no optimizer form {form!r}; choose one of {', '.join(_FLAGS)}.")
@@ -67,37 +67,37 @@ def make_optimizer(
         ) from error
     if loses_updates(optimizer):
         raise ConfigError(
-            f"plan.optimizer={form} cannot be used with plan.algorithm=sgd: torch's fused SGD leaves half weights on a "
-            "CPU as they were. Use plan.optimizer=foreach."
+            f"plan.optimizer={form} cannot be used with plan.algorithm=sgd: torch's fused SGD does not update half "
+            "weights on a CPU. Use plan.optimizer=foreach."
         )
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
-        if algorithm not in ("adamw", "sgd"):  # older checkpoints hold states of these, which have no name
+        if algorithm not in ("adamw", "sgd"):  # older checkpoints of these two have no such entry
             group["algorithm"] = algorithm
     return optimizer
 
 
 def _flags(algorithm: Algorithm, form: OptimizerForm) -> dict[str, Any]:
-    """The options of an optimizer that choose a form."""
+    """The options of an optimizer that select a form."""
     return dict(_FLAGS[form]) if "fused" in OPTIMIZERS[algorithm].forms else {"foreach": form != "loop"}
 
 
 def form_flags(form: OptimizerForm) -> dict[str, bool]:
-    """The options of torch's optimizers that choose a form."""
+    """The options of torch's optimizers that select a form."""
     return dict(_FLAGS[form])
 
 
 def keep_form(optimizer: Optimizer) -> None:
-    """Let `load_state_dict` take over hyperparameters and state, but not how the step is executed."""
+    """Let `load_state_dict` load hyperparameters and state, but not how the step is executed."""
 
     def pre_hook(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        kept = in_own_form(optimizer, state_dict)
-        states = kept["state"] = dict(state_dict["state"])
-        for group in kept["param_groups"]:
-            if not group.get("fused"):  # these forms read the counter on the host at every step
+        loaded = in_own_form(optimizer, state_dict)
+        states = loaded["state"] = dict(state_dict["state"])
+        for group in loaded["param_groups"]:
+            if not group.get("fused"):  # these forms read the counter on the host in each step
                 for index in group["params"]:
                     if isinstance(states.get(index, {}).get("step"), torch.Tensor):
                         states[index] = {**states[index], "step": states[index]["step"].cpu()}
-        return kept
+        return loaded
 
     optimizer.register_load_state_dict_pre_hook(pre_hook)

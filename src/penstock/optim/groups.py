@@ -21,25 +21,25 @@ from penstock.optim.tensors import mesh_of
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer trains."""
+    """All parameters that an optimizer trains."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0, matrices: bool = False
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: with and without decay, for each depth and way of being sharded over ranks.
+    """Parameter groups for an optimizer: with and without decay, for each depth and each sharding over ranks.
 
-    Decayed are maps from features to features and tables of tokens. Not decayed are tensors of fewer than two
-    dimensions (biases, norms, scales), all other embeddings (positions, segments, class tokens), and what
-    `model.no_weight_decay()` lists where there is one (timm's convention). Frozen parameters are left out.
+    Weights of linear and convolution layers and token embeddings are decayed. Not decayed are tensors of fewer than two
+    dimensions (biases, norms, scales), all other embeddings (positions, segments, class tokens), and the names in
+    `model.no_weight_decay()`, if it exists (timm's convention). Frozen parameters are left out.
 
-    With `layer_decay` below 1 block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
-    rate and what comes before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
-    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` multiplies in. With `matrices`
-    the weights of the blocks' linear layers, stacks of experts' among them, are in groups whose `orthogonal` is true.
-    Every parameter is in exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside
-    (0, 1], a model without trainable parameters, or one whose blocks cannot be found while they are needed.
+    With `layer_decay` below 1, block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
+    rate and the parts before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
+    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` applies. With `matrices`, weights of the
+    blocks' linear layers, including stacked experts, are in groups whose `orthogonal` is true. Every parameter is in
+    exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a model without
+    trainable parameters, or one whose blocks are needed but cannot be found.
     """
     require("recipe.layer_decay", layer_decay, PositiveShare)
     anatomy = _anatomy(model, required=layer_decay != 1.0 or matrices)
@@ -55,7 +55,7 @@ def parameter_groups(
         role = anatomy.role_of(name) if anatomy else None
         decayed = name not in undecayed and _maps_features(name, parameter, role)
         depth = anatomy.depth_of(name) if anatomy and layer_decay != 1.0 else last
-        kind = mesh_of(parameter)  # one launch takes tensors of one mesh
+        kind = mesh_of(parameter)  # one launch supports only tensors of one mesh
         if kind not in kinds:
             kinds.append(kind)
         group = groups.setdefault(
@@ -79,9 +79,8 @@ def parameter_groups(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Keep parameters from learning: those with these names or patterns (`blocks.*.attention`), and all inside parts
-    with these names. Raises ConfigError for a pattern that fits nothing, or where nothing is left to learn.
-    """
+    """Freeze parameters with these names or patterns (`blocks.*.attention`), and all parameters inside parts with these
+    names. Raises ConfigError for a pattern that matches nothing, or if nothing is left to learn."""
     names = [name for name, _ in uncompiled(model).named_parameters()]
     frozen: set[str] = set()
     for pattern in present_patterns(uncompiled(model), patterns):
@@ -101,13 +100,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def learning_rate(step: int, recipe: Recipe, total_steps: int, began: int = 0) -> float:
-    """Rate of step `step` (from 0) of a schedule from step `began` on: a linear warm-up over `recipe.warmup_steps`, or
-    `recipe.warmup_share` of its steps, then `recipe.schedule` from `recipe.lr` down to `recipe.min_lr`: half a cosine
-    (Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts), a line, a constant rate, or a constant rate
-    with a line over the last `recipe.decay_share` of all steps (`wsd`; Hu et al., "MiniCPM", 2024, section 4.2).
+    """The learning rate of step `step` (from 0) in a schedule that starts at step `began`: a linear warm-up over
+    `recipe.warmup_steps`, or `recipe.warmup_share` of its steps, then `recipe.schedule` from `recipe.lr` down to
+    `recipe.min_lr`: half a cosine (Loshchilov and Hutter, SGDR, ICLR 2017, equation 5, without restarts), linear,
+    constant, or constant with linear decay over the last `recipe.decay_share` of all steps (`wsd`; Hu et al.,
+    "MiniCPM", 2024, section 4.2).
 
-    The first step is not wasted on a rate of 0, and steps after `total_steps` keep `min_lr`. Raises
-    ConfigError when the warm-up does not fit into the run.
+    The first step already has a rate above 0, and steps after `total_steps` keep `min_lr`. Raises ConfigError if the
+    warm-up does not fit into the run.
     """
     step, total_steps = step - began, total_steps - began
     warmup = recipe.warmup(total_steps)
@@ -124,24 +124,26 @@ def learning_rate(step: int, recipe: Recipe, total_steps: int, began: int = 0) -
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Give every parameter group `lr` times its `lr_scale` (1 where it has none)."""
+    """Set the learning rate of every parameter group to `lr` times its `lr_scale` (1 by default)."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _maps_features(name: str, parameter: nn.Parameter, role: Role | None) -> bool:
-    """Whether pulling a parameter to zero is the regularisation that weight decay is meant to be."""
+    """Whether weight decay regularises a parameter as intended: see `parameter_groups`."""
     if isinstance(role, Embedding):
         return role.kind == "token"
     if parameter.ndim == 3 and parameter.shape[0] == 1 and type(role) in (NoneType, Role):
-        return False  # of no known role: positions or tokens that are broadcast over the samples of a batch
+        return (
+            False  # without a known role: positions or tokens that are broadcast over the samples of a batch
+        )
     if isinstance(role, Linear) and name == f"{role.name}.bias":
-        return False  # of several experts: (E, out)
+        return False  # biases of several experts: (E, out)
     return parameter.ndim >= 2
 
 
 def _block_matrices(model: nn.Module, anatomy: Anatomy) -> set[str]:
-    """Names of the weights of linear layers in blocks; in those whose parts are not known, of torch's `nn.Linear`."""
+    """Names of the weights of linear layers in blocks; in blocks with unknown parts, of torch's `nn.Linear`."""
     blocks, names = dict.fromkeys(anatomy.blocks, True), set()
     for name, parameter in model.named_parameters():
         module, _, attribute = name.rpartition(".")

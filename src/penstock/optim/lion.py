@@ -1,5 +1,6 @@
-"""Lion: the sign of a mean of gradients (Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023,
-algorithm 2). Its rate is three to ten times lower than AdamW's, its weight decay as many times higher."""
+"""Lion: updates by the sign of a mean of gradients (Chen et al., "Symbolic Discovery of Optimization Algorithms",
+NeurIPS 2023, algorithm 2). Its rate is three to ten times lower than AdamW's, its weight decay higher by the same
+factor."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from penstock.optim.tensors import local, loss_of
 
 
 class Lion(Optimizer):
-    """Lion with decoupled weight decay, tensor by tensor, or by chunks of tensors with `foreach`."""
+    """Lion with decoupled weight decay, tensor by tensor, or in chunks of tensors with `foreach`."""
 
     def __init__(
         self, params: Iterable[Any], *, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99),

@@ -1,8 +1,8 @@
-"""Muon: momentum whose matrices are orthogonalised (Jordan et al., 2024), scaled so that learning rates and weight
-decay of AdamW carry over (Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4), and AdamW for all else.
+"""Muon: momentum with orthogonalised matrices (Jordan et al., 2024), scaled so that learning rates and weight decay of
+AdamW carry over (Liu et al., "Muon is Scalable for LLM Training", 2025, equation 4); AdamW for all other parameters.
 
-Its steps are those of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which takes no stack of experts' matrices, no
-shards, skips no step on the device, and is slow on a CPU without units for bf16.
+Its steps equal `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`, which supports neither stacked matrices of experts,
+nor shards, nor skipping a step on the device, and is slow on a CPU without bf16 units.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from penstock.optim.tensors import adamw_step, local, loss_of
 from penstock.shards import cuts, gather_to, scatter_from
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic iteration: as steep at 0 as can be, so that five steps bring singular values between
-about 0.7 and 1.2."""
+"""Coefficients of the quintic iteration: as steep at 0 as possible, so that five steps bring singular values to 0.7 to
+1.2, roughly."""
 ITERATIONS = 5
 RMS = 0.2
-"""Root mean square of AdamW's updates, which those of matrices are scaled to."""
+"""Root mean square of AdamW's updates, to which updates of matrices are scaled."""
 _TINY = 1e-7
 
 
 def iterated_in(device: torch.device) -> torch.dtype:
-    """The type of the iterations: bf16, as in torch's Muon, but fp32 on a CPU without units for bf16, where that is up
-    to 16 times as fast."""
+    """The dtype of the iterations: bf16, as in torch's Muon, but fp32 on a CPU without bf16 units, where it is up to 16
+    times as fast."""
     return torch.float32 if device.type == "cpu" and this_cpu().bf16 is False else torch.bfloat16
 
 
 def orthogonalised(update: Tensor) -> Tensor:
-    """The nearest orthogonal matrix to each of (…, out, in), roughly, by Newton–Schulz iterations; in bf16, which the
-    update is rounded to first."""
+    """Roughly the nearest orthogonal matrix to each matrix of (…, out, in), by Newton–Schulz iterations; the update is
+    first rounded to bf16, and so is the result."""
     a, b, c = COEFFICIENTS
     x = update.bfloat16().to(iterated_in(update.device))
     tall = x.size(-2) > x.size(-1)
@@ -49,11 +49,11 @@ def orthogonalised(update: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for groups whose `orthogonal` is true, whose parameters are matrices (out, in) or stacks of them (E, out,
-    in); AdamW, with `options`, for the other groups.
+    """Muon for groups whose `orthogonal` is true, with matrices (out, in) or stacks of matrices (E, out, in); AdamW,
+    with `options`, for the other groups.
 
-    Of a matrix that several ranks share as a DTensor each keeps its part of the momentum. The ranks own matrices in
-    turn: the owner gathers the update in bf16, as it computes, orthogonalises it, and scatters it. All ranks must step
+    If a matrix is sharded over ranks as a DTensor, each rank stores its part of the momentum. The ranks take turns in
+    owning matrices: the owner gathers the update in bf16, orthogonalises it, and scatters it. All ranks must step
     together, with gradients for the same parameters.
     """
 
@@ -66,7 +66,7 @@ class Muon(torch.optim.AdamW):
                 group.setdefault("momentum", momentum)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks each state for a count of steps
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's expects a step counter in each state
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,8 +97,8 @@ class Muon(torch.optim.AdamW):
                 weight.mul_(kept).add_(direction, alpha=-rate)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
-        """The rows here of the update that is to be orthogonalised: the gradient moved towards its running mean, which
-        moves too unless the step is to be skipped."""
+        """This rank's rows of the update to orthogonalise: the gradient moved towards its running mean, which is
+        updated too unless the step is skipped."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ class Muon(torch.optim.AdamW):
 
 
 def _owners(parameter: Any) -> int:
-    """The ranks that share matrices of a parameter; 0 where each has whole ones."""
+    """Number of ranks that matrices of a parameter are sharded over; 0 if each rank has whole matrices."""
     if not hasattr(parameter, "placements"):
         return 0
     every = cuts(parameter)
@@ -127,7 +127,7 @@ def _owners(parameter: Any) -> int:
 
 
 def _turns(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters one by one; of those whose matrices ranks share, as many as each rank owns one of."""
+    """Yield parameters one by one; those with sharded matrices in batches in which each rank owns one."""
     turn: list[Tensor] = []
     for parameter in parameters:
         if not (owners := _owners(parameter)):
@@ -142,7 +142,7 @@ def _turns(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _orthogonalised(turn: Sequence[Tensor], updates: Sequence[Tensor]) -> list[Tensor]:
-    """The orthogonalised part here of each update."""
+    """This rank's part of each orthogonalised update."""
     if not _owners(turn[0]):
         return [orthogonalised(update) if update.numel() else update for update in updates]
     wholes = [gather_to(*each, owner=owner) for owner, each in enumerate(zip(turn, updates))]

@@ -1,4 +1,4 @@
-"""AdamW that reads and writes memory once: clipping, loss scale, averages and half copies of weights in one pass."""
+"""AdamW in one pass over memory: with clipping, loss scale, averages and half copies of weights."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Averages(NamedTuple):
-    """Averages of weights that move in an optimizer's own pass."""
+    """Averages of weights that an optimizer updates in its own pass."""
 
     shadows: dict[Tensor, Tensor]
     """fp32 averages by Parameter, in the Parameter's shape."""
     part: float
-    """How far they go towards the weights, 1 − decay."""
+    """Step towards the weights, 1 − decay."""
     moved: set[Tensor]
-    """Parameters whose averages have moved since somebody looked."""
+    """Parameters whose averages have been updated since this set was last cleared."""
 
 
 class Copies(NamedTuple):
-    """Half copies of fp32 weights that an optimizer's own pass rounds anew."""
+    """Half copies of fp32 weights that an optimizer writes in its own pass."""
 
     halves: dict[Tensor, Tensor]
     """bf16 copies by Parameter, in the Parameter's shape."""
     written: set[Tensor]
-    """Parameters whose copies were written since somebody looked."""
+    """Parameters whose copies have been written since this set was last cleared."""
 
 
 class OnePassAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)` over fp32 weights, whose pass moves averages and rounds half copies too.
+    """`torch.optim.AdamW(fused=True)` over fp32 weights that also updates averages and half copies in the same pass.
 
-    With these it takes a kernel of `penstock.kernels.adamw`, in C++ on a CPU and in Triton on a GPU, which also leaves
-    gradients as they are where it clips and unscales; results differ from torch's in the last digits, as torch's kernel
-    contracts products and sums. Without, it takes torch's, which is as fast (`benchmarks/adamw_cpu.py`), as it does
-    once weights were cast. The state dict is torch's.
+    With averages or copies it uses a kernel of `penstock.kernels.adamw`, in C++ on a CPU and in Triton on a GPU, which
+    also does not modify gradients when it clips and unscales; results differ from torch's in the last digits, because
+    torch's kernel fuses multiplications and additions. Without them, or once weights were cast, it uses torch's kernel,
+    which is as fast (`benchmarks/adamw_cpu.py`). The state dict is torch's.
     """
 
     form: Form = "auto"
     averages: Averages | None = None
-    """Averages that a step moves in its own pass: see `penstock.optim.EMA`."""
+    """Averages that a step updates in its own pass: see `penstock.optim.EMA`."""
     copies: Copies | None = None
-    """Copies that a step rounds in its own pass: see `penstock.precision.MasterWeights`."""
+    """Copies that a step writes in its own pass: see `penstock.precision.MasterWeights`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -71,19 +71,19 @@ class OnePassAdamW(torch.optim.AdamW):
         """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device, if it is set."""
         value: Tensor | None = getattr(self, name, None)
         device = batch.weights[0].device
-        # What comes from a GPU to the host must be there before a kernel reads it.
+        # A value that is copied from a GPU to the host must have arrived before a kernel reads it.
         waits = device.type == "cpu"
         return value if value is None else value.to(device, torch.float32, non_blocking=not waits).view(())
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
-        """The Parameters of a group that have a gradient, by device and what is beside them."""
+        """The Parameters of a group that have a gradient, batched by device and presence of average and copy."""
         batches: dict[tuple[Any, ...], Batch] = {}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
             if parameter.grad.layout != torch.strided:
                 raise ConfigError(
-                    f"{type(self).__name__} takes dense gradients; build the embedding with sparse=False."
+                    f"{type(self).__name__} needs dense gradients; build the embedding with sparse=False."
                 )
             local = tensors.local(parameter)
             if local.numel() == 0:  # a shard may be empty
@@ -108,8 +108,8 @@ class OnePassAdamW(torch.optim.AdamW):
         return list(batches.values())
 
     def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The average that this step's pass moves with a weight. A step that is skipped moves none, nor does one on a
-        GPU that may be: averages then go towards the weights all the same."""
+        """The average that this step's pass updates with a weight. A skipped step updates none, and neither does a step
+        on a GPU that may be skipped: `EMA.update` moves these averages instead."""
         stops = None if self.averages is None else getattr(self, "found_inf", None)
         stands = stops is not None and (stops.device.type != "cpu" or read_number(stops))
         if self.averages is None or stands or form_on(self.form, weight.device) == "fused":
@@ -127,19 +127,19 @@ class OnePassAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
             state |= {name: torch.zeros_like(parameter.detach(), dtype=torch.float32) for name in MOMENTS}
-        if state["step"].dtype != torch.float32:  # a state of another form, under another default type
+        if state["step"].dtype != torch.float32:  # a state of another form, under another default dtype
             state["step"] = state["step"].float()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state dict of `torch.optim.AdamW`. Raises ConfigError for settings that the kernel has not."""
+        """Load a state dict of `torch.optim.AdamW`. Raises ConfigError for settings that the kernel lacks."""
         for group in state_dict["param_groups"]:
             check_group(group)
         super().load_state_dict(state_dict)
 
 
 def takes_one_pass(groups: Iterable[Any]) -> bool:
-    """Whether `OnePassAdamW` can update these parameters or groups, fp32 and of one device, and its kernel is there."""
+    """Whether `OnePassAdamW` supports these parameters or groups (fp32, on one device) and its kernel is available."""
     parameters = [p for one in groups for p in (one["params"] if isinstance(one, dict) else [one])]
     takes = all(
         isinstance(p, Tensor) and p.dtype == torch.float32 and tensors.dense(tensors.local(p.detach()))
@@ -150,7 +150,7 @@ def takes_one_pass(groups: Iterable[Any]) -> bool:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise ConfigError for settings that the kernels cannot take."""
+    """Raise ConfigError for settings that the kernels do not support."""
     numbers = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group}
     betas = group.get("betas", (0.0, 0.0))
     problems = []
@@ -175,8 +175,8 @@ def check_group(group: dict[str, Any]) -> None:
 def _beside(
     held: dict[Tensor, Tensor], written: set[Tensor], parameter: Tensor, weight: Tensor
 ) -> Tensor | None:
-    """The tensor of `held` that the pass over a parameter's weight here writes too, noted as `written`: one on the
-    weight's device, in its order of memory and without gaps; else None."""
+    """The tensor of `held` that the pass over a parameter's weight can also write, added to `written`: it must be on
+    the weight's device, with its memory order and without gaps; else None."""
     own = tensors.local(held[parameter]) if parameter in held else None
     if own is None or own.device != weight.device or tensors.ordered(own, weight) is not own:
         return None

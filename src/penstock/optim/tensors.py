@@ -1,8 +1,8 @@
-"""Tensors as an optimizer works on them: the local shard of a DTensor, and dense memory as one flat stretch; and what
-the steps of our optimizers share.
+"""Tensors in the form that optimizers need: the local shard of a DTensor, and dense memory as one flat range; and
+helpers for the steps of our optimizers.
 
-Parameters that `fully_shard` has sharded are torch's DTensors. Each rank works on its own rows, and only the norm is
-that of all ranks. Nothing here imports that part of torch: while nobody has, no tensor can be a DTensor.
+Parameters that `fully_shard` has sharded are torch's DTensors. Each rank works on its own rows, and only the norm
+covers all ranks. Nothing here imports torch's DTensor module: without the import, no tensor is a DTensor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.shards import cut_like
 from penstock.shards import room as padded_room
 
 MOVED = "_penstock_moved"
-"""Attribute of a sharded parameter: called with its new place, flat and padded, when its rows are moved elsewhere."""
+"""Attribute of a sharded parameter: a function to call with its new storage, flat and padded, when its rows move."""
 
 
 def _sharded(tensor: Tensor) -> Any:
@@ -29,13 +29,13 @@ def _sharded(tensor: Tensor) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor; any other tensor itself. Call it while no gradients are recorded."""
+    """The local shard of a DTensor; any other tensor itself. Call it without recording gradients."""
     sharded = _sharded(tensor)
     return tensor if sharded is None else sharded.to_local()
 
 
 def whole(parameter: Tensor, part: Tensor) -> Tensor:
-    """The DTensor like `parameter` whose shard here is `part`; `part` itself where the parameter is none."""
+    """The DTensor like `parameter` whose local shard is `part`; `part` itself if the parameter is not a DTensor."""
     sharded = _sharded(parameter.detach())
     if sharded is None:
         return part
@@ -47,20 +47,20 @@ def whole(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def flat_like(tensor: Tensor, flat: Tensor) -> Tensor:
-    """A flat buffer of rows of tensors that are sharded like `tensor`, as one tensor that is sharded so."""
+    """A flat buffer with local rows of tensors that are sharded like `tensor`, as one DTensor."""
     sharded = _sharded(tensor)
     if sharded is None:
         return flat
     from torch.distributed.tensor import Shard
 
-    # Whichever dimension of the tensors is sharded, a flat buffer has one.
+    # Whichever dimension of the tensors is sharded, a flat buffer has only one.
     placements = [placement if placement.is_replicate() else Shard(0) for placement in sharded.placements]
     rows: Tensor = type(sharded).from_local(flat, sharded.device_mesh, placements, run_check=False)
     return rows
 
 
 def alike(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value`, sharded as `parameter` is."""
+    """`value`, sharded like `parameter`."""
     sharded = _sharded(parameter.detach())
     if sharded is None or _sharded(value) is not None:
         return value
@@ -68,7 +68,7 @@ def alike(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def sharing(tensor: Tensor) -> Hashable:
-    """The properties that tensors must share to be worked on as one: mesh and placements; None for plain ones."""
+    """The properties that tensors must share to be handled as one: mesh and placements; None for plain tensors."""
     sharded = _sharded(tensor)
     return None if sharded is None else (sharded.device_mesh, tuple(sharded.placements))
 
@@ -80,13 +80,13 @@ def mesh_of(tensor: Tensor) -> Hashable:
 
 
 def room(tensor: Tensor) -> int:
-    """Elements that a rank needs for its rows: the same number on each rank, padded, as all-gather needs it."""
+    """Number of elements that a rank needs for its rows: padded to the same number on each rank, for all-gather."""
     sharded = _sharded(tensor)
     return tensor.numel() if sharded is None else padded_room(sharded)
 
 
 def place(parameter: Tensor, view: Tensor, slot: Tensor) -> None:
-    """Let a parameter's values lie in `view`, which begins the flat `slot` of `room(parameter)` elements."""
+    """Store a parameter's values in `view`, the beginning of the flat `slot` of `room(parameter)` elements."""
     sharded = _sharded(parameter)
     if sharded is None:
         parameter.data = view
@@ -98,7 +98,7 @@ def place(parameter: Tensor, view: Tensor, slot: Tensor) -> None:
 
 
 def whole_norm(tensors: Sequence[Tensor], norm: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """The 2-norm over all ranks of tensors of which some are sharded; `norm` takes that of plain ones.
+    """The 2-norm over all ranks of tensors, some of them sharded; `norm` computes the norm of plain tensors.
 
     One all-reduce of a single number per kind of sharding, on the device.
     """
@@ -111,7 +111,9 @@ def whole_norm(tensors: Sequence[Tensor], norm: Callable[[list[Tensor]], Tensor]
         if kind is not None:
             first = _sharded(alike[0])
             for dimension, placement in enumerate(first.placements):
-                if not placement.is_replicate():  # `is_shard` is false of rows that two dimensions share
+                if (
+                    not placement.is_replicate()
+                ):  # `is_shard` is false for rows sharded over two mesh dimensions
                     distributed.all_reduce(square, group=first.device_mesh.get_group(dimension))
         squares.append(square)
     device = squares[0].device
@@ -119,7 +121,7 @@ def whole_norm(tensors: Sequence[Tensor], norm: Callable[[list[Tensor]], Tensor]
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in whatever order."""
+    """Whether the elements fill a contiguous range of memory, in any order."""
     extent = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda pair: pair[1]):
         if size > 1:
@@ -130,14 +132,14 @@ def dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A dense tensor as the stretch of memory it is: (N)."""
+    """A dense tensor as a flat view of its memory: (N)."""
     if tensor.dim() == 1:
         return tensor
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def ordered(gradient: Tensor, weight: Tensor) -> Tensor:
-    """The gradient in the weight's order of memory, copied if it has another."""
+    """The gradient in the weight's memory order, copied if it has another."""
     if gradient.is_contiguous() and weight.is_contiguous():
         return gradient
     same = all(g == w for size, g, w in zip(weight.shape, gradient.stride(), weight.stride()) if size > 1)
@@ -153,5 +155,5 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def adamw_step(optimizer: torch.optim.AdamW, closure: Callable[[], Any] | None = None) -> Any:
     """torch's own step of AdamW, for an optimizer of a class derived from it."""
     update: Any = torch.optim.AdamW.step
-    # Once somebody has built an AdamW, its step calls the hooks, as that of the derived class does already.
+    # Once an AdamW was built, its step calls the hooks, but the derived class's step already does.
     return (update.__wrapped__ if getattr(update, "hooked", False) else update)(optimizer, closure)

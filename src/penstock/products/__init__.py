@@ -1,3 +1,2 @@
-"""How linear layers multiply and store their weights, in training and in inference: one class for each form in
-`penstock.config.formats.PRODUCTS`.
-"""
+"""How linear layers multiply and store their weights, in training and inference: one class per form in
+`penstock.config.formats.PRODUCTS`."""

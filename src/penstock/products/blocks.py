@@ -1,8 +1,8 @@
-"""Blocks whose linear layers all multiply in int8, computed in one call in inference on CPUs with AVX512-VNNI.
+"""Inference of blocks whose linear layers all multiply in int8, in one call per block, on CPUs with AVX512-VNNI.
 
-Single operators write and read all tokens between each two of them, and in a small model each costs more time to call
-than it computes. One call (`penstock.kernels.native_blocks`) norms as it rounds, and adds as it multiplies. A block is
-judged by its parts alone.
+Separate operators write and read all tokens in between, and in a small model calling an operator takes longer than its
+computation. One call (`penstock.kernels.native_blocks`) normalises while it rounds, and adds while it multiplies. Only
+a block's parts decide whether it is supported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.products.rounded import RoundedInt8
 
 
 def join_blocks(model: nn.Module) -> int:
-    """Let blocks of a model for inference be computed in one call each where their parts allow it, in place; returns
-    how many. Results change by rounding only, and by what rounding to 8 bits makes of that. A block computes by its
-    modules again once one of them is replaced, or `attention` is another than `auto` or `sdpa`."""
+    """Let supported blocks of a model for inference run in one call each, in place; return their number. Results change
+    only by rounding, which rounding to 8 bits can amplify. A block falls back to its modules once one of them is
+    replaced, or if `attention` is neither `auto` nor `sdpa`."""
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     count = 0
     for block in blocks if blocks and computes_blocks() else ():
@@ -44,7 +44,7 @@ _Place = tuple[dict[str, nn.Module | None], str, nn.Module]
 
 
 def _places(block: Block) -> tuple[_Place, ...]:
-    """The parts of a block, each with where it is held. Looked up so, none takes a call of torch's `__getattr__`."""
+    """The parts of a block, each with the dict that holds it: looked up there, torch's `__getattr__` is not called."""
     names = {
         block: ("attention", "mlp", "norm1", "norm2"),
         block.attention: ("qkv", "out"),
@@ -56,7 +56,7 @@ def _places(block: Block) -> tuple[_Place, ...]:
 
 
 def _kernel_of(block: Block) -> BlockKernel | None:
-    """The kernel of a block; None where it has parts that the kernel does not know."""
+    """The kernel of a block; None if it has parts that the kernel does not support."""
     attention, mlp, norms = block.attention, block.mlp, (block.norm1, block.norm2)
     if not isinstance(attention, Attention):
         return None
@@ -84,7 +84,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
 
 
 def _norms_fp32(norm: nn.Module | None, *, first: bool) -> bool:
-    """Whether the kernel has a norm: the `first` of a block may be missing."""
+    """Whether the kernel supports a norm; the `first` norm of a block may be missing."""
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or isinstance(norm, ZeroCentredNorm):
         return first and isinstance(norm, nn.Identity)
     tensors = [one for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
@@ -92,7 +92,7 @@ def _norms_fp32(norm: nn.Module | None, *, first: bool) -> bool:
 
 
 def _packed(layer: nn.Module) -> tuple[PackedInt8, InputScale] | None:
-    """The weights of a linear layer in int8 and how its inputs are rounded; None of others."""
+    """The int8 weights of a linear layer and how its inputs are rounded; None for other layers."""
     if isinstance(layer, RoundedInt8) and layer.fused is not None and layer.whole_rows is None:
         return layer.fused, "size" if layer.static is None else layer.static
     if type(layer) is Int8 and layer.fused is not None:
@@ -101,7 +101,7 @@ def _packed(layer: nn.Module) -> tuple[PackedInt8, InputScale] | None:
 
 
 class OneCall(Around):
-    """Computes a block in one call of a kernel where its parts are what they were, and by its modules elsewhere."""
+    """Computes a block in one kernel call as long as its parts have not changed, otherwise by its modules."""
 
     kind = "one call"
 
@@ -114,7 +114,7 @@ class OneCall(Around):
         return self.forward(x, context) if made is None else made
 
     def computed(self, x: Tensor, context: Context) -> Tensor | None:
-        """The kernel's output; None for inputs that it does not take."""
+        """The kernel's output; None for inputs that it does not support."""
         if any(held.get(name) is not part or part._forward_hooks for held, name, part in self.places):
             return None
         block, attention = self.block, cast(Attention, self.block.attention)
@@ -127,7 +127,7 @@ class OneCall(Around):
 
 
 def _lengths(x: Tensor, context: Context, *, sequence_first: bool) -> Sequence[int] | None:
-    """Tokens of the samples in x, which lie behind each other and see all of their own; None where they do not."""
+    """Tokens of each of the concatenated samples in x, if each attends to all of its own tokens; else None."""
     mask = context.mask
     if sequence_first or not x.numel():
         return None

@@ -1,13 +1,13 @@
-"""Giving a model's linear layers another form of products, one of `penstock.config.formats.PRODUCTS`.
+"""Conversion of a model's linear layers to another form of `penstock.config.formats.PRODUCTS`.
 
-Of 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed 6,
-packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weights in int8 or int4 alone pay off for a few rows only, as one
-text has them.
+Times for 30 M weights with 4 rows of inputs on one core of an AMD EPYC with AVX512 and VNNI: plain fp32 20 ms, packed
+6, packed bf16 3.2, int8 1.2, int8_weights 3.8, int4 3. Weight-only int8 and int4 pay off for few rows only, as when one
+text is generated.
 
-Inputs in 8 bits lose most behind a norm, where few features are far larger than the others. `careful` products there
-divide features by the square root of their size before they are rounded, in encoders of texts where blocks are
-computed in one call. Elsewhere they are in bf16, whose weights take twice the memory, and a CPU without bf16 units
-rounds what the first rounding left once more, and multiplies twice.
+8-bit inputs lose most after a norm, where few features are far larger than the others. In text encoders whose blocks
+are computed in one call, `careful` products there divide features by the square root of their size before rounding.
+Elsewhere they are in bf16, whose weights take twice the memory; a CPU without bf16 units rounds the remainder of the
+first rounding as well, and multiplies twice.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from penstock.products.stored import Bf16, OneDnn, Stored, StoredExperts, in_pla
 
 _log = logging.getLogger(__name__)
 TRAINED: dict[Dtype | None, type[nn.Linear]] = {None: nn.Linear, "fp8": Fp8Linear, "int8": Int8Linear}
-"""Classes of linear layers in training, by the format of weights as they multiply."""
+"""Classes of linear layers in training, by the format in which weights multiply."""
 STORED: dict[Products, type[Stored]] = {
     "packed": OneDnn, "fp8": Fp8, "int8": Int8, "int8_weights": Int8Weights, "int4": Int4,
 }  # fmt: skip
-"""Classes of linear layers in inference; `plain` leaves them as they are."""
+"""Classes of linear layers in inference; `plain` changes nothing."""
 AnyLinear = nn.Linear | ExpertLinear
 _ROUNDED = (RoundedLinear, RoundedExpertLinear)
 _SAMPLES, _TOKENS = 8, 32
-"""Random texts by which the size of features is known, and their tokens."""
+"""Number of random texts for measuring the size of features, and their tokens."""
 UNCALIBRATED = 3.0
-"""The logarithm of a clip that no calibration has set: inputs from −8 to 8."""
+"""The base-2 logarithm of a clip without calibration: inputs from −8 to 8."""
 
 
 def device_problem(device: torch.device | str, products: Products, *, serving: bool = False) -> str | None:
-    """Why a device cannot multiply in this form, as a sentence with the remedy; None if it can."""
+    """Why a device does not support this form, as a sentence with the remedy; None if it does."""
     device, row = torch.device(device), PRODUCTS[products]
     able = row.devices if serving else row.trains
     if device.type in able and (device.type != "cuda" or not any(row.capability)):
@@ -83,7 +83,7 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
 
 
 def left_out(linears: Mapping[str, AnyLinear], anatomy: Anatomy, row: Product) -> Iterator[tuple[str, str]]:
-    """Names of the linear layers that do not multiply as `row` says, each with the reason."""
+    """Yield the names of linear layers that do not multiply as `row` says, each with the reason."""
     blocks = tuple(f"{block}." for block in anatomy.blocks)
     routers = _routers(anatomy)
     for name, module in linears.items():
@@ -102,12 +102,12 @@ def left_out(linears: Mapping[str, AnyLinear], anatomy: Anatomy, row: Product) -
 
 
 def _routers(anatomy: Anatomy) -> set[str]:
-    """Names of the linear layers that choose experts, in fp32."""
+    """Names of the routers: linear layers that choose experts, in fp32."""
     return set() if anatomy.unknown else {part.router.name for part in anatomy.parts(Experts) if part.router}
 
 
 def absorbed(anatomy: Anatomy) -> set[str]:
-    """Names of the linear layers that make keys and values of latents, with which generation multiplies from both
+    """Names of the linear layers that compute keys and values from latents; generation multiplies them from both
     sides."""
     if anatomy.unknown:
         return set()
@@ -122,17 +122,17 @@ def _fits(linear: AnyLinear, row: Product) -> bool:
 def convert_linears(
     model: nn.Module, products: Products, *, device: torch.device | str | None = None, emulate: bool = False
 ) -> dict[str, str]:
-    """Let the linear layers inside a model's repeated blocks multiply in a form that trains, in place; returns the
+    """Let the linear layers inside a model's repeated blocks multiply in a form for training, in place; return the
     qualified names of the other linear layers, each with the reason.
 
-    What comes before and after the blocks (stem, embeddings, head) stays as it is: the first and last layers are the
-    most sensitive and a small part of the work. In fp8 so do layers whose sides are no multiples of 16. Weights stay
-    what they are and so do state dicts, but for the clip that a layer learns, which begins at `UNCALIBRATED`;
-    `products="plain"` undoes it. Convert before compiling and sharding. `device` is where the model will run, by
-    default where its weights are. `emulate` computes the same numbers slowly, on any device.
+    Parts before and after the blocks (stem, embeddings, head) do not change: the first and last layers are the most
+    sensitive and a small part of the work. In fp8, layers whose sizes are not multiples of 16 do not change either.
+    Weights and state dicts stay the same, except for a layer's learned clip, which begins at `UNCALIBRATED`;
+    `products="plain"` undoes the conversion. Convert before compiling and sharding. `device` is where the model will
+    run, by default where its weights are. `emulate` computes the same values slowly, on any device.
 
     Raises:
-        ConfigError: the device does not multiply so, or no layer can be converted.
+        ConfigError: the device does not support the form, or no layer can be converted.
     """
     if products not in PRODUCTS or not PRODUCTS[products].trains:
         raise ConfigError(
@@ -165,7 +165,7 @@ def convert_linears(
         linears[name]._parameters.pop(CLIP, None)
         if row.clips:
             weight = linears[name].weight
-            # Also beside weights that have no memory before they are sharded.
+            # Also for weights on the meta device, which have no memory before they are sharded.
             clip = torch.full((1,), UNCALIBRATED, device="cpu" if weight.is_meta else weight.device)
             linears[name].register_parameter(CLIP, nn.Parameter(clip))
     _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
@@ -187,19 +187,19 @@ def _restore(module: nn.Module) -> None:
 
 @torch.no_grad()
 def store_linears(model: nn.Module, products: Products, *, careful: bool = False) -> nn.Module:
-    """The model with its linear layers, by role, in a form for inference.
+    """Store a model's linear layers, by role, in a form for inference; returns the model.
 
-    Layers that `int4` cannot hold are `packed`, or stay as they are where this CPU packs no bf16. Layers that training
-    leaves out of fp8 (`convert_linears`) stay as they are, and so do experts, unless their weights go into int8 or
-    int4. `careful` is for outputs that are compared as numbers, and not only by which is the largest.
+    Layers that `int4` does not support are `packed`, or do not change if this CPU packs no bf16. Layers that training
+    leaves out of fp8 (`convert_linears`) do not change, and neither do experts, unless they are stored in int8 or int4.
+    `careful` is for outputs whose values matter, not only which output is the largest.
 
-    Raises ConfigError for a form that does not suit the device or the type.
+    Raises ConfigError for a form that the device or the dtype does not support.
     """
     if products == "plain":
         return model
     row, first = PRODUCTS[products], next(model.parameters())
     if not row.serves:
-        why = "says how gradients are made, of which there are none"
+        why = "sets how gradients are computed, which inference does not need"
         if row.scales == "tensorwise":
             why = "has one scale for all rows of inputs, which would let a text change with its neighbours"
         able = " or ".join(
@@ -225,7 +225,9 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         model.set_submodule(name, stored[linear])
     if row.weights is not None and "cpu" in row.devices:
         for name, experts in list(model.named_modules()):
-            if isinstance(experts, ExpertLinear) and experts.weight is not None:  # else other ranks have them
+            if (
+                isinstance(experts, ExpertLinear) and experts.weight is not None
+            ):  # else other ranks hold the experts
                 form = careful_form if name in exact else STORED[products]
                 model.set_submodule(name, _stored_experts(experts, form))
     return model
@@ -234,7 +236,7 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
 def _require_onednn(products: Products, dtype: torch.dtype) -> None:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         raise EnvironmentProblem(
-            "This torch was built without oneDNN, whose layout is asked for; use weights=plain."
+            "This torch was built without oneDNN, which this form needs; use weights=plain."
         )
     if dtype == torch.bfloat16 and products == "packed" and not this_cpu().packs_bf16:
         raise ConfigError(
@@ -244,7 +246,7 @@ def _require_onednn(products: Products, dtype: torch.dtype) -> None:
 
 
 def _behind_norms(anatomy: Anatomy) -> set[str]:
-    """Names of the linears whose inputs a norm has made."""
+    """Names of the linear layers whose inputs come from a norm."""
     normed = {
         linear.name for part in anatomy.parts(Attention) for linear in (*part.projections, *part.latents)
     }
@@ -254,9 +256,9 @@ def _behind_norms(anatomy: Anatomy) -> set[str]:
 
 @torch.no_grad()
 def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Factors by which the inputs of the named layers become of similar size, (in,) each: the inverse square root of
-    each feature's largest magnitude, over random tokens. None of a model that reads other inputs than tokens, or has
-    experts, which some of these would not visit."""
+    """Factors that bring the input features of the named layers to similar size, (in,) each: the inverse square root of
+    each feature's largest magnitude over random tokens. Empty for a model with inputs other than tokens, or with
+    experts, because random tokens would not visit all of them."""
     if not isinstance(model, Model) or len(model.graph.inputs) > 1:
         return {}
     (words,), first = model.graph.inputs, model.graph.runs[0]
@@ -275,12 +277,12 @@ def _factors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     model.features(torch.randint(words.vocabulary, shape, generator=torch.Generator().manual_seed(0)))
     for hook in hooks:
         hook.remove()
-    # Features that are nearly zero here may not be so in other texts.
+    # Features that are nearly zero here may be larger in other texts.
     return {name: size.clamp(min=float(size.mean()) / 100 + 1e-12).rsqrt() for name, size in largest.items()}
 
 
 def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str, nn.Linear]:
-    """The linears of a model that a form for inference is for, by name; routers are none of them."""
+    """The linear layers of a model that a form for inference applies to, by name, without routers."""
     row = PRODUCTS[products]
     if row.linears == "blocks":
         linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -295,9 +297,11 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
     modules, left = dict(model.named_modules(remove_duplicate=False)), absorbed(anatomy) | _routers(anatomy)
     linears = {}
     roles: list[Linear | Stem] = [*anatomy.parts(Linear)]
-    roles += anatomy.parts(Stem) if products == "packed" else []  # in few bits the first layer loses most
+    roles += (
+        anatomy.parts(Stem) if products == "packed" else []
+    )  # quantisation would cost the first layer most
     for role in (role for role in roles if role.name not in left):
-        name, module = role.name, modules.get(role.name)  # None in a block that another rank has
+        name, module = role.name, modules.get(role.name)  # None in a block that another rank holds
         if isinstance(module, Shortlist):
             name, module = f"{name}.rows", module.rows
         if isinstance(module, nn.Linear):
@@ -318,9 +322,8 @@ def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
 
 
 def suited(model: nn.Module, weights: Weights | Products, *, own: bool) -> Products:
-    """The form that `auto` means: `packed` on a CPU where it is faster and the model is nobody else's (`own`), else
-    `plain`.
-    """
+    """The form that `auto` means: `packed` on a CPU if that is faster and nobody else uses the model (`own`), else
+    `plain`."""
     if weights != "auto":
         return weights
     first = next(model.parameters())

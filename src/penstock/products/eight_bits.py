@@ -1,6 +1,4 @@
-"""Linear layers that multiply in 8 bits: those that train, experts among them, and fp8's that stores its weights so for
-inference.
-"""
+"""Linear layers that multiply in 8 bits: for training, experts included, and the fp8 layer for inference."""
 
 from __future__ import annotations
 
@@ -20,14 +18,13 @@ from penstock.products.stored import Stored
 
 
 class RoundedLinear(nn.Linear):
-    """A linear layer whose products are in 8 bits inside an accelerated forward pass (under autocast to bf16), and
-    which is a plain one elsewhere, unless it has a learned clip, which says how it multiplies in fp32, too. Made by
-    `penstock.products.convert` out of an nn.Linear, whose parameters and names it keeps.
-    """
+    """A linear layer that multiplies in 8 bits under autocast to bf16, and as a plain layer otherwise; with a learned
+    clip it also multiplies in 8 bits in fp32. `penstock.products.convert` makes it from an nn.Linear, with the same
+    parameters and names."""
 
     products: Products
     emulate: bool
-    """Whether the same numbers are multiplied in a wider type, on any device: the reference."""
+    """Whether the same numbers are multiplied in a wider dtype, on any device: the reference."""
 
     def forward(self, x: Tensor) -> Tensor:
         clipped = PRODUCTS[self.products].clips and not torch.is_autocast_enabled(x.device.type)
@@ -44,7 +41,7 @@ class RoundedLinear(nn.Linear):
 
 
 def _in_8_bits(products: Products, x: Tensor) -> bool:
-    """Whether a layer multiplies x in 8 bits here: see `RoundedLinear`."""
+    """Whether a layer multiplies x in 8 bits now: see `RoundedLinear`."""
     if not torch.is_autocast_enabled(x.device.type) or not x.numel():
         return False
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -57,11 +54,11 @@ def _in_8_bits(products: Products, x: Tensor) -> bool:
 
 
 class Fp8Linear(RoundedLinear):
-    """Products in fp8."""
+    """A linear layer with matrix products in fp8."""
 
     @property
     def scaling(self) -> Scaling:
-        """The numbers that share a scale."""
+        """Which numbers share a scale."""
         scales: Any = PRODUCTS[self.products].scales
         return scales  # type: ignore[no-any-return]
 
@@ -71,7 +68,7 @@ class Fp8Linear(RoundedLinear):
 
 
 class Int8Linear(RoundedLinear):
-    """Products in int8."""
+    """A linear layer with matrix products in int8."""
 
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `RoundedLinear`."""
@@ -80,15 +77,14 @@ class Int8Linear(RoundedLinear):
 
 
 class RoundedExpertLinear(ExpertLinear):
-    """The linear maps of several experts, each of which multiplies in 8 bits as a `RoundedLinear` does, one after the
-    other: no grouped product of torch has a scale for each row on all devices, and its rows in multiples of none.
-    """
+    """The linear layers of several experts, each multiplying in 8 bits like a `RoundedLinear`, one after the other:
+    torch has no grouped product with a scale per row and any number of rows on all devices."""
 
     products: Products
     emulate: bool
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """See `ExpertLinear`. On a GPU this waits to know how many rows an expert has."""
+        """See `ExpertLinear`. On a GPU this waits for the number of rows of each expert."""
         if not _in_8_bits(self.products, x):
             return super().forward(x, ends, experts)
         row = PRODUCTS[self.products]
@@ -106,7 +102,7 @@ class RoundedExpertLinear(ExpertLinear):
 
 
 class Fp8(Stored):
-    """Weights and inputs in fp8 (e4m3), products in bf16."""
+    """A linear layer with weights and inputs in fp8 (e4m3) and outputs in bf16."""
 
     emulate = False
     """Whether the same numbers are multiplied in fp32: the reference."""

@@ -7,12 +7,12 @@ Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K
     dx = dy weight         summed over N
     dweight = dyᵀ x        summed over M
 
-A tensor is stored as fp8(x · s) beside 1/s. `tensorwise` has one s per tensor, so each is rounded once and used in
-two products; gradients are e5m2, whose range they need. `rowwise` has one s per row of what a product sums over, so
-each tensor is rounded again for each of its two products, along the other side; all are e4m3, whose extra bit pays
-once outliers stay within their row, and every s is a power of two, which adds no rounding of its own.
+A tensor is stored as fp8(x · s) together with 1/s. `tensorwise` has one s per tensor, so each tensor is rounded once
+and used in two products; gradients are e5m2, because they need its range. `rowwise` has one s per row along the summed
+dimension, so each tensor is rounded separately for each of its two products; all are e4m3, whose extra bit pays off
+once outliers affect only their own row, and every s is a power of two, which adds no rounding.
 
-The reference is in the same place: with `emulate` the same numbers are multiplied in fp32, on any device.
+The reference is built in: with `emulate` the same numbers are multiplied in fp32, on any device.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from penstock.dtypes import DTYPES
 Scaling = Literal["tensorwise", "rowwise"]
 E4M3, E5M2 = DTYPES["fp8"], DTYPES["fp8_e5m2"]
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
-# The largest magnitude that a scale is made for is at least this, so that scales, their inverses and products of two
-# inverses are normal fp32 numbers. Tensors of smaller numbers are rounded more coarsely, down to zero.
+# Lower bound of the largest magnitude for a scale, so that scales, their inverses and products of two inverses are
+# normal fp32 numbers. Tensors with smaller values are rounded more coarsely, down to zero.
 _LEAST = 2.0**-50
 _EXPONENT = 0x7F800000
-# The units of the hardware take operands whose sides are multiples of this.
+# The hardware needs operands whose sizes are multiples of this.
 MULTIPLE, _ = PRODUCTS["fp8"].multiple
 
 
 def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None, *, power_of_two: bool = False) -> Tensor:
-    """The fp32 factor that brings the largest magnitude of `x` to the largest number of an fp8 type.
+    """The fp32 factor that scales the largest magnitude of `x` to the largest value of an fp8 type.
 
-    0-d for the whole tensor; with `dim`, one for each slice along it, which keeps its place with size 1. With
-    `power_of_two` it is rounded down to one, so that scaling is exact.
+    0-d for the whole tensor; with `dim`, one per slice along it, and the dimension stays with size 1. With
+    `power_of_two` it is rounded down to a power of two, so that scaling is exact.
     """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = LARGEST[dtype] / largest.float().clamp_min(_LEAST)
@@ -50,9 +50,8 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None, *, power_of_
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """fp8(x · scale), to nearest even. What lies beyond the largest number becomes it, never infinity or NaN; NaN stays
-    NaN, and an infinite x, whose scale is 0, becomes NaN.
-    """
+    """fp8(x · scale), to nearest even. Values beyond the largest fp8 value become that value, never infinity or NaN;
+    NaN stays NaN, and an infinite x, whose scale is 0, becomes NaN."""
     largest = LARGEST[dtype]
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
@@ -61,10 +60,10 @@ def scaled_product(
     a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, out: torch.dtype, *,
     bias: Tensor | None = None, fast: bool = False, emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """(a · inverse_a) @ (b · inverse_b) + bias in the type `out`. a: (M, K) in row-major order, b: (K, N) in
-    column-major order, both fp8; the inverses 0-d, or (M, 1) and (1, N).
+    """(a · inverse_a) @ (b · inverse_b) + bias in dtype `out`. a: (M, K), row-major, b: (K, N), column-major, both fp8;
+    the inverses are 0-d, or (M, 1) and (1, N).
 
-    `fast` lets the tensor cores of Hopper add up in their own, shorter accumulator. `emulate` multiplies in fp32.
+    `fast` lets Hopper's tensor cores sum in their own, shorter accumulator. `emulate` multiplies in fp32.
     """
     if emulate:
         with torch.autocast(a.device.type, enabled=False):
@@ -79,10 +78,10 @@ def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling = "tensorwise",
     dtype: torch.dtype = torch.bfloat16, emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`F.linear` with its three products in fp8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
+    """`F.linear` with its three products in fp8. x: (..., K), not empty; result: (..., N) in `dtype`.
 
-    Gradients have the types of `x`, `weight` and `bias`. Weights of any type are rounded to fp8 directly. K and N must
-    be multiples of 16. Cannot be differentiated twice.
+    Gradients have the dtypes of `x`, `weight` and `bias`. Weights of any dtype are rounded to fp8 directly. K and N
+    must be multiples of 16. Cannot be differentiated twice.
     """
     function: Any = _Tensorwise if scaling == "tensorwise" else _Rowwise
     y: Tensor = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, dtype, emulate)
@@ -123,7 +122,7 @@ class _Tensorwise(torch.autograd.Function):
 
 
 class _Rowwise(torch.autograd.Function):
-    """One scale per row of what is summed over. Saves x in the compute type."""
+    """One scale per row along the summed dimension. Saves x in the compute dtype."""
 
     @staticmethod
     def forward(
@@ -161,7 +160,7 @@ class _Rowwise(torch.autograd.Function):
 
 
 def rows_in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A matrix in e4m3 with a scale per row, in row-major order, and the inverse scales (rows, 1)."""
+    """A row-major matrix rounded to e4m3 with a scale per row, and the inverse scales (rows, 1)."""
     scale = scale_of(x, E4M3, 1, power_of_two=True)
     return quantize(x, E4M3, scale).contiguous(), scale.reciprocal()
 
@@ -171,11 +170,11 @@ def _column_major(q: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor) -> Tensor:
-    """`x` with rows of zeros, which add nothing to a sum over rows, up to a multiple of 16."""
+    """`x` padded with rows of zeros to a multiple of 16; they add nothing to a sum over rows."""
     missing = -x.shape[0] % MULTIPLE
     if not missing:
         return x
-    if x.dtype in LARGEST:  # padding knows no fp8, and a zero byte is a zero
+    if x.dtype in LARGEST:  # F.pad does not support fp8, and a zero byte is a zero
         return F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
     return F.pad(x, (0, 0, 0, missing))
 

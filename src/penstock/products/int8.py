@@ -1,4 +1,4 @@
-"""int8 matrix products of training: the rounding by rows, exact integer sums, and a linear layer's three products.
+"""int8 matrix products for training: rounding by rows, exact integer sums, and a linear layer's three products.
 
 Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K), y: (M, N).
 
@@ -6,26 +6,26 @@ Shapes: M rows (tokens), K features in, N features out. x: (M, K), weight: (N, K
     dx = dy weight         summed over N    the same weight; s_w goes into dy before that is rounded by rows
     dweight = dyᵀ x        summed over M    the same x; s_x goes into dy, which is rounded by columns, or stays in bf16
 
-So weight and x are each rounded once and kept in 8 bits, and a row with an outlier changes no other row. Numbers are
-symmetric, −127 to 127. Gradients are rounded stochastically, up or down with the probability that keeps the mean
-(Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3). The gradient of weights is a sum
-over thousands of rows, where rounding hurts most: in bf16 it is that of SwitchBack (Wortsman et al., "Stable and
-low-precision training for large-scale vision-language models", NeurIPS 2023, section 2.2), which however has one scale
-for all of a weight.
+So weight and x are each rounded once and stored in 8 bits, and a row with an outlier does not affect other rows.
+Numbers are symmetric, −127 to 127. Gradients are rounded stochastically, up or down with the probability that preserves
+the mean (Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, section 3). The gradient of weights
+is a sum over thousands of rows, where rounding hurts most: in bf16 it is computed as in SwitchBack (Wortsman et al.,
+"Stable and low-precision training for large-scale vision-language models", NeurIPS 2023, section 2.2), which however
+has one scale for a whole weight.
 
-With a learned clip log₂ α all inputs have the scale α / 127 instead, as those of a deployed model with static scales.
-What is at an end of the scale is clipped: it passes no gradient on, and α gets that of its value (Choi et al., "PACT:
-Parameterized Clipping Activation for Quantized Neural Networks", 2018, section 3), divided by √K, so that it does not
-outweigh others in the norm of all (Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2.2).
+With a learned clip log₂ α all inputs have the scale α / 127 instead, as in a deployed model with static scales. Inputs
+at an end of the range are clipped: they pass no gradient on, and α receives the gradient of the clipped value (Choi et
+al., "PACT: Parameterized Clipping Activation for Quantized Neural Networks", 2018, section 3), divided by √K, so that
+it does not dominate the global norm (Esser et al., "Learned Step Size Quantization", ICLR 2020, section 2.2).
 
-The sums are exact on every CPU. Those of `torch._int_mm` are where there is VNNI. Without, oneDNN adds pairs of
-products of whole bytes in 16 bits, which saturate: there the second factor is split into halves and remainders, whose
-pairs fit, and multiplied twice. So results do not depend on the processor, and int8 does not pay on such a one.
+The sums are exact on every CPU. `torch._int_mm` is exact with VNNI. Without it, oneDNN adds pairs of products of whole
+bytes in 16 bits, which saturate: there the second factor is split into halves and remainders, whose pairs fit, and
+multiplied twice. So results do not depend on the processor, but int8 does not pay off without VNNI.
 
 Measured on one core of an AMD EPYC with VNNI (`benchmarks/int8_products.py`): `_int_mm` takes half of bf16's time in
-each of the three products, however its factors are laid out. oneDNN's quantised linear is as fast with laid-out weights
-for bytes without a sign, a thousand times slower for signed ones, and laying weights out takes as long as a product of
-500 rows.
+each of the three products, in any memory layout of its factors. oneDNN's quantised linear layer is as fast for unsigned
+bytes if weights are packed, but a thousand times slower for signed bytes, and packing weights takes as long as a
+product with 500 rows.
 """
 
 from __future__ import annotations
@@ -44,19 +44,18 @@ from penstock.models.rounded import MOST as LEVELS
 from penstock.models.rounded import in_levels, input_scale_of, sizes_along
 
 _PIECE = 1 << 15
-"""Elements that are rounded at a time on a CPU, which then stay in its cache from one operation to the next."""
+"""Elements that are rounded at a time on a CPU, so that they stay in its cache from one operation to the next."""
 _ALIGNED = 8
-"""Multiple that a GPU's product wants of all sides; and more than 16 rows."""
+"""A GPU's product needs all sizes to be multiples of this, and more than 16 rows."""
 
 
 def rounded(
     x: Tensor, dim: int = 1, *, factor: Tensor | None = None, noisy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """int8 numbers of `x` · `factor`, with one scale for each slice along `dim`: (M, K) int8, and the value of 1 in
-    fp32, (M, 1) for dim 1 and (1, K) for dim 0. To nearest even, or stochastically if `noisy`.
+    """Round `x` · `factor` to int8 with one scale per slice along `dim`; returns numbers (M, K) and fp32 scales, (M, 1)
+    for dim 1 and (1, K) for dim 0. Rounds to nearest even, or stochastically if `noisy`.
 
-    x: (M, K); factor: fp32 that broadcasts to it from one of the two sides. A row that is not finite has a scale that
-    is not finite either.
+    x: (M, K); factor: fp32, (M, 1) or (1, K). A row that is not finite has a scale that is not finite either.
     """
     noise = torch.ops.penstock.noise(x) if noisy else None
     if torch.compiler.is_compiling() or x.device.type != "cpu":
@@ -85,14 +84,16 @@ def _scaled(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def clipped(x: Tensor, scale: Tensor) -> Tensor:
-    """int8 numbers of x (M, K) from −128 to 127, with the fp32 scale (1,) of a deployed model for all."""
+    """Round x (M, K) to int8, −128 to 127, with one fp32 scale (1,), as in a deployed model."""
     inverse = scale.double().reciprocal().float()
     return (x.float() * inverse).round().clamp(-LEVELS - 1, LEVELS).to(torch.int8)
 
 
 def _numbers(wide: Tensor, sizes: Tensor, noise: Tensor | None) -> Tensor:
     numbers = in_levels(wide, sizes)
-    if noise is not None:  # from −127.5/256 to 127.5/256: what is whole stays, and nothing leaves the levels
+    if (
+        noise is not None
+    ):  # from −127.5/256 to 127.5/256: whole numbers do not change, and no value leaves the range
         numbers = numbers + (noise.float() * 2.0**-8 + 2.0**-9)
     return numbers.round().to(torch.int8)
 
@@ -102,7 +103,7 @@ torch.library.define("penstock::noise", "(Tensor x) -> Tensor", tags=(torch.Tag.
 
 @torch.library.impl("penstock::noise", "CompositeExplicitAutograd")
 def _noise(x: Tensor) -> Tensor:
-    """Uniform int8 numbers in the shape of `x`, eight out of each that torch's generator draws."""
+    """Uniform int8 numbers in the shape of `x`, eight from each 64-bit draw of torch's generator."""
     drawn = torch.empty(-(-x.numel() // 8), dtype=torch.int64, device=x.device).random_(-(1 << 63), None)
     return drawn.view(torch.int8)[: x.numel()].view(x.shape)
 
@@ -113,13 +114,13 @@ def _noise_shape(x: Tensor) -> Tensor:
 
 
 def integer_product(a: Tensor, b: Tensor, *, emulate: bool = False) -> Tensor:
-    """a @ b of int8 matrices (M, K) and (K, N), exact: (M, N) int32; with `emulate` in fp64, in which sums are exact
-    too, on any device."""
+    """The exact product a @ b of int8 matrices (M, K) and (K, N): (M, N) int32; with `emulate` computed in fp64, which
+    is exact too, on any device."""
     if emulate:
         return (a.double() @ b.double()).to(torch.int32)
     if a.device.type == "cuda":
         (m, k), n = a.shape, b.shape[1]
-        # cuBLAS multiplies int8 where both factors' sums lie in rows.
+        # cuBLAS multiplies int8 only if the summed dimension is contiguous in both factors.
         a = _padded(a, -m % _ALIGNED if m > 16 else 24 - m, -k % _ALIGNED)
         b = _padded(b.t(), -n % _ALIGNED, -k % _ALIGNED)
         return torch._int_mm(a, b.t())[:m, :n]
@@ -129,7 +130,7 @@ def integer_product(a: Tensor, b: Tensor, *, emulate: bool = False) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """`x` in row-major order, with rows and columns of zeros, which add nothing to a sum."""
+    """`x` in row-major order, padded with rows and columns of zeros, which add nothing to a sum."""
     return F.pad(x, (0, columns, 0, rows)) if rows or columns else x.contiguous()
 
 
@@ -138,10 +139,11 @@ def int8_linear(
     passes: tuple[ProductPass, ...] = ("forward", "input"), dtype: torch.dtype = torch.bfloat16,
     emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`F.linear` with products in int8. x: (..., K), of any size but none; result: (..., N) in `dtype`.
+    """`F.linear` with products in int8. x: (..., K), not empty; result: (..., N) in `dtype`.
 
-    Gradients have the types of `x`, `weight`, `bias` and `clip`, (1,), with which all inputs have one scale. Products
-    that are not in `passes` are in `dtype`. Keeps x in int8 and refers to `weight`. Cannot be differentiated twice.
+    Gradients have the dtypes of `x`, `weight`, `bias` and `clip`; with `clip`, (1,), all inputs share one scale.
+    Products that are not in `passes` are in `dtype`. Saves x in int8 and a reference to `weight`. Cannot be
+    differentiated twice.
     """
     flat = x.reshape(-1, x.shape[-1])
     function: Any = _Int8
@@ -152,11 +154,11 @@ def int8_linear(
 def scale_sums(
     sums: Tensor, columns: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Sums (M, N) times the scales of columns (1, N), then of rows (M, 1), and a bias (N,): (M, N) in `dtype`. One
-    scale for all rows, (1,), is multiplied by those of columns first, as in a deployed model."""
+    """Sums (M, N) times the scales of columns (1, N), then of rows (M, 1), plus a bias (N,): (M, N) in `dtype`. A
+    single scale for all rows, (1,), is first multiplied by the scales of columns, as in a deployed model."""
     if rows.ndim == 1:
         scales = columns * rows
-        # Torch rounds this once, as the fused products of oneDNN do.
+        # Torch rounds this once, as oneDNN's fused products do.
         wide = sums * scales if bias is None else torch.addcmul(bias.float(), sums.float(), scales)
         return wide.to(dtype)
     wide = sums * columns
@@ -167,7 +169,7 @@ def scale_sums(
 def input_gradient(
     dy: Tensor, outputs: Tensor, scales: Tensor, dtype: torch.dtype, *, emulate: bool = False
 ) -> Tensor:
-    """dy (M, N) times the weight, given as int8 numbers (N, K) with scales (N, 1): (M, K) in `dtype`."""
+    """dy (M, N) times the weight, passed as int8 numbers (N, K) with scales (N, 1): (M, K) in `dtype`."""
     gradients, own = rounded(dy, factor=scales.t(), noisy=True)
     return (integer_product(gradients, outputs, emulate=emulate) * own).to(dtype)
 
@@ -175,7 +177,7 @@ def input_gradient(
 def weight_gradient(
     dy: Tensor, rows: Tensor, scales: Tensor, dtype: torch.dtype, *, weights_too: bool, emulate: bool = False
 ) -> Tensor:
-    """dyᵀ x (N, K), of x as int8 numbers (M, K) with scales (M, 1), in int8 with `weights_too`, else in `dtype`."""
+    """dyᵀ x (N, K), for x as int8 numbers (M, K) with scales (M, 1); in int8 with `weights_too`, else in `dtype`."""
     if weights_too:
         gradients, own = rounded(dy, 0, factor=scales, noisy=True)
         return integer_product(gradients.t(), rows, emulate=emulate) * own.t()
@@ -198,7 +200,7 @@ class _Int8(torch.autograd.Function):
         else:
             row_scales = input_scale_of(clip)
             rows = clipped(x, row_scales)
-        # Of the weight the parameter itself: where it is sharded, nothing of it stays behind.
+        # The weight is saved as the parameter itself, so that no gathered copy of a sharded weight is kept.
         ctx.save_for_backward(rows, row_scales, weight, clip)
         if "forward" not in passes:
             return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -25,17 +25,17 @@ from penstock.products.stored import Stored
 _GROUP = FORMATS["int4"].group
 """Inputs that share a scale in `int4`."""
 _BEYOND, _MULTIPLE = 64, 16
-"""Bytes of memory behind weights in int8, and a multiple of their inputs, that torch's products of bf16 need."""
+"""Bytes of memory after int8 weights, and the multiple of their inputs, that torch's bf16 products need."""
 _ENGINES = ("x86", "fbgemm")
-"""torch's quantised engines that have `fused_product`."""
+"""torch's quantised engines that support `fused_product`."""
 _LEAST = 1e-12
-"""The least step between rounded inputs."""
+"""The smallest step between rounded inputs."""
 
 
 def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> object:
-    """int8 numbers (out, in) with a scale for each output (out,), as torch's quantised products take them.
+    """Pack int8 numbers (out, in) with a scale per output (out,) for torch's quantised products.
 
-    Raises EnvironmentProblem where torch has no kernel that rounds inputs by a given scale.
+    Raises EnvironmentProblem if torch has no kernel that rounds inputs by a given scale.
     """
     if torch.backends.quantized.engine not in _ENGINES:
         raise EnvironmentProblem(
@@ -43,7 +43,7 @@ def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> obje
             "int8 needs here; use weights=int8_weights, or weights=plain."
         )
     with warnings.catch_warnings():
-        # torch will take its quantised tensors out one day; the kernels that take this one are its fastest so far.
+        # torch warns that it will remove quantised tensors, but their kernels are its fastest so far.
         warnings.simplefilter("ignore", UserWarning)
         zeros = torch.zeros(len(scales), dtype=torch.int64)
         weight = torch._make_per_channel_quantized_tensor(numbers, scales.double(), zeros, 0)
@@ -51,42 +51,42 @@ def packed_numbers(numbers: Tensor, scales: Tensor, bias: Tensor | None) -> obje
 
 
 def fused_product(x: Tensor, scale: float, zero: int, packed: object) -> Tensor:
-    """Rows (M, in) rounded by one scale, to bytes of which `zero` stands for 0, times packed numbers: (M, out) fp32."""
+    """Rows (M, in), rounded with one scale to bytes in which `zero` means 0, times packed numbers: (M, out) fp32."""
     return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default(  # type: ignore[no-any-return]
         x.contiguous(), scale, zero, packed
     )
 
 
 class Int8(Stored):
-    """Weights in int8, and inputs in int8 with a range for each row, so that no row changes another.
+    """A linear layer with int8 weights, and int8 inputs with a range per row, so that rows do not affect each other.
 
     A row x from `low` to `high` becomes q = round((x − middle) / s), s = (high − low) / (2 · `most`), so that
 
         y[n] = s · scale[n] · Σ_k q[k] · numbers[n, k] + middle · Σ_k weight[n, k] + bias[n]
 
-    with the rounded weights. Of inputs of nearly one sign, as activations give them, all levels are used. One kernel
-    does all of this where there is one (`penstock.kernels.native_integers`).
+    with the rounded weights. All levels are used even if inputs have nearly one sign, as after an activation. If
+    available, one kernel does all of this (`penstock.kernels.native_integers`).
 
-    With `factors`, fp32 (in,), inputs are multiplied by them first, and weights divided, so that all features can be of
-    similar size (Xiao et al., "SmoothQuant", ICML 2023, eq. 3).
+    With `factors`, fp32 (in,), inputs are first multiplied by them, and weights divided, so that all features can have
+    similar sizes (Xiao et al., "SmoothQuant", ICML 2023, eq. 3).
     """
 
     wide = True
     one_pass = True
-    """Whether that kernel rounds by ranges, too, as it can where each input is rounded once."""
+    """Whether that kernel also rounds by ranges, which it supports if each input is rounded once."""
 
     def __init__(self, linear: nn.Linear, factors: Tensor | None = None) -> None:
         super().__init__(linear)
         self.factors = factors
         rounded = round_rows(linear.weight if factors is None else linear.weight.float() / factors)
         self.bias = None if self.bias is None else self.bias.float()
-        # Without VNNI, sums of two products of whole bytes do not fit 16 bits.
+        # Without VNNI, sums of two products of whole bytes do not fit into 16 bits.
         self.most = MOST if this_cpu().vnni else MOST // 2
         self.fused: PackedInt8 | None = None
         if multiplies_integers():
             bias = self.bias if self.one_pass else None
-            given = factors if self.one_pass else None
-            self.fused = PackedInt8(rounded.numbers, rounded.scales[:, 0], bias, given)
+            input_factors = factors if self.one_pass else None
+            self.fused = PackedInt8(rounded.numbers, rounded.scales[:, 0], bias, input_factors)
             self.wide = not self.one_pass
         self.packed = None if self.fused else packed_numbers(rounded.numbers, rounded.scales[:, 0], None)
         self.sums = rounded.numbers.sum(1) * rounded.scales[:, 0]
@@ -102,7 +102,7 @@ class Int8(Stored):
         return torch.addcmul(offset, product, scale).to(x.dtype)
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """Rows (M, in) from −`most` to `most`, rounded to whole numbers, by the weights: (M, out) fp32."""
+        """Rows (M, in) from −`most` to `most`, rounded to whole numbers, times the weights: (M, out) fp32."""
         return self.called(x)
 
     def kernel(self, x: Tensor) -> Tensor:
@@ -112,19 +112,19 @@ class Int8(Stored):
 
 
 class Int8Twice(Int8):
-    """The same with inputs in twice 8 bits."""
+    """The same with inputs in two parts of 8 bits."""
 
     one_pass = False
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """See `Int8`. What the first rounding leaves, from −½ to ½, is rounded once more."""
+        """See `Int8`. The remainder of the first rounding, from −½ to ½, is rounded as well."""
         whole, finer = x.round(), 2 * self.most
         return super().multiplied(whole) + super().multiplied((x - whole) * finer) / finer
 
 
 class Int8Weights(Stored):
-    """Weights in int8, products in bf16, by one kernel for any number of rows, so that no row changes another: our own
-    where there is one (`penstock.kernels.native_integers`), else torch's."""
+    """A linear layer with int8 weights and products in bf16, by one kernel for any number of rows, so that rows do not
+    affect each other: our own if available (`penstock.kernels.native_integers`), else torch's."""
 
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight | None = None) -> None:
         super().__init__(linear)
@@ -150,7 +150,7 @@ class Int8Weights(Stored):
 
 
 class Int4(Stored):
-    """Weights in 4 bits, in groups."""
+    """A linear layer with 4-bit weights, in groups."""
 
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight | None = None) -> None:
         super().__init__(linear)

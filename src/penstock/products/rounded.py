@@ -1,13 +1,13 @@
-"""Linear layers that multiply as a folder says that was quantised: from its own numbers and scales.
+"""Linear layers of a quantised folder, which multiply with the folder's own numbers and scales.
 
-Inputs x (M, K) become q = clamp(round(x / s)) of 8 bits, from −128 to 127, where s is the layer's or each row's own
-(max|x| / 127). Products are exact sums of whole numbers on every CPU:
+Inputs x (M, K) become 8-bit numbers q = clamp(round(x / s)), from −128 to 127, where s is the layer's scale or each
+row's own (max|x| / 127). Products are exact sums of whole numbers on every CPU:
 
     y[m, n] = s[m] · scale[n] · Σ_k q[m, k] · numbers[n, k] + bias[n]
 
-With VNNI one kernel rounds, multiplies and scales: our own (`penstock.kernels.native_integers`), or without a compiler
-torch's. Without VNNI pairs of products overflow 16 bits in torch's, so numbers are multiplied in fp32, in parts whose
-sums are exact there, which gains no time.
+With VNNI one kernel rounds, multiplies and scales: our own (`penstock.kernels.native_integers`), or torch's if there is
+no compiler. Without VNNI pairs of products overflow 16 bits in torch's kernel, so numbers are multiplied in fp32, in
+parts whose sums are exact, which saves no time.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from penstock.products.integers import Int4, Int8Weights, fused_product, packed_
 from penstock.products.stored import Stored, StoredExperts, in_place_of
 
 _EXACT = 1024
-"""Products of two numbers of 8 bits whose sum is exact in fp32, in any order: below 2²⁴."""
+"""Number of products of two 8-bit numbers whose sum is exact in fp32, in any order: below 2²⁴."""
 _LEAST = 1e-12
 
 
 class RoundedInt8(Stored):
-    """Weights and inputs in int8, of a folder's numbers."""
+    """A linear layer with int8 inputs and a folder's int8 weights."""
 
     wide = True
     whole_rows: Callable[[Tensor], Tensor] | None = None
-    """Makes the sizes of whole rows of inputs, (M, 1), of which ranks each have a part, of those of the parts."""
+    """Combines the sizes of rows, (M, 1), of all ranks' parts of the inputs into the sizes of whole rows."""
 
     def __init__(self, linear: nn.Linear, rounded: RoundedWeight) -> None:
         super().__init__(linear)
@@ -47,7 +47,7 @@ class RoundedInt8(Stored):
         self.scales = rounded.scales[:, 0].contiguous()
         self.bias = None if self.bias is None else self.bias.float()
         self.fused: PackedInt8 | None = None
-        self.packed = None  # where the fused product's sums are not exact
+        self.packed = None  # None if the fused product's sums are not exact
         if multiplies_integers():
             self.fused = PackedInt8(rounded.numbers, self.scales, self.bias)
             self.wide = False
@@ -96,7 +96,7 @@ class RoundedInt8(Stored):
         )
 
     def sums(self, q: Tensor) -> Tensor:
-        """Inputs of whole numbers (M, K) by the weights' numbers, (M, N): exact before they are fp32. The reference."""
+        """Whole numbers (M, K) times the weights' numbers: (M, N), exact before the cast to fp32. The reference."""
         parts = zip(torch.split(q.float(), _EXACT, 1), torch.split(self.numbers, _EXACT, 1))
         total = sum(F.linear(rows, numbers.float()).double() for rows, numbers in parts)
         assert isinstance(total, Tensor)
@@ -104,7 +104,7 @@ class RoundedInt8(Stored):
 
 
 def in_8_bits(x: Tensor, scale: float) -> Tensor:
-    """Inputs as whole numbers from −128 to 127, in the type of x."""
+    """Inputs rounded to whole numbers from −128 to 127, in the dtype of x."""
     return (x * (1.0 / scale)).round().clamp(-128, 127)
 
 
@@ -114,7 +114,7 @@ _FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
 
 
 def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:
-    """The module that takes the place of a linear, or of one of experts, and multiplies in a form."""
+    """The module that replaces a linear layer, or one of several experts, and multiplies in a form."""
     stored = _FORMS[form]
     if isinstance(module, ExpertLinear):
         return StoredExperts(module, lambda n, one: in_place_of(one, stored(one, rounded.part(n))))
@@ -123,10 +123,10 @@ def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -
 
 
 def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]) -> None:
-    """Let the named linears of a model multiply in their formats, in place.
+    """Let the named linear layers of a model multiply in their formats, in place.
 
-    Raises ConfigError where the model is on a device that does not multiply so, and CheckpointError for a linear that
-    the model does not have, or of another shape.
+    Raises ConfigError if the model's device does not support a format, and CheckpointError for a layer that the model
+    does not have, or has with another shape.
     """
     device, modules = next(model.parameters()).device, dict(model.named_modules())
     for name, (form, weight) in rounded.items():
@@ -142,7 +142,7 @@ def store_rounded(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, Ro
 
 
 def stored_tensors(model: nn.Module) -> list[Tensor]:
-    """The tensors of a model's layers that store their weights in another form, which no state dict has."""
+    """The tensors of a model's layers that store weights in another form, which are not in its state dict."""
     layers = [module for module in model.modules() if isinstance(module, Stored)]
     tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
     for layer in layers:

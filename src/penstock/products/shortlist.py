@@ -1,8 +1,8 @@
-"""A vocabulary cut short: the output's product is taken over some of its tokens alone.
+"""A shortlist of the vocabulary: the output layer computes logits only for some tokens.
 
-That product reads more weights than all else of a step where a vocabulary is large: of Marian's 52 million 30.
-Who knows which words a translation can have, or wants no others, saves most of it. Tokens that are not on the list
-have logits of −∞, and log-probabilities are those among the others.
+With a large vocabulary the output layer reads more weights than the rest of a step: in Marian 30 of 52 million. If the
+possible words of a translation are known, or no others are wanted, most of this is saved. Tokens that are not on the
+list have logits of −∞, so that log-probabilities are over the list.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import capped
 
 _MOST = 1 << 26
-"""Bytes of a file of numbers."""
+"""Most bytes of a file of numbers."""
 
 
 class Shortlist(nn.Module):
-    """A replacement for a linear layer that gives logits: (…, D) to (…, V), −∞ for tokens that are not on the list."""
+    """A replacement for a linear layer that computes logits: (…, D) to (…, V), −∞ for tokens off the list."""
 
     numbers: Tensor
 
@@ -51,8 +51,8 @@ class Shortlist(nn.Module):
 
 
 def shorten(model: nn.Module, numbers: Iterable[int]) -> None:
-    """Let a model of ours give logits of these tokens alone, in place. Raises ConfigError where there is none, and for
-    numbers that the vocabulary does not have."""
+    """Let a model of ours compute logits for these tokens only, in place. Raises ConfigError for an empty list, and for
+    numbers outside the vocabulary."""
     head = model.head
     if isinstance(head, Shortlist):
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""Linear layers that store their weights in another form than the model's, for inference: their base, and those in
-oneDNN's blocked layout.
+"""Linear layers for inference that store their weights in another form: the base class, and oneDNN's blocked layout.
 
 A stored layer cannot be trained, saved or moved to another device.
 """
@@ -16,18 +15,18 @@ from torch import Tensor, nn
 from penstock.models.expert_linear import ExpertLinear
 
 _ROWS = 32
-"""Rows of inputs that oneDNN lays weights out for; those for one row serve others badly."""
+"""Number of input rows that oneDNN packs weights for; a layout for one row is slow for others."""
 
 
 class Stored(nn.Module):
-    """A linear layer whose weights are kept in another form: (…, in) to (…, out)."""
+    """A linear layer whose weights are stored in another form: (…, in) to (…, out)."""
 
     wide = False
-    """Whether `kernel` returns fp32, whatever it is given."""
+    """Whether `kernel` always returns fp32."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.out_features, self.in_features = linear.weight.shape  # of a split layer, this rank's
+        self.out_features, self.in_features = linear.weight.shape  # this rank's part if the layer is split
         self.dtype = linear.weight.dtype
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.number = next(_numbers)
@@ -39,15 +38,15 @@ class Stored(nn.Module):
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: Tensor) -> Tensor:
-        """(N, in) to (N, out), for N of at least 1."""
+        """Multiply (N, in) to (N, out), for N of at least 1."""
         raise NotImplementedError
 
     def kernel(self, x: Tensor) -> Tensor:
-        """(…, in) to (…, out) by what torch.compile cannot look into."""
+        """Multiply (…, in) to (…, out) with operations that torch.compile cannot trace."""
         raise NotImplementedError
 
     def called(self, x: Tensor) -> Tensor:
-        """`kernel`; in compiled code as one operation."""
+        """Call `kernel`; in compiled code as one opaque operator."""
         if torch.compiler.is_compiling():
             return torch.ops.penstock.packed(x, self.number)  # type: ignore[no-any-return]
         return self.kernel(x)
@@ -70,7 +69,7 @@ def _shape(x: Tensor, number: int) -> Tensor:
 
 
 class OneDnn(Stored):
-    """Weights in oneDNN's blocked layout."""
+    """A linear layer with weights in oneDNN's blocked layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -87,7 +86,7 @@ class OneDnn(Stored):
 
 
 class Bf16(OneDnn):
-    """Weights and products in bf16."""
+    """A linear layer with weights and products in bf16."""
 
     def __init__(self, linear: nn.Linear) -> None:
         Stored.__init__(self, linear)
@@ -99,17 +98,17 @@ class Bf16(OneDnn):
 
 
 def in_place_of(linear: nn.Linear, stored: Stored) -> nn.Module:
-    """A form as it takes a linear's place: of one that is split over ranks, with its part between them, as
-    `penstock.parallel.parts` has it."""
+    """The module that replaces a linear layer by its stored form; for a layer that is split over ranks, with the
+    communication of `penstock.parallel.parts`."""
     hand_over: Callable[[nn.Module], nn.Module] | None = getattr(linear, "replaced_by", None)
     return stored if hand_over is None else hand_over(stored)
 
 
 class StoredExperts(nn.Module):
-    """An `ExpertLinear` whose experts each multiply in a form of their own, one after the other."""
+    """An `ExpertLinear` whose experts each multiply in their own stored form, one after the other."""
 
     def __init__(self, linear: ExpertLinear, store: Callable[[int, nn.Linear], nn.Module]) -> None:
-        """`store` makes the form of an expert out of its number and a linear of its weights."""
+        """`store` makes the stored form of an expert from its number and a linear layer with its weights."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = None
@@ -124,13 +123,13 @@ class StoredExperts(nn.Module):
         _known_experts[self.number] = self
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
-        """See `ExpertLinear`; in compiled code as one operation."""
+        """See `ExpertLinear`; in compiled code one opaque operator."""
         if torch.compiler.is_compiling():
             return torch.ops.penstock.separate(x, ends, self.number)  # type: ignore[no-any-return]
         return self.multiplied(x, ends)
 
     def multiplied(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x (V, in), sorted by expert, to (V, out)."""
+        """Multiply x (V, in), sorted by expert, to (V, out)."""
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         return torch.cat([one(rows) for one, rows in zip(self.experts, torch.split(x, counts))])
 

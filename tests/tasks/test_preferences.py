@@ -235,7 +235,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         build(GPT, Plan(), recipe=Recipe(teacher="anywhere"), loss=Preferences("anywhere"))
     with pytest.raises(ConfigError, match=r"only task=preferences uses it"):
         build(GPT, Plan(), recipe=Recipe(preference_beta=0.2), loss=NextToken())
-    with pytest.raises(ConfigError, match="started from, and there are none"):
+    with pytest.raises(ConfigError, match="started from, but there are none"):
         Preferences()(create(GPT), _batch())
     folder = _weights(tmp_path / "weights")
     with pytest.raises(ConfigError, match="decoder"):

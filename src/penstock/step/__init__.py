@@ -1,4 +1,4 @@
-"""How an optimizer step is taken: micro-batches, precision, clipping, update and averages, in one place."""
+"""The optimizer step in one place: micro-batches, precision, clipping, update and averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory one training step takes, counted in tensors, as the planner counts."""
+"""The memory of one training step, counted in tensors, as the planner does."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.step.train_step import StepResult, TrainStep
 
 
 def step_with_memory(step: TrainStep, micro_batches: Sequence[Any]) -> tuple[StepResult, int]:
-    """Take one step, and count the bytes of tensors at its worst moment: weights, optimizer state and batch too.
+    """Take one step, and count the peak bytes of tensors, weights, optimizer state and batch included.
 
-    A GPU's allocator keeps that count. On a CPU the resident size of the process says little, so the step is run under
-    torch's memory profiler, which sees every allocation of tensors, those of compiled code too.
+    A GPU's allocator counts this itself. On a CPU the resident size of the process says little, so the step runs under
+    torch's memory profiler, which records every allocation of tensors, including compiled code's.
     """
     resident = _between_steps(step, micro_batches)
     if step.device.type == "cuda":
@@ -32,7 +32,7 @@ def step_with_memory(step: TrainStep, micro_batches: Sequence[Any]) -> tuple[Ste
         result = step(micro_batches)
         torch.cuda.synchronize(step.device)
         return result, resident + torch.cuda.max_memory_allocated(step.device) - before
-    # The profiler's own messages would go to stderr; it reads this when it first starts.
+    # Silences the profiler's own messages on stderr; it reads this when it first starts.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from torch.profiler import ProfilerActivity, profile
 
@@ -50,9 +50,9 @@ def step_with_memory(step: TrainStep, micro_batches: Sequence[Any]) -> tuple[Ste
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """Inside, torch's C++ code logs errors and no warnings, where its library lets us say so.
+    """Within this context, torch's C++ code logs errors but no warnings, if its library allows this.
 
-    Its memory profiler warns of every block that was there before it started, of which `_between_steps` has the bytes.
+    Its memory profiler warns about every block that existed before it started; `_between_steps` counts these bytes.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -68,10 +68,10 @@ def _errors_only() -> Iterator[None]:
 
 
 def _between_steps(step: TrainStep, micro_batches: Sequence[Any]) -> int:
-    """Bytes that are there when a step starts: weights, buffers, optimizer state, batch; each storage once.
+    """Bytes that exist when a step starts: weights, buffers, optimizer state, batch; each storage once.
 
-    Gradients of the last step are let go first, as they would be within the step, where neither count would see it.
-    Those in a buffer that stays are counted: a weak reference shows which these are.
+    The last step's gradients are freed first; the step itself would do so where neither count notices it. Gradients in
+    a permanent buffer are counted: a weak reference shows which these are.
     """
     model, optimizer = step.model, step.optimizer
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]

@@ -1,9 +1,9 @@
 """The forward and backward passes of a training step through the stages of a pipeline.
 
-Each rank runs its list of a schedule's actions, one by one: the data that `penstock.schedules` generates, simulates and
-draws. torch's own runtime of such lists (`torch.distributed.pipelining`) fixes the shape of what stages send at the
-first step, and batches of text change theirs. So actions are executed here, and the tests of schedules hold the lists
-equal to torch's.
+Each rank runs its list of a schedule's actions, one by one; `penstock.schedules` generates, simulates and draws these
+lists. torch's own runtime for such lists (`torch.distributed.pipelining`) fixes the shapes of messages at the first
+step, but the shapes of text batches change. So actions are executed here; tests of schedules check that the lists equal
+torch's.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def table(plan: Plan, micro_batches: int) -> Schedule:
 
 
 class Pipeline:
-    """Takes micro-batches through the stages of a model as a Plan's schedule says. The loss is the task's, made on the
-    last stage.
+    """Runs micro-batches through a model's stages as a Plan's schedule says. The last stage computes the task's loss.
 
     Raises:
-        ConfigError: the loss is a plain function, which does not say what goes into the model and what comes out.
+        ConfigError: the loss is a plain function, which does not separate the model's inputs from the loss.
     """
 
     def __init__(
@@ -70,9 +69,8 @@ class Pipeline:
         self.divisor: Tensor | None = None
         self.parts: Tensor | None = None
         self.trace: list[tuple[Action, float, float]] | None = None
-        """Where it is a list, computations are added to it with the seconds of `time.perf_counter` between which they
-        ran; the host then waits for each.
-        """
+        """If a list, each computation is appended with its start and end by `time.perf_counter`; the host then waits
+        for each."""
         self._types: dict[tuple[int, bool], torch.dtype] = {}
         self._place = stages.dims.place()["pp"]
 
@@ -90,7 +88,7 @@ class Pipeline:
         return self._shared_loss(step.loss)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """The norm of the gradients of all stages, from that of this rank's."""
+        """The norm of the gradients of all stages, from the norm of this rank's gradients."""
         return self.stages.whole_norm(norm, self._holder)
 
     def _holder(self, parameter: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ class Pipeline:
         return parameter if self.masters is None else self.masters.master_of(parameter)
 
     def _shared_loss(self, loss: StepLoss | None) -> Tensor:
-        """The loss of the micro-batches, and its parts, which the last stage sends to the others."""
+        """The loss of the micro-batches and its parts, sent by the last stage to all others."""
         stages = self.stages
         dtype = sums_type(stages.like())
         values = torch.zeros(1 + len(self.task.losses), dtype=dtype, device=stages.device)
@@ -113,34 +111,34 @@ class Pipeline:
 
 
 class _Step:
-    """One step of one rank: what its stages hold of each micro-batch."""
+    """One step of one rank, with the tensors that its stages hold for each micro-batch."""
 
     def __init__(self, pipeline: Pipeline, micro_batches: Sequence[Any], links: Links) -> None:
         self.pipeline, self.stages, self.links = pipeline, pipeline.stages, links
         self.batches = micro_batches
-        # Ranks that see other samples are at the same place of their pipelines, so they count together.
+        # Ranks with different samples run the same stage at the same time, so they can add up their counts.
         last = self.stages.last in self.stages.local_stages
         self.loss = StepLoss(pipeline.loss, micro_batches, self.stages.dims) if last else None
         self._inputs: dict[tuple[int, int], Values] = {}
-        """Inputs from the stage before, by stage and micro-batch; their gradients are for that stage."""
+        """Inputs from the previous stage, by stage and micro-batch; their gradients are sent back to it."""
         self._outputs: dict[tuple[int, int], Values] = {}
         self._gradients: dict[tuple[int, int], Values] = {}
-        """Gradients of the outputs."""
+        """Gradients of the outputs, by stage and micro-batch."""
         self._performers: dict[str, Callable[[int, int], None]] = {
             "F": self._forward, "B": self._backward, "SEND_F": self._send, "RECV_F": self._receive,
             "SEND_B": self._send_back, "RECV_B": self._receive_back, "I": self._of_input, "W": self._of_weights,
         }  # fmt: skip
         self._lengths: dict[tuple[int, int], list[int]] = {}
-        """Tokens of each stack, which recomputation must know again where ranks share them out."""
+        """Number of tokens of each stack, which recomputation needs again if ranks split tokens."""
         self._later: dict[tuple[int, int], Later] = {}
-        """The rest of the work for the gradients of weights."""
+        """Deferred computations of the gradients of weights."""
         scaler = pipeline.scaler
         self._balance = (1.0 if scaler is None else scaler.scale) / len(micro_batches)
-        """The weight of each micro-batch's balance losses: they are on all stages, and the loss is on the last."""
+        """The weight of each micro-batch's balance losses, which are on all stages, while the loss is on the last."""
         self._began = 0.0
 
     def perform(self, action: Action) -> None:
-        """Do what the schedule says. An error is raised with stage and micro-batch."""
+        """Perform an action of the schedule. Errors are raised with stage and micro-batch."""
         try:
             self._began = self._now()
             self._performers[action.kind](action.stage, action.micro_batch)
@@ -157,7 +155,7 @@ class _Step:
         return time.perf_counter()
 
     def _await(self, values: Values) -> None:
-        """Until what was received is there: the action begins then."""
+        """Wait until the received tensors have arrived; the action's time starts then."""
         self.links.wait(values)
         self._began = self._now()
 
@@ -228,7 +226,7 @@ class _Step:
 
 
 def _raise_named(error: Exception, action: Action, count: int, last: int) -> NoReturn:
-    """Raise the error again, of the same kind, with what the rank was doing."""
+    """Raise the error again, with the same type and a description of the rank's action."""
     stage, kind, i = action
     where = f"In {_WORDS[kind]} of stage {stage} (0 to {last}) for micro-batch {i} (0 to {count - 1}): "
     try:

@@ -1,7 +1,7 @@
 """One optimizer step over some micro-batches, without ever waiting for the device.
 
-`TrainStep` lets a `Runner` take the forward and backward passes, of the loss that `StepLoss` makes, and then updates.
-A runner owns the micro-batches and their order: one after the other, or as a pipeline's schedule says.
+`TrainStep` lets a `Runner` run the forward and backward passes, with the loss of `StepLoss`, and then updates. A runner
+decides the order of micro-batches: one after the other, or a pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class StepResult:
     """Result of a step. Tensors are on the device and may not be computed yet: reading them waits."""
 
     loss: Tensor
-    """This rank's part of the step's loss, 0-d, detached, without loss scale. The average over ranks, and what one rank
-    alone returns, is the loss: summed over all targets of the step and divided by their number, however they are cut
-    into micro-batches and over ranks; of a function that returns no count, the mean of the micro-batches' means."""
+    """This rank's part of the step's loss, 0-d, detached, without loss scale. Its average over ranks (with one rank,
+    itself) is the loss: the sum over all targets of the step divided by their number, for any split into micro-batches
+    and over ranks; for a function that returns no count, the mean of the micro-batches' means."""
     grad_norm: Tensor | None
-    """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. Not finite
-    means that a scaled fp16 step overflowed and was skipped."""
+    """2-norm of all gradients before clipping, without loss scale, 0-d fp32; None if nothing needed it. If it is not
+    finite, a scaled fp16 step overflowed and was skipped."""
     parts: Tensor | None = None
-    """(H,), of a task with several losses this rank's part of each, as `loss` is of their sum."""
+    """(H,), for a task with several losses: this rank's part of each; `loss` is the part of their sum."""
 
 
 class TrainStep:
     """Forward and backward over micro-batches, then clipping, update and averaging.
 
-    `runner` runs the passes, without one the micro-batches one after the other.
-    The model computes as `apply_precision` has set it up. Everything runs under the Plan's matmul precision, and the
-    former one is restored on return. Gradients are those of the loss averaged over all targets: see `StepResult.loss`.
+    `runner` runs the passes; by default micro-batches run one after the other. The model's precision is set by
+    `apply_precision`. Everything runs under the Plan's matmul precision, and the former one is restored on return.
+    Gradients are those of the loss averaged over all targets: see `StepResult.loss`.
     """
 
     def __init__(
@@ -80,12 +80,11 @@ class TrainStep:
         for mixture in self._mixtures:
             mixture.stepped = True
         self.skips: Callable[[Tensor, Tensor | None], Tensor] | None = None
-        """Given a step's mean loss and gradient norm: 1 where it must not be taken, 0-d fp32 on the device. Set by who
-        trains; see `penstock.optim.clip.can_refuse`.
-        """
+        """A function of a step's mean loss and gradient norm that returns 1 to skip the step, 0-d fp32 on the device.
+        Set by the training loop; see `penstock.optim.clip.can_refuse`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
-        """Take one step. Raises ConfigError when there is no micro-batch."""
+        """Take one step. Raises ConfigError if there is no micro-batch."""
         if not micro_batches:
             raise ConfigError("A training step received no micro-batch; pass it at least one.")
         set_host_memory(keep=self.plan.host_memory == "keep")
@@ -108,7 +107,7 @@ class TrainStep:
         return StepResult(loss=loss, grad_norm=norm, parts=self.runner.parts)
 
     def add_up(self, loads: list[Tensor]) -> None:
-        """Add up the loads of mixtures over the ranks that route other tokens, in place."""
+        """Sum the loads of mixtures over the ranks that route different tokens, in place."""
         dims = ALONE if self.replicas is None else self.replicas.dims
         parts = any(
             mixture.exchange is not None and mixture.exchange.splits_tokens for mixture in self._mixtures
@@ -118,7 +117,7 @@ class TrainStep:
                 add_up_all(loads, dims.group(*names))
 
     def _tell_unused(self, switch: Switch) -> None:
-        """Warn, once after the first pass, of a choice of attention that the model has no use for."""
+        """Warn, once after the first pass, about an attention setting that the model does not use."""
         self._unused = None
         if not switch.used:
             name = type(self.model).__name__
@@ -131,9 +130,8 @@ class TrainStep:
             )
 
     def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
-        """The first tensor in the passes on micro-batches that is not finite, to explain why a run ends. Weights stay
-        as they are, gradients do not. All ranks must call it. Waits for the device.
-        """
+        """The first tensor in the passes on micro-batches that is not finite, to explain why a run ends. Changes
+        gradients, but not weights. All ranks must call it. Waits for the device."""
         trace = OverflowTrace([self.model])
         with matmul_precision(self.plan.matmul), trace:
             self.optimizer.zero_grad()
@@ -142,9 +140,8 @@ class TrainStep:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, the model computes as in training, under the Plan's precision, but in eval mode and without
-        gradients; afterwards each module's mode is what it was.
-        """
+        """Within this context, the model computes as in training, under the Plan's precision, but in eval mode and
+        without gradients; afterwards each module's mode is restored."""
         with evaluating(self.model):
             if self.replicas is not None:
                 self.replicas.drop_copies()
@@ -161,21 +158,20 @@ class Runner(Protocol):
 
     loss: Loss
     parts: Tensor | None
-    """(H,), this rank's part of each of several losses of the last step; None: there is one."""
+    """(H,), this rank's part of each of several losses of the last step; None: there is only one."""
     divisor: Tensor | None
-    """Divisor of the gradients after the passes, 0-d; None where they are complete. See `StepLoss`."""
+    """Divisor of the gradients after the passes, 0-d; None if they need none. See `StepLoss`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Leave the gradients of the step's loss where the optimizer takes them, with the loss scale in them if there
-        is one. Returns this rank's part of that loss (see `StepResult.loss`): 0-d, detached, without loss scale.
-        """
+        """Compute the gradients of the step's loss, where the optimizer reads them, multiplied by the loss scale if
+        there is one. Returns this rank's part of that loss (see `StepResult.loss`): 0-d, detached, unscaled."""
 
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """The norm of all gradients of the model, from that of those that this rank holds, 0-d."""
+        """The norm of all gradients of the model, from the norm of this rank's gradients, 0-d."""
 
 
 class Accumulate:
-    """Takes one micro-batch after the other through the whole model, so that their gradients add up."""
+    """Runs one micro-batch after the other through the whole model, and accumulates gradients."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, *, scaler: LossScaler | None = None,
@@ -199,7 +195,7 @@ class Accumulate:
         return loss
 
     def whole_norm(self, norm: Tensor) -> Tensor:
-        """The same: the rank holds the whole model, or DTensors that know of the others."""
+        """The norm unchanged: the rank holds the whole model, or DTensors, whose norm covers all ranks."""
         return norm
 
     def _one(self, batch: Any, index: int, parts: int, step: StepLoss) -> None:
@@ -211,21 +207,21 @@ class Accumulate:
         share = weighed(share, parts) if self.mixed else share
         (share if self.scaler is None else self.scaler.scaled(share)).backward()  # type: ignore[no-untyped-call]
         if self.masters is not None:
-            self.masters.collect()  # micro-batches add up in fp32
+            self.masters.collect()  # accumulate micro-batches in fp32
 
 
 class StepLoss:
-    """The loss of a step: the mean over all its targets, however these are cut into micro-batches and over ranks. It
-    takes in the micro-batches' losses, in any order, and returns what to call backward on.
+    """The loss of a step: the mean over all its targets, for any split into micro-batches and over ranks. It collects
+    the micro-batches' losses, in any order, and returns the losses to backpropagate.
 
-    Where a task has several losses, each has its own n_i, and the loss is the sum of their means.
+    If a task has several losses, each has its own n_i, and the loss is the sum of their means.
 
     With s_i the summed loss of micro-batch i and n_i its targets, on any rank, the loss is Σ s_i / Σ n_i. Gradients are
-    averaged over R ranks afterwards, so each rank takes Σ s_i / N of its own micro-batches, with N = Σ n_i / R over all
-    ranks. A `Task` counts targets before the forward pass, so that N costs one all-reduce of one number, which nobody
-    waits for. A function that returns (sum, count) counts in the forward pass, when N is not known yet: its sums are
-    divided by an N that the first micro-batch lets expect, and the gradients, before they are clipped, by how far that
-    was off.
+    averaged over R ranks afterwards, so each rank uses Σ s_i / N over its own micro-batches, with N = Σ n_i / R over
+    all ranks. A `Task` counts targets before the forward pass, so that N costs one all-reduce of one number, without
+    waiting. A function that returns (sum, count) counts in the forward pass, when N is not known yet: its sums are
+    divided by an N that is estimated from the first micro-batch, and the gradients, before clipping, by the ratio of N
+    to its estimate.
     """
 
     def __init__(self, loss: Loss, micro_batches: Sequence[Any], dims: ParallelDims) -> None:
@@ -234,19 +230,19 @@ class StepLoss:
         self._alone = dims.degree(*LOSS) == 1
         self._losses: list[Tensor] = []
         self._counts: list[Count] | None = None
-        """Targets of each micro-batch, known beforehand; None where they are not asked for."""
+        """Targets of each micro-batch, known beforehand; None if they are not needed."""
         self._counted: list[Count] = []
-        """Targets that came with the losses."""
+        """Numbers of targets that came with the losses."""
         self.parts: Tensor | None = None
-        """(H,), this rank's part of each of several losses, once `result` was asked for."""
+        """(H,), this rank's part of each of several losses, after `result` was called."""
         self._total: Count = float(self._parts)
-        """N, or what is taken for it."""
+        """N, or its estimate."""
         if isinstance(loss, Task) and not (self._alone and self._parts == 1):
             self._counts = [loss.targets(batch) for batch in micro_batches]
             self._total = self._per_rank(sum(self._counts))
 
     def share(self, index: int, loss: Tensor | tuple[Tensor, Count]) -> Tensor:
-        """The part of micro-batch `index` in the loss of the step; differentiable."""
+        """The contribution of micro-batch `index` to the loss of the step; differentiable."""
         if len(self._losses) > 0 and isinstance(loss, tuple) != bool(self._counted):
             raise ConfigError(
                 "The loss function returned (sum, count) for some batches only; let it do so for all."
@@ -267,8 +263,7 @@ class StepLoss:
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """This rank's part of the step's loss, 0-d, whose average over ranks is the loss; and the divisor of the
-        gradients, 0-d, where they still need one.
-        """
+        gradients, 0-d, if they still need one."""
         losses = torch.stack(self._losses)
         if losses.dim() > 1:
             self.parts = losses.mean(0) if self._counts is None else losses.sum(0)
@@ -286,9 +281,8 @@ class StepLoss:
         return losses.mean() if self._counts is None else losses.sum(), None
 
     def _per_rank(self, count: Count) -> Count:
-        """The mean of a count over the ranks whose gradients are averaged; 1 where nothing is counted, so that losses
-        of nothing are 0.
-        """
+        """The mean of a count over the ranks whose gradients are averaged; 1 instead of 0, so that a loss without
+        targets is 0."""
         mesh = self._dims.mesh
         if isinstance(count, Tensor):
             device = count.device if mesh is None else mesh.device_type
@@ -302,17 +296,17 @@ class StepLoss:
 
 
 def _summed(loss: Tensor) -> Tensor:
-    """The sum of several losses; one as it is."""
+    """The sum of several losses; a single loss unchanged."""
     return loss.sum() if loss.dim() else loss
 
 
 def _like(value: Count, loss: Tensor) -> Count:
-    """A factor in the type of a loss, which it must not widen."""
+    """A factor in the dtype of a loss, which it must not widen."""
     return value.to(loss.device, loss.dtype, non_blocking=True) if isinstance(value, Tensor) else value
 
 
 def _checked(value: tuple[Any, ...]) -> tuple[Tensor, Count]:
-    """Sum and count that a function returned. Raises ConfigError for other pairs."""
+    """The sum and count that a function returned. Raises ConfigError for other pairs."""
     if len(value) == 2:
         total, count = value
         counts = isinstance(count, int | float) or (isinstance(count, Tensor) and count.ndim == 0)

@@ -37,13 +37,13 @@ _OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
 
 
 def enrol(name: str, form: str, task: type[TextTask]) -> None:
-    """Train models whose graph has a `form` for a task of your own, unless told otherwise. It is made of the name of
-    the weights that a run starts from, or of None."""
+    """Register your own task as the default for models whose graph has this `form`. `task` is called with the name of
+    the weights that a run starts from, or None."""
     TASKS[name], _OF_WEIGHTS[name] = TaskRow(form), task
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
-    """Task that a model is trained for; `auto` is the task of its family. `init_from` are the weights that it starts
+    """The task that a model is trained for; `auto` is its family's task. `init_from` are the weights that it starts
     from.
 
     Raises ConfigError for a task that does not fit the model.

@@ -1,6 +1,6 @@
 """Images and their names in one space, and captions and translations of either (Yu et al., TMLR 2022, "CoCa").
 
-Shapes: B samples, L tokens of a name that is read, T of one that is written, E features of a vector.
+Shapes: B samples, L tokens of a name that is read, T tokens of a name that is written, E features of a vector.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptionBatch(TextBatch):
-    """Batch of images, names that are read, and names that are written."""
+    """A batch of images, names to read, and names to write."""
 
     concepts: Tensor
-    """(B,) what each sample shows."""
+    """(B,) the concept that each sample shows."""
     rows: NDArray[Any]
     """(B,) records of `penstock.data.captions.Captions.rows`, on the host."""
     weights: tuple[ContrastForm, float, float]
@@ -61,18 +61,18 @@ class CaptionBatch(TextBatch):
 
 
 class Captioning(TextTask):
-    """Mean over samples of the contrast, half of finding each image's name among those of the batch and half the other
-    way round, and of the loss of the name that is written, the sum over its tokens; each times its weight in the
-    configuration of the model. Names in all languages of what an image shows are its own. With several ranks the batch
-    is that of all, and gradients go back to each.
+    """The mean over samples of the contrastive loss (half for finding each image's name in the batch, half for finding
+    each name's image) and of the loss of the written name, summed over its tokens; each times its weight in the model's
+    configuration. An image matches the names of its concept in all languages. With several ranks the contrast is over
+    the batches of all ranks, and gradients flow back to each.
 
-    A writer is given the language as the beginning of what it writes: `de: sieben`.
+    The decoder is given the language as the beginning of its text: `de: sieben`.
 
     Metrics are of a whole split. `image_to_text` and `text_to_image` are recall@1 among the names of a language and
-    among images, the mean over languages; `unseen_words` the latter of names that training never saw; `captions` and
-    `translations` the shares of names that are written exactly, `unseen_pairs` those of translations between languages
-    between which nothing was translated. With a language behind it (`captions_de`), they are those of this language;
-    with `_chance`, the recall of a guess, which few names of a language in a split make easy.
+    among images, averaged over languages; `unseen_words` is the latter for names that were not in training; `captions`
+    and `translations` are the shares of names that are written exactly, `unseen_pairs` the share for pairs of languages
+    that were never translated in training. A suffix with a language (`captions_de`) means this language only; the
+    suffix `_chance` means the recall of guessing, which is high if a split has few names of a language.
     """
 
     unit = "captions"
@@ -85,7 +85,7 @@ class Captioning(TextTask):
         "unseen pairs {unseen_pairs:.1%}", "loss {loss:.4f}",
     )  # fmt: skip
     _made: PrepareCaptions
-    """Made by `prepare`, with all names of its source."""
+    """Set by `prepare`, with all names of its source."""
 
     # -- data
 
@@ -98,7 +98,7 @@ class Captioning(TextTask):
         return source
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """The model with a vocabulary as large as the tokenizer's. Raises ConfigError where names are too long."""
+        """The model with a vocabulary as large as the tokenizer's. Raises ConfigError if names are too long."""
         PrepareCaptions(cast(Captions, source), model)
         return self.fit_vocabulary(model, tokenizer_of(source))
 
@@ -144,9 +144,9 @@ class Captioning(TextTask):
     def tally(
         self, outputs: Mapping[str, Tensor], batch: CaptionBatch, written: Sequence[str] = ()
     ) -> Tensor:
-        """The sum of the written loss; how many names are right, and how many there are, by language of captions, then
-        of translations between trained pairs and between others; and vectors by image and by name, with how often each
-        was made."""
+        """The sum of the loss of written names; counts of correct and of all names, by language for captions, then for
+        translations between trained pairs and between others; and sums of vectors by image and by name, with the number
+        of vectors in each."""
         images, texts, words = (output.double() for output in outputs.values())
         source, rows = self._made.source, batch.rows
         count = len(source.words.languages)
@@ -170,16 +170,16 @@ class Captioning(TextTask):
             self._tokens(model, blank, blank[3])
 
     def _tokens(self, model: Any, inputs: Sequence[Any], begun: Tensor) -> Tensor:
-        """The likeliest tokens (B, steps) behind the first `begun` (B,) of each target."""
-        made, given = self._made, dict(zip(model.graph.arguments, inputs))
-        values = {name: given[name] for name in ("images", "source", "lengths", "sees")}
-        prompts = Prompts(given["target"][:, : made.opened].contiguous(), begun, values=values)
+        """The likeliest tokens (B, steps) after the first `begun` (B,) tokens of each target."""
+        made, arguments = self._made, dict(zip(model.graph.arguments, inputs))
+        values = {name: arguments[name] for name in ("images", "source", "lengths", "sees")}
+        prompts = Prompts(arguments["target"][:, : made.opened].contiguous(), begun, values=values)
         greedy, end = Decoding(max_tokens=made.steps, early_stopping="full"), made.tokenizer.end
         with eagerly():
             return search(model, prompts, greedy, ends=() if end is None else (end,)).tokens[:, 0]
 
     def _written(self, model: nn.Module, batch: CaptionBatch) -> list[str]:
-        """Each name as the model writes it, behind the decoder's first token and its language."""
+        """Each name as the model writes it, after the decoder's first token and the language."""
         begun = self._made.beginnings[batch.rows["written"]] + 1
         tokens = self._tokens(model, batch.inputs, on_device(begun, batch.concepts.device))
         return self._made.tokenizer.decode_rows(tokens.tolist())
@@ -203,7 +203,7 @@ class Captioning(TextTask):
         return f"images and {super().describe_model(model)}, vectors of {features}"
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first captions and translations, each beside its reference."""
+        """The first captions and translations, each with its reference."""
         batch = self.prepare(source, cast(Any, model).config)(first_samples(source, SHOWN), device)
         texts = self._made.source.words.texts
         return "\n".join(
@@ -214,8 +214,8 @@ class Captioning(TextTask):
 
 
 def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.float64]) -> dict[str, float]:
-    """Recall@1 both ways, by language and on average, and the contrast of all images with all names in nats, from sums
-    of vectors (I, E + 1) and (W, E + 1) with how often each was made."""
+    """Recall@1 in both directions, by language and on average, and the contrastive loss of all images with all names in
+    nats, from sums of vectors (I, E + 1) and (W, E + 1), whose last column is their number."""
     words = source.words
     pictured, named = (np.flatnonzero(table[:, -1] > 0) for table in (images, texts))
     rows = [table[there, :-1] / table[there, -1:] for table, there in ((images, pictured), (texts, named))]
@@ -242,8 +242,8 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
 
 
 class PrepareCaptions:
-    """Makes batches: images as `PrepareImages` does, and names in a tokenizer's numbers, to be read and to be written,
-    cut to the longest of the batch. Raises ConfigError for names that are too long for the model."""
+    """Makes batches: images as `PrepareImages` does, and token numbers of names to read and to write, cut to the
+    longest in the batch. Raises ConfigError for names that are too long for the model."""
 
     def __init__(
         self, source: Captions, model: ModelConfig, augment: Augment | None = None, seed: int = 0
@@ -271,15 +271,15 @@ class PrepareCaptions:
         self.read, self.read_lengths = padded(read, tokenizer.pad)
         self.written, self.written_lengths = padded(written, tokenizer.pad)
         self.beginnings = np.array([len(before) for before in opened])
-        """Tokens at the beginning of each name that is written that are given: its language."""
+        """Number of given tokens at the beginning of each written name: its language."""
         self.opened = int(self.beginnings.max()) + 1
         longest = int((self.written_lengths - self.beginnings).max()) + 1
         self.steps = min(longest, self.limits[1] + 1 - self.opened)
-        """Tokens that an evaluation writes behind a beginning: no name has more."""
+        """Tokens that an evaluation writes after the given beginning: the longest name."""
         head = model.graph.heads_of(VectorHead)[0]
         most = MOST // (2 * (head.features + 1 + (head.offset is not None)))
         self.kept = min(len(source.pictures.images), most), min(len(words.texts), most)
-        """How many images and names an evaluation keeps the vectors of."""
+        """Most images and names whose vectors an evaluation stores."""
 
     def __call__(self, host: HostBatch, device: torch.device) -> CaptionBatch:
         rows, pictures = self.source.rows[host.ids], self.images(host, device)

@@ -1,4 +1,4 @@
-"""Chat: answers, given all that was said before them (supervised tuning of Ouyang et al., NeurIPS 2022, section 3)."""
+"""Chat: answers, given the conversation before them (supervised tuning of Ouyang et al., NeurIPS 2022, section 3)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHOWN = 64
 
 
 class ConversationTask(TextTask):
-    """A task on conversations, which the tokenizer's chat template writes."""
+    """A task on conversations, which the tokenizer's chat template turns into text."""
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
         from penstock.data.text.conversations import give_template
@@ -51,8 +51,7 @@ class ConversationTask(TextTask):
 
 class Chat(ConversationTask, WordTask):
     """Mean cross entropy of the tokens of answers. Questions, system messages, tools' results and the template's own
-    words are read and not learned. Conversations in one sample do not see each other.
-    """
+    words are read but not learned. Conversations in one sample do not attend to each other."""
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.conversations import open_conversations
@@ -67,7 +66,7 @@ class Chat(ConversationTask, WordTask):
         return prepare_chat
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The model's answer to the question of the split's first sample, beside the one that is there."""
+        """The model's answer to the question of the split's first sample, with the reference answer."""
         tokenizer = tokenizer_of(source)
         host: dict[str, torch.Tensor] = first_samples(source, 1).samples
         tokens, learned = host["tokens"][0], host["learned"][0].bool()
@@ -84,7 +83,7 @@ class Chat(ConversationTask, WordTask):
 
 
 def prepare_chat(host: HostBatch, device: torch.device) -> TextBatch:
-    """Samples of conversations (B, L + 1) as a batch of next tokens, of which those of answers are targets."""
+    """Samples of conversations (B, L + 1) as a batch of next tokens; tokens of answers are targets."""
     fields: dict[str, torch.Tensor] = host.samples
     tokens, learned, document = (fields[name].numpy() for name in ("tokens", "learned", "document"))
     real = document[:, :-1] >= 0
@@ -92,7 +91,7 @@ def prepare_chat(host: HostBatch, device: torch.device) -> TextBatch:
     tokens, learned, document = (each[:, : size + 1] for each in (tokens, learned, document))
     targets = np.where(learned[:, 1:] == 1, tokens[:, 1:], IGNORED)
     several = bool((document > 0).any())
-    # Padding is a document of its own behind the last.
+    # Padding is a separate document after the last.
     documents = np.where(document < 0, document.max() + 1, document)[:, :-1] if several else None
     return TextBatch(
         inputs=all_on_device(device, tokens[:, :-1], documents, targets),

@@ -1,4 +1,4 @@
-"""How often each class was predicted for each true class: the sums that all metrics of classes are made of.
+"""How often each class was predicted for each true class: the sums behind all classification metrics.
 
 Shapes: B samples, C classes.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.tasks.scores import Sums
 
 MOST_CLASSES = 1024
-"""More classes have no confusion matrix, whose size is their square."""
+"""Most classes for a confusion matrix, whose size is their square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class ClassCounts:
     predicted: Sums
     true: Sums
     confusion: Sums | None = None
-    """(C, C) samples by true class (row) and predicted class (column); None of more than `MOST_CLASSES`."""
+    """(C, C) samples by true class (row) and predicted class (column); None for more than `MOST_CLASSES`."""
 
     def record(self) -> dict[str, list[int]]:
-        """The counts but for the matrix, as JSON has them: the fields of `ClassCounts` by name."""
+        """The counts without the matrix, for JSON: the fields of `ClassCounts` by name."""
         names = ("right", "predicted", "true")
         return {name: getattr(self, name).astype(int).tolist() for name in names}
 
     def table(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """A row for each class: `name`, `samples`, `predicted`, `right`, `precision`, `recall` and `f1`. A share of no
-        samples is None."""
+        """A row for each class: `name`, `samples`, `predicted`, `right`, `precision`, `recall` and `f1`. A share over
+        no samples is None."""
         rows = zip(self.right.tolist(), self.predicted.tolist(), self.true.tolist(), strict=True)
         return [
             {
@@ -54,9 +54,9 @@ class ClassCounts:
 
 
 def count_sums(predicted: Tensor, true: Tensor, classes: int) -> Tensor:
-    """A batch's contribution, (1 + K,) float64, of classes (B,) each: the number of samples that the confusion matrix
-    holds, and the matrix; or 0, and how often each class was right, predicted and true. Targets below 0 are left out.
-    """
+    """A batch's contribution, (1 + K,) float64, from predicted and true classes (B,): the number of samples in the
+    confusion matrix, and the matrix; or 0, and how often each class was right, predicted and true. Negative targets are
+    ignored."""
     counted = true >= 0
     predicted, true = predicted[counted], true[counted]
     if classes <= MOST_CLASSES:
@@ -69,7 +69,7 @@ def count_sums(predicted: Tensor, true: Tensor, classes: int) -> Tensor:
 
 
 def read_counts(sums: Sequence[float]) -> ClassCounts:
-    """The counts in a sum of `count_sums`."""
+    """The counts from a sum of `count_sums`."""
     in_matrix, values = sums[0], np.array(sums[1:])
     if not in_matrix:
         return ClassCounts(*values.reshape(3, -1))

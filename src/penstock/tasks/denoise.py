@@ -1,4 +1,4 @@
-"""Denoising: a model learns what was mixed into noisy images (Ho et al., NeurIPS 2020; see `penstock.tasks.noise`)."""
+"""Denoising: a model learns to predict the noise in images (Ho et al., NeurIPS 2020; see `penstock.tasks.noise`)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from penstock.tasks.task import Prepare, Task
 from penstock.tasks.text import padded
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2⁶⁴ times the fraction of the golden ratio, whose multiples fill [0, 1) evenly, however many they are."""
+"""2⁶⁴ times the fractional part of the golden ratio; any number of its multiples fills [0, 1) evenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoisyBatch:
-    """Noisy images and what is to be predicted of them."""
+    """Noisy images and the targets to predict from them."""
 
     inputs: tuple[Tensor | None, ...]
-    """The model's arguments, in the order of `graph.arguments`: noisy images (B, C, S, S), then those of texts (B, N),
-    `times` (B,) in fp64, `classes` (B,), `routes` (B,)."""
+    """The model's arguments, in the order of `graph.arguments`: noisy images (B, C, S, S), then arguments for texts (B,
+    N), `times` (B,) in fp64, `classes` (B,), `routes` (B,)."""
     target: Tensor
     """(B, C, S, S)."""
     weights: Tensor | None = None
-    """Factors of the squared error: (B, 1, 1, 1), or (B, 1, S, S) where regions weigh differently, such as those of
+    """Factors of the squared error: (B, 1, 1, 1), or (B, 1, S, S) if regions have different weights, such as regions of
     known objects (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2), which `data.regions` marks. None: 1."""
 
     @classmethod
@@ -62,11 +62,11 @@ class NoisyBatch:
 
 class PrepareNoise:
     """Makes noisy batches of images. Times and noise depend on the seed and on a sample's place in the stream, so they
-    are the same however a step is cut into batches and over ranks.
+    are the same for any split of a step into batches and over ranks.
 
-    Times of consecutive samples lie evenly in [0, 1), which makes the loss of a step vary less than times of their own
-    would (Kingma et al., NeurIPS 2021, "Variational Diffusion Models", appendix I.1). Without `augment`, as evaluation
-    takes them, they depend on the sample alone, and no condition is left out.
+    Times of consecutive samples are evenly spaced in [0, 1), so that the loss of a step varies less than with
+    independent times (Kingma et al., NeurIPS 2021, "Variational Diffusion Models", appendix I.1). Without `augment`, as
+    in evaluation, they depend on the sample only, and no condition is dropped.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PrepareNoise:
         self._marked, self._region_weight = source.marked, source.region_weight
 
     def __call__(self, host: HostBatch, device: torch.device) -> NoisyBatch:
-        """Copy to the device and mix in noise there, on the current stream, waiting for nothing."""
+        """Copy to the device and add noise there, on the current stream, without waiting."""
         x0 = self._images(host, device).images
         weights = None
         if self._marked:
@@ -99,7 +99,7 @@ class PrepareNoise:
         shown = table[:, 0] >= self._dropout
         noise = to_device(_normal(table[:, 1:], x0[0].numel()), device).view_as(x0)
         times = to_device(_times(self._seed, places), device)
-        t = times.float()  # mixing in fp64 would take a GPU long
+        t = times.float()  # adding noise in fp64 would be slow on a GPU
         rows = np.where(shown, self._labels[host.ids], self._none)
         more = {name: to_device(table[rows], device) for name, table in self._conditions.items()}
         if self._graph.labelled:
@@ -116,11 +116,11 @@ class PrepareNoise:
 
 class Denoise(Task):
     """Mean squared error of the model's prediction, over the pixels of each image and then over images; with weights,
-    the mean of the weighted squares. It is computed in fp32 or wider under every Plan.
+    the mean of the weighted squares. Computed in fp32 or wider under every Plan.
 
-    A model that reads texts gets the names of classes, in the tokenizer that `data.tokenizer` names or that belongs to
-    the weights of `init_from`; else in bytes. Batches are `NoisyBatch`es. The metric `loss` is the same of held-out
-    images, each of which has one time and one noise in all evaluations.
+    A model that reads texts gets the names of classes, encoded by the tokenizer of `data.tokenizer` or of the weights
+    in `init_from`; else as bytes. Batches are `NoisyBatch`es. The metric `loss` is the same for held-out images, each
+    with the same time and noise in all evaluations.
     """
 
     unit = "images"
@@ -143,8 +143,8 @@ class Denoise(Task):
         return source
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """The model with as many classes as the data, where its number was left at the default; this is logged. Raises
-        ConfigError where it contradicts the data, or has no room for the texts."""
+        """The model with the data's number of classes, if its own was left at the default; this is logged. Raises
+        ConfigError if it contradicts the data, or has no room for the texts."""
         assert isinstance(source, ImageSource)
         texts_of(model.graph, source.classes, source.tokenizer)
         condition = model.graph.condition
@@ -174,9 +174,9 @@ class Denoise(Task):
 def conditions_of(
     graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str],
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
-    """Arguments of the model for images of each of these names, (names + 1, …), and last for images of none of them:
-    the names as texts, whose words have `factors` of their attention, or numbers of classes. Raises ConfigError as
-    `texts_of` and `weights_of` do."""
+    """Arguments of the model for images of each name, (names + 1, …), and in the last row for images without a name:
+    names as texts, with `factors` for the attention to their words, or class numbers. Raises as `texts_of` and
+    `weights_of` do."""
     tables: dict[str, NDArray[Any]] = dict(
         zip(("tokens", "lengths"), texts_of(graph, names, tokenizer) or ())
     )
@@ -190,9 +190,9 @@ def conditions_of(
 def texts_of(
     graph: Graph, classes: Sequence[str], tokenizer: Tokenizer | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """The names of classes as a model with texts reads them, tokens (classes + 1, N) and lengths (classes + 1,), the
-    empty text last; None for one without texts. Without a tokenizer they are bytes behind a begin token. Raises
-    ConfigError where the model has no room for them."""
+    """The names of classes as a model's texts: tokens (classes + 1, N) and lengths (classes + 1,), the empty text last;
+    None for a model without texts. Without a tokenizer they are bytes after a begin token. Raises ConfigError if the
+    model has no room for them."""
     one = next(iter(graph.inputs_of(TokenInput)), None)
     if one is None:
         return None
@@ -219,9 +219,9 @@ def texts_of(
 def weights_of(
     graph: Graph, texts: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str],
 ) -> NDArray[np.float32]:  # fmt: skip
-    """The weights of the tokens of `texts_of`, (texts + 1, N): the factor of the word that a token is of, and 1 of all
-    others. `factors` are such as `seven=2`, and the last of those that a token is of counts. Raises ConfigError where
-    the model reads no texts, one spells a special token, or none has one of the words."""
+    """The weights of the tokens of `texts_of`, (texts + 1, N): the factor of the word that a token belongs to, else 1.
+    `factors` have the form `seven=2`; for a token of several words the last is used. Raises ConfigError if the model
+    reads no texts, if a text spells a special token, or if no text contains one of the words."""
     encoded = texts_of(graph, texts, tokenizer)
     if encoded is None:
         raise ConfigError("The model reads no texts whose words could have weights; leave word_weights out.")
@@ -255,7 +255,8 @@ def _times(seed: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _normal(table: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-    """Normal numbers (B, count) of uniform ones in [0, 1), (B, at least count) and even (Box & Muller, 1958)."""
+    """Normal numbers (B, count) from uniform ones in [0, 1), an even number of at least `count` (Box & Muller,
+    1958)."""
     first, second = table[:, 0::2].astype(np.float64), table[:, 1::2].astype(np.float64)
     radius, angle = np.sqrt(-2.0 * np.log1p(-first)), 2.0 * np.pi * second
     pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)

@@ -1,6 +1,5 @@
-"""Embeddings by contrast: two texts that belong together are near, and far from all others of the batch (van den Oord
-et al., 2018; Karpukhin et al., EMNLP 2020, section 3.2).
-"""
+"""Contrastive embeddings: two texts of a pair are near each other, and far from all others in the batch (van den Oord
+et al., 2018; Karpukhin et al., EMNLP 2020, section 3.2)."""
 
 from __future__ import annotations
 
@@ -26,19 +25,20 @@ from penstock.tasks.text import TextBatch, TextTask, first_samples, on_device, r
 TEMPERATURE = 0.05
 """Divisor of similarities (Gao et al., EMNLP 2021, section 3)."""
 MOST = 1 << 22
-"""Numbers of the vectors that an evaluation keeps: of larger splits, the first pairs are searched among."""
+"""Most elements of the vectors that an evaluation stores: in larger splits, only the first pairs are searched."""
 SHOWN = 16
 
 
 class Embedding(TextTask):
-    """Mean cross entropy of finding each first text's second among those of all pairs of the batch, and the other way
-    round. A text's vector is the mean of its tokens' features, of length 1; similarity is the cosine over 0.05. With
-    several ranks, the batch is that of all ranks, and gradients go back to each. It is no sum over samples: pairs are
-    compared within their micro-batch alone, so the loss of a step, the mean over its pairs, depends on how many pairs a
-    micro-batch has.
+    """Mean cross entropy of choosing each first text's partner among all second texts of the batch, and the other way
+    round. A text's vector is the mean of its tokens' features, scaled to length 1; similarity is the cosine divided by
+    0.05. With several ranks, the batch covers all ranks, and gradients flow back to each. The loss is not a sum over
+    samples: pairs are compared only within their micro-batch, so the loss of a step, the mean over its pairs, depends
+    on the number of pairs per micro-batch.
 
-    Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose second is among as many nearest of the
-    whole split, and `loss` is that of choosing it from all of these. Of very large splits the first pairs are taken.
+    Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose partner is among the 1, 5 or 10 nearest
+    of the whole split, and `loss` is the loss of choosing it from the whole split. In very large splits, of the first
+    pairs.
     """
 
     unit = "pairs"
@@ -66,7 +66,7 @@ class Embedding(TextTask):
         return self.peers.contrast(first / TEMPERATURE, second, pairs)
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        """Width of vectors for each sample that is kept, how many are, and both vectors at its place in the split."""
+        """The width of vectors, summed over stored samples; their number; and both vectors at each sample's place."""
         assert batch.places is not None
         both = torch.stack(vectors(outputs, batch)).double()
         kept = batch.places < batch.most
@@ -84,7 +84,7 @@ class Embedding(TextTask):
         return f"{super().describe_model(model)}, {model.graph.width} features"
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first text, and which of the first sixteen seconds is nearest to it."""
+        """The first text, and the nearest of the first sixteen second texts."""
         tokenizer, host = tokenizer_of(source), first_samples(source, SHOWN)
         batch = PrepareTwo(SHOWN)(host, device)
         first, second = vectors(model(*batch.inputs), batch)
@@ -103,7 +103,7 @@ def vectors(outputs: Tensor, batch: TextBatch) -> tuple[Tensor, Tensor]:
 
 
 class PrepareTwo:
-    """Makes batches of pairs: all first texts, then all second ones, in one batch of the model, (2B, N)."""
+    """Makes batches of pairs: all first texts, then all second texts, as one batch of the model, (2B, N)."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept

@@ -25,20 +25,20 @@ from penstock.tasks.task import Prepare, SampleAnswer, Task, samples_over
 _log = logging.getLogger(__name__)
 
 FEW_CLASSES = 10
-"""Most classes for which top-5 says nothing."""
+"""Most classes for which top-5 is not informative."""
 PICTURES = 8
-"""Samples that people are shown."""
+"""Number of samples to show to people."""
 
 
 class ImageClassification(Task):
     """Mean cross entropy of `model(images)`, (B, classes), against targets: (B,) int64 classes or (B, classes) shares.
 
     A batch has attributes `images` and `targets`, or is a pair of them, or a mapping with transformers' names
-    `pixel_values` and `labels`. The model may return logits or an object with `logits`. The logarithm of the softmax
-    is taken in fp32 under every Plan: over so few numbers half precision saves nothing.
+    `pixel_values` and `labels`. The model may return logits or an object with `logits`. The log-softmax is computed in
+    fp32 under every Plan: over so few values half precision saves nothing.
 
-    Metrics: `top1` and, of more than ten classes, `top5` are the shares in [0, 1] of samples whose class is the best,
-    or among the five best; `loss` is the mean cross entropy in nats. Their targets are class numbers.
+    Metrics: `top1` and, for more than ten classes, `top5` are the shares in [0, 1] of samples whose class is the
+    likeliest, or among the five likeliest; `loss` is the mean cross entropy in nats. Their targets are class numbers.
     """
 
     unit = "images"
@@ -52,7 +52,7 @@ class ImageClassification(Task):
         return open_source(data, split=split, channels=model.channels, image_size=model.image_size)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """The model with as many classes as the data, where its number was left at the default; this is logged."""
+        """The model with the data's number of classes, if its own was left at the default; this is logged."""
         fitted: ModelConfig = fit_classes(require_vision(model), source)
         return fitted
 
@@ -79,7 +79,7 @@ class ImageClassification(Task):
         return total / (targets != IGNORED).sum().clamp(min=1)
 
     def targets(self, batch: Any) -> Tensor | float:
-        """Samples of the batch; a class of −100 is none."""
+        """Number of samples in the batch, except those with class −100."""
         counted = self.counted(batch)
         return len(_split(batch)[1]) if counted is None else counted.sum()
 
@@ -88,7 +88,7 @@ class ImageClassification(Task):
         return None if targets.is_floating_point() else targets != IGNORED
 
     def tally(self, outputs: Any, batch: Any) -> Tensor:
-        """Samples whose class is the best, those whose class is among the five best, the loss, and counts by class."""
+        """Samples whose class is the likeliest, or among the five likeliest (two counts); the loss; counts by class."""
         logits, targets = _logits(outputs), _split(batch)[1]
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
         hits = best == targets[:, None]
@@ -123,7 +123,7 @@ class ImageClassification(Task):
 
 
 def fit_classes(model: Any, source: Source) -> Any:
-    """The configuration of a model with `classes`, with as many as the data; see `ImageClassification.fit`."""
+    """The configuration of a model with the data's number of `classes`; see `ImageClassification.fit`."""
     assert isinstance(source, ImageSource)
     count = len(source.classes)
     if count == model.classes:

@@ -1,4 +1,4 @@
-"""Masked words: what encoders are trained for (Devlin et al., NAACL 2019, section 3.1), whole words at a time."""
+"""Masked words: the training task of encoders (Devlin et al., NAACL 2019, section 3.1), whole words at a time."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from penstock.tasks.text import (
 SHARE = 0.15
 """Share of a sample's tokens that are hidden, at most."""
 MASKED, SWAPPED = 0.8, 0.1
-"""Shares of hidden tokens that become the mask, and that become any token; the others stay."""
+"""Shares of hidden tokens that become the mask, and that become a random token; the others do not change."""
 
 
 class MaskedWords(WordTask):
-    """Mean cross entropy of tokens that were hidden: 15 % of each sample, as whole words. They become the mask (80 %),
-    any token (10 %) or stay (10 %). What is hidden changes from epoch to epoch: it is a pure function of the seed and
-    the sample's position in the stream.
+    """Mean cross entropy of hidden tokens: 15 % of each sample, as whole words. They become the mask (80 %), a random
+    token (10 %) or do not change (10 %). The hidden words change from epoch to epoch: they are a pure function of the
+    seed and the sample's position in the stream.
 
     A sample is a window of the text between the tokenizer's `classify` and `separator`. Only hidden tokens reach the
-    head. Documents that are not packed are padded behind the separator.
+    head. Documents that are not packed are padded after the separator.
     """
 
     asked_words = SHARE
@@ -72,7 +72,7 @@ class MaskedWords(WordTask):
         return PrepareMasked(tokenizer_of(source), seed, packed=source.lengths is None)
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first sample with its hidden tokens filled in, each in brackets beside what it was."""
+        """The first sample with its hidden tokens filled in, each in brackets with the original."""
         tokenizer = tokenizer_of(source)
         prepare = PrepareMasked(tokenizer, 0, packed=source.lengths is None)
         batch = prepare(first_samples(source, 1), device)
@@ -86,11 +86,11 @@ class MaskedWords(WordTask):
 
 
 class PrepareMasked:
-    """Makes batches of windows of tokens (B, L): hides words and puts the tokenizer's special tokens around. Those that
-    are not `packed` are cut to the longest of the batch."""
+    """Makes batches of windows of tokens (B, L): hides words and adds the tokenizer's special tokens. If not `packed`,
+    batches are cut to the longest sample."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int, *, packed: bool = True) -> None:
-        assert tokenizer.mask is not None  # `fit` holds this
+        assert tokenizer.mask is not None  # `fit` checks this
         self.packed, self.pad = packed, tokenizer.pad
         self.seed, self.mask, self.size = seed, tokenizer.mask, tokenizer.size
         self.end, self.classify, self.separator = tokenizer.end, tokenizer.classify, tokenizer.separator
@@ -114,7 +114,7 @@ class PrepareMasked:
         lengths += around
         documents = None
         if self.packed:
-            # Of what was there: a mask may stand where a document ended.
+            # From the original tokens: a mask may hide the end of a document.
             documents = documents_of(tokens, self.end)
         else:
             inputs = inputs[:, : rounded(int(lengths.max()), inputs.shape[1])]
@@ -139,9 +139,8 @@ class PrepareMasked:
     def hide(
         self, tokens: Tokens, positions: NDArray[np.int64]
     ) -> tuple[Tokens, NDArray[np.int64], NDArray[np.int64]]:
-        """Tokens (B, L) with words hidden, where these are, (B, K), and what stood there, (B, K), −100 where there was
-        no whole word left to hide.
-        """
+        """Tokens (B, L) with hidden words, the places of hidden tokens, (B, K), and the original tokens, (B, K), −100
+        for places without a hidden token."""
         samples, length = tokens.shape
         real = tokens != PADDING
         most = np.maximum(1, np.rint(SHARE * real.sum(axis=1, keepdims=True)).astype(np.int64))  # (B, 1)
@@ -154,7 +153,7 @@ class PrepareMasked:
         size = np.bincount(place.ravel(), minlength=samples * length)
         size[place[special]] = 0
         size = size.reshape(samples, length)
-        # Words in an order of chance, as many of the first as there is room for.
+        # Words in random order, the first ones as long as they fit.
         chance = uniforms(self.seed, MASK, counters=positions, columns=3 * length)
         can = (size > 0) & (size <= most)
         order = np.argsort(np.where(can, chance[:, :length], 2.0), axis=1, kind="stable")

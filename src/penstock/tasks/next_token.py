@@ -1,4 +1,4 @@
-"""The next token: what language models are trained for (Radford et al., 2019)."""
+"""The next token: the training task of language models (Radford et al., 2019)."""
 
 from __future__ import annotations
 
@@ -36,18 +36,19 @@ from penstock.tasks.text import (
 )
 
 SHOWN = 48
-"""Tokens that a printed sample goes on for."""
+"""Number of generated tokens in a printed sample."""
 WARMTH = 0.8
-"""Temperature of a printed sample: the likeliest tokens alone soon repeat themselves (Holtzman et al., ICLR 2020)."""
+"""Temperature of a printed sample: always choosing the likeliest token soon repeats (Holtzman et al., ICLR 2020)."""
 
 
 class NextToken(WordTask):
-    """Mean cross entropy of each token given those before it in its document.
+    """Mean cross entropy of each token, given the tokens before it in its document.
 
     A sample is a window of the text one token longer than the model's `sequence`. Windows overlap by that token, so
-    that each token is a target once. Attention does not cross the ends of documents, and positions start again there.
-    Documents that are not packed are padded, and padding counts for nothing. Where the model's input has a share of
-    prefixes, so many samples of training begin with one, of any length, that is seen whole and asked for nothing.
+    that each token is a target once. Attention does not cross the ends of documents, and positions restart there.
+    Documents that are not packed are padded, and padding is ignored. If the model's input has a share of prefixes, this
+    share of training samples begins with a prefix of random length, whose tokens all attend to each other and are not
+    targets.
     """
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
@@ -67,7 +68,7 @@ class NextToken(WordTask):
         )
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """How the model goes on after the first half of the split's first sample. The same weights go on alike."""
+        """How the model continues the first half of the split's first sample. The same weights give the same text."""
         tokenizer = tokenizer_of(source)
         host = first_samples(source, 1).samples.numpy()
         host = host[:, host[0] != PADDING]
@@ -82,7 +83,7 @@ class NextToken(WordTask):
 
 @dataclass(frozen=True, slots=True)
 class PrepareNextToken:
-    """Makes batches of windows of tokens (B, N + 1), cut to the longest of the batch."""
+    """Makes batches of windows of tokens (B, N + 1), cut to the longest in the batch."""
 
     end: int | None
     """The token that ends documents."""
@@ -101,7 +102,7 @@ class PrepareNextToken:
             lengths = (windows != PADDING).sum(axis=1) - 1
             real = int(lengths.sum())
             windows = windows[:, : rounded(int(lengths.max()), windows.shape[1] - 1) + 1]
-        # No token that counts sees padding, which comes last, so that it may be any number.
+        # No target depends on padding, which comes last, so that padding may be any token.
         tokens = np.maximum(windows[:, :-1], 0)
         targets = np.where(windows[:, 1:] == PADDING, IGNORED, windows[:, 1:])
         more: tuple[Any, ...] = ()
@@ -116,13 +117,13 @@ class PrepareNextToken:
 
 
 def draw_prefixes(seed: int, positions: NDArray[np.int64], share: float, tokens: int) -> NDArray[np.int64]:
-    """The length of the prefix of each sample, (B,), a pure function of its position in the stream: 0, or for a share
-    of the samples any that leaves one of so many tokens to ask for."""
+    """The length of each sample's prefix, (B,), a pure function of its position in the stream: 0, or for a share of the
+    samples a random length that leaves at least one of `tokens` tokens as a target."""
     chance = uniforms(seed, PREFIX, counters=positions, columns=2)
     lengths = 1 + (chance[:, 1] * (tokens - 1)).astype(np.int64)
     return np.where(chance[:, 0] < share, lengths, 0)
 
 
 def unseen(targets: Tokens, prefixes: NDArray[np.int64]) -> Tokens:
-    """Targets (B, N) without those inside a prefix: only its last token does not see what comes next."""
+    """Targets (B, N) without those inside a prefix: only its last token does not attend to the next token."""
     return np.where(np.arange(targets.shape[1]) < prefixes[:, None] - 1, IGNORED, targets)

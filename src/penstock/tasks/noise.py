@@ -1,7 +1,7 @@
-"""Noise schedules of diffusion models, and the targets that a model of them learns.
+"""Noise schedules of diffusion models, and the targets that such a model learns.
 
 A noisy sample at time t in [0, 1] is x = α(t)·x₀ + σ(t)·ε, where x₀ is the sample and ε normal noise: clean at t = 0,
-noise alone at t = 1. Three schedules are known by name:
+only noise at t = 1. There are three schedules:
 
 - `cosine`: α = cos(πt/2), σ = sin(πt/2) (Nichol & Dhariwal, ICML 2021, section 3.2, without their offset);
 - `linear`: DDPM's β from 0.1 to 20 in continuous time (Ho et al., NeurIPS 2020; Song et al., ICLR 2021, appendix C):
@@ -28,7 +28,7 @@ BETAS = 0.1, 20.0
 
 
 class Coefficients(NamedTuple):
-    """The factors of x₀ and ε in a noisy sample, and those in `v`, each of t's shape.
+    """The factors of x₀ and ε in a noisy sample, and in `v`, each in t's shape.
 
     In every schedule α·b − σ·a is 1, so x₀ = b·x − σ·v and ε = α·v − a·x.
     """
@@ -42,13 +42,13 @@ class Coefficients(NamedTuple):
 
 
 def ranges_of(times: Tensor, count: int) -> Tensor:
-    """The number of the range that each time in [0, 1] is in, of so many equal ones, as `routes` of a model: int64."""
+    """The number of the range of each time in [0, 1], among `count` equal ranges, as `routes` of a model: int64."""
     return (times * count).long().clamp(max=count - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseSchedule:
-    """A schedule by name. Its functions compute in the type of t."""
+    """A schedule by name. Its functions compute in the dtype of t."""
 
     name: NoiseKind
 
@@ -59,7 +59,7 @@ class NoiseSchedule:
             return Coefficients(1 - t, t, -one, one)
         if self.name == "cosine":
             angle = t * (math.pi / 2)
-            # π/2 is no number of the type, and its cosine a little below 0.
+            # π/2 is not exact in this dtype, and its cosine is slightly below 0.
             alpha, sigma = angle.cos().clamp(min=0.0), angle.sin()
         else:
             first, last = BETAS
@@ -68,7 +68,7 @@ class NoiseSchedule:
         return Coefficients(alpha, sigma, -sigma, alpha)
 
     def speed(self, t: Tensor) -> Tensor:
-        """The factor of v in dx/dt, along which probability flows (Song et al., ICLR 2021, eq. 13), of t's shape."""
+        """The factor of v in dx/dt of the probability flow (Song et al., ICLR 2021, eq. 13), in t's shape."""
         if self.name == "flow":
             return torch.ones_like(t)
         if self.name == "cosine":
@@ -89,10 +89,10 @@ class NoiseSchedule:
         return x0 if kind == "x0" else noise
 
     def to_x0_eps(self, kind: Target, output: Tensor, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The sample and the noise that a model's output for x at time t amounts to.
+        """The sample and the noise that a model's output for x at time t implies.
 
-        They follow from each other by division, so start below t = 1 (where α of `cosine` and `flow` is 0) with a
-        model that predicts `eps`, and stop above t = 0 with one that predicts `x0`; `v` has neither limit.
+        Each is computed from the other by division, so start below t = 1 (where α of `cosine` and `flow` is 0) with a
+        model that predicts `eps`, and stop above t = 0 with a model that predicts `x0`; `v` has neither limit.
         """
         at = self._wide(t, x)
         if kind == "v":
@@ -111,6 +111,6 @@ class NoiseSchedule:
         return snr.clamp(max=gamma) if kind == "x0" else (gamma / snr).clamp(max=1.0)
 
     def _wide(self, t: Tensor, like: Tensor) -> Coefficients:
-        """Coefficients that multiply tensors such as `like`."""
+        """Coefficients that broadcast to tensors such as `like`."""
         shape = (-1, *[1] * (like.ndim - 1))
         return Coefficients(*(each.reshape(shape) for each in self.coefficients(t)))

@@ -1,4 +1,4 @@
-"""Ranks whose samples are compared with each other: those of a group that see different ones.
+"""Ranks whose samples are compared with each other: the ranks of a group with different samples.
 
 Shapes: B samples of a rank, E features of a vector.
 """
@@ -14,12 +14,12 @@ from torch import Tensor, distributed
 from penstock.kernels.contrast import ContrastForm, contrast
 
 CHUNK = 4096
-"""Vectors of others whose logits are held at a time."""
+"""Number of other vectors whose logits are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks that see different samples, and this one's place among them."""
+    """The ranks with different samples, and this rank's place among them."""
 
     group: distributed.ProcessGroup | None = None
     """None: all ranks."""
@@ -27,9 +27,9 @@ class Peers:
     place: int = 0
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Rows (B, …) of all ranks, (B · ranks, …), in the order of the ranks; the same number on each.
+        """Gather the rows (B, …) of all ranks, (B · ranks, …), in rank order; each rank has the same number.
         Differentiable: each rank's loss depends on all rows, so that a row's gradient is the sum over ranks; data
-        parallelism then takes the mean over ranks, as it does of all gradients."""
+        parallelism then averages it over ranks, like all gradients."""
         if self.count == 1:
             return rows
         return _GatheredRows.apply(rows, self)  # type: ignore[no-any-return, no-untyped-call]
@@ -37,9 +37,9 @@ class Peers:
     def contrast(
         self, rows: Tensor, others: Tensor, groups: Tensor, form: ContrastForm = "softmax"
     ) -> Tensor:
-        """Mean contrast of vectors and their others, (B, E) each, with those of all ranks, 0-d: half of finding the
-        others of each row, and half the other way round; of the form `sigmoid` each pair once. Samples of one of the
-        `groups` (B,) belong together. See `penstock.kernels.contrast`."""
+        """Mean contrastive loss of vectors and their partners, (B, E) each, over all ranks, 0-d: half for finding each
+        row's partners, half for the reverse; with the form `sigmoid` each pair counts once. Samples with the same
+        number in `groups` (B,) match. See `penstock.kernels.contrast`."""
         every = self.gathered(groups)
 
         def one_way(rows: Tensor, others: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Preferences: of two answers the chosen one becomes likelier than the rejected one (Rafailov et al., "Direct
-preference optimization", NeurIPS 2023).
+"""Preferences: make the chosen of two answers likelier than the rejected one (Rafailov et al., "Direct preference
+optimization", NeurIPS 2023).
 
-With the log-probability of an answer, log π(y), as the sum over its tokens given all that was said before them, and
-π_ref of the weights that a run starts from, a pair's margin and loss are (equation 7)
+With the log-probability of an answer, log π(y), as the sum over its tokens given the conversation before them, and
+π_ref for the weights that a run starts from, a pair's margin and loss are (equation 7)
 
     m = β [(log π(c) − log π_ref(c)) − (log π(r) − log π_ref(r))]          −log σ(m)
 
@@ -39,22 +39,22 @@ from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, to
 
 
 class Preferences(ConversationTask):
-    """Mean loss of pairs. Metrics: `loss`; `accuracy`, the share of pairs whose margin is above 0; `margin`, its mean.
+    """Mean loss of pairs. Metrics: `loss`; `accuracy`, the share of pairs with a margin above 0; `margin`, its mean.
 
-    `beside` gives the reference, which `build` does where a run starts from weights: the model without its adapters, or
-    a whole copy on each rank, which neither checkpoints nor exports hold.
+    `beside` sets the reference; `build` calls it if a run starts from weights. The reference is the model without its
+    adapters, or a whole copy on each rank, which is not part of checkpoints and exports.
     """
 
     unit = "pairs"
     reference: Callable[..., Tensor] | None = None
-    """A function of inputs that returns −log π_ref of each text, in evaluation mode; it computes as the model does."""
+    """A function of inputs that returns −log π_ref of each text, in evaluation mode, with the model's precision."""
     beta = 0.1
     ranked_by = ("accuracy", "loss")
     means = ("loss", "accuracy", "margin")
     shown = ("loss {loss:.4f}", "accuracy {accuracy:.2%}", "margin {margin:+.4f}")
 
     def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
-        """A copy of the task with a reference, which if it is a module is changed in place, and β."""
+        """A copy of the task with a reference and β; a reference that is a module is changed in place."""
         made = copy.copy(self)
         made.reference, made.beta = reference, beta
         if isinstance(reference, nn.Module):
@@ -74,10 +74,10 @@ class Preferences(ConversationTask):
         return partial(prepare_pairs, arguments=model.graph.arguments)
 
     def margins(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        """Margins of pairs (B,), of the sums of −log p that the model returns of each text (2B,); differentiable."""
+        """Margins of pairs (B,), from the sums of −log p that the model returns for each text (2B,); differentiable."""
         if self.reference is None:
             raise ConfigError(
-                "Preferences compares a model with the weights that it started from, and there are none; name them "
+                "Preferences compares a model with the weights that it started from, but there are none; name them "
                 "with --from (init_from), or give the task a model with `beside`."
             )
         with torch.no_grad():
@@ -94,7 +94,7 @@ class Preferences(ConversationTask):
         return torch.stack([-F.logsigmoid(margins).sum(), (margins > 0).double().sum(), margins.sum()])
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """Both answers of the split's first pair, and by how much the model prefers the chosen one."""
+        """Both answers of the split's first pair, and the margin by which the model prefers the chosen answer."""
         tokenizer, host = tokenizer_of(source), first_samples(source, 1)
         batch = prepare_pairs(host, device, arguments=model.graph.arguments)  # type: ignore[arg-type, union-attr]
         margin = float(self.margins(model(*batch.inputs), batch))
@@ -108,10 +108,10 @@ class Preferences(ConversationTask):
 
 
 def reference_for(task: Preferences, module: nn.Module, setup: Setup) -> Callable[..., Tensor]:
-    """The model that preferences start from, whole, which computes by the same Plan. Raises ConfigError without it."""
+    """The whole model that preferences start from, under the same Plan. Raises ConfigError if there is none."""
     lora = setup.recipe.lora
     if lora.rank and not lora.also and not gives_classes(module):
-        return partial(base_outputs, module)  # the weights beside the adapters
+        return partial(base_outputs, module)  # the weights without the adapters
     if task.init_from is None or setup.config is None:
         raise ConfigError(
             "Preferences compares a configuration's model with the weights that it starts from; name them with --from "
@@ -124,16 +124,18 @@ def reference_for(task: Preferences, module: nn.Module, setup: Setup) -> Callabl
 
 
 def prepare_pairs(host: HostBatch, device: torch.device, *, arguments: Sequence[str]) -> TextBatch:
-    """Pairs (B, 2, L + 1) as a batch of 2B texts, for a model that takes `arguments` and is asked for the loss of each
-    text, of which the tokens of answers are targets."""
+    """Pairs (B, 2, L + 1) as a batch of 2B texts, for a model with these `arguments` that returns the loss of each
+    text; the tokens of answers are targets."""
     fields: dict[str, Tensor] = host.samples
     lengths = fields["length"].numpy()
     tokens, learned = (fields[name].flatten(0, 1).numpy() for name in ("tokens", "learned"))
     size = rounded(int(lengths.max()) - 1, tokens.shape[1] - 1)
     targets = np.where(learned[:, 1 : size + 1] == 1, tokens[:, 1 : size + 1], IGNORED)
-    given: dict[str, Any] = {
+    named_inputs: dict[str, Any] = {
         arguments[0]: on_device(tokens[:, :size], device), "targets": on_device(targets, device), "by_sample": True,
     }  # fmt: skip
     return TextBatch(
-        inputs=tuple(given.get(name) for name in arguments), ids=host.ids, tokens=int((lengths - 1).sum())
+        inputs=tuple(named_inputs.get(name) for name in arguments),
+        ids=host.ids,
+        tokens=int((lengths - 1).sum()),
     )

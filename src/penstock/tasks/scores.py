@@ -1,6 +1,5 @@
-"""Scores that are made of sums: over classes, over pairs of numbers, and over texts. Sums of batches, and of ranks, add
-up to those of the whole split, so that a score does not depend on how it was dealt out.
-"""
+"""Scores that are computed from sums: over classes, over pairs of numbers, and over texts. Sums of batches and of ranks
+add up to the sums of the whole split, so that a score does not depend on how the split was distributed."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ Sums = NDArray[np.float64]
 
 
 def class_scores(hits: Sums, predicted: Sums, true: Sums) -> dict[str, float]:
-    """Accuracy, F1 and Matthews' correlation of how often each class was right, was predicted, and was true: (C,) each.
+    """Accuracy, F1 and Matthews' correlation, from how often each class was right, predicted, and true: (C,) each.
 
-    F1 is that of class 1 where there are two, else the mean over classes (Sokolova & Lapalme, 2009). Matthews'
+    F1 is class 1's if there are two classes, else the mean over classes (Sokolova & Lapalme, 2009). Matthews'
     correlation of several classes is Gorodkin's (2004, eq. 8).
     """
     samples = true.sum()
@@ -37,8 +36,8 @@ def class_scores(hits: Sums, predicted: Sums, true: Sums) -> dict[str, float]:
 
 
 def chance_words(share: float, classes: int, samples: int) -> str:
-    """A sentence where a share of right answers is no more than guessing among `classes` gives on so many samples, two
-    standard deviations of it included, or where even all right answers would not be; else ""."""
+    """A warning if a share of right answers is no better than guessing among `classes` on `samples` samples, plus two
+    standard deviations, or if even all answers being right would not be better; else ""."""
     chance = 1.0 / max(classes, 1)
     guessed = chance + 2.0 * math.sqrt(chance * (1.0 - chance) / max(samples, 1))
     if classes < 2 or share > guessed:
@@ -58,7 +57,7 @@ def chance_words(share: float, classes: int, samples: int) -> str:
 
 
 def number_scores(guesses: Sums, true: Sums) -> dict[str, float]:
-    """Pearson's and Spearman's correlation of numbers (N,) with those that are true."""
+    """Pearson's and Spearman's correlation of predicted numbers (N,) with the true ones."""
     return {"pearson": _correlation(guesses, true), "spearman": _correlation(_ranks(guesses), _ranks(true))}
 
 
@@ -69,7 +68,7 @@ def _correlation(first: Sums, second: Sums) -> float:
 
 
 def _ranks(values: Sums) -> Sums:
-    """Ranks from 1; equal values share the mean of theirs."""
+    """Ranks from 1; equal values share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((counts.cumsum() - (counts - 1) / 2)[which], np.float64)
 
@@ -80,7 +79,7 @@ RANKS = (1, 5, 10)
 
 
 def search_scores(queries: Sums, answers: Sums, temperature: float) -> dict[str, float]:
-    """Scores of unit vectors (N, D), whose right answer has the same number: how often it is among the 1, 5 and 10
+    """Scores of unit vectors (N, D), where query i belongs to answer i: how often the answer is among the 1, 5 and 10
     nearest of all N, and the mean loss, in nats, of choosing it from all N."""
     places, losses = [], []
     for start in range(0, len(queries), 1024):
@@ -100,15 +99,15 @@ def search_scores(queries: Sums, answers: Sums, temperature: float) -> dict[str,
 # -- texts
 
 ORDERS = 6
-"""Longest run of characters that chrF counts."""
+"""Longest n-gram of characters in chrF."""
 _BETA = 2.0
 CHRF_SUMS = 3 * ORDERS
 BLEU_SUMS = 10
 
 
 def chrf_sums(written: str, reference: str) -> list[int]:
-    """A text's contribution to chrF (Popović, WMT 2015): for 1 to 6 characters in a row, how many both texts have, how
-    many it has, and how many it should have. White space does not count."""
+    """A text's contribution to chrF (Popović, WMT 2015): for n-grams of 1 to 6 characters, the numbers of shared,
+    written and expected n-grams. White space is ignored."""
     counts: list[int] = []
     written, reference = "".join(written.split()), "".join(reference.split())
     for order in range(1, ORDERS + 1):
@@ -121,7 +120,7 @@ def chrf_sums(written: str, reference: str) -> list[int]:
 
 
 def chrf(sums: Sequence[float]) -> float:
-    """chrF2 in [0, 100], as sacrebleu has it: F of the mean precision and recall over orders that both sides have."""
+    """chrF2 in [0, 100], as in sacrebleu: F of the mean precision and recall over orders that both texts have."""
     orders = [sums[i : i + 3] for i in range(0, CHRF_SUMS, 3)]
     both = [(shared / made, shared / meant) for shared, made, meant in orders if made and meant]
     if not both:
@@ -133,7 +132,7 @@ def chrf(sums: Sequence[float]) -> float:
 
 
 def has_bleu() -> bool:
-    """Whether the package sacrebleu is there."""
+    """Whether the package sacrebleu is installed."""
     return importlib.util.find_spec("sacrebleu") is not None
 
 
@@ -145,7 +144,7 @@ def bleu_sums(written: str, reference: str) -> list[int]:
 
 
 def bleu(sums: Sequence[float]) -> float:
-    """BLEU in [0, 100] of summed counts; where no text has four words, of the orders that there are."""
+    """BLEU in [0, 100] from summed counts; if no text has four words, of the existing orders."""
     counts = [int(value) for value in sums]
     score = _sacrebleu().compute_bleu(
         counts[:4], counts[4:8], sys_len=counts[8], ref_len=counts[9], effective_order=True

@@ -1,4 +1,4 @@
-"""Sentences and pairs of them, classified or rated by numbers (Devlin et al., NAACL 2019, section 4.1)."""
+"""Classification or rating of sentences and of pairs of sentences (Devlin et al., NAACL 2019, section 4.1)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Sentences(TextTask):
-    """Mean cross entropy of classes, or mean squared error where labels are numbers.
+    """Mean cross entropy of classes, or mean squared error if labels are numbers.
 
-    Metrics of classes: `accuracy`; `f1`, of class 1 where there are two, else the mean over classes; `matthews`
-    correlation. Of numbers: `pearson` and `spearman` correlation of the whole split. And `loss`.
+    Metrics for classes: `accuracy`; `f1`, of class 1 if there are two, else the mean over classes; `matthews`
+    correlation. For numbers: `pearson` and `spearman` correlation over the whole split. For both: `loss`.
     """
 
     unit = "sentences"
@@ -47,7 +47,7 @@ class Sentences(TextTask):
         return open_rows(data, tokenizer, split, form=self.form, length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """A head with as many classes as the data has, or with one number; that is said where it changes."""
+        """The model with a head for the data's number of classes, or for one number; a change is logged."""
         if "label" not in (source.sample.names or ()):
             raise DataError(
                 f"{source.name} has no labels, but the task needs them. Name their column in data.columns."
@@ -76,8 +76,8 @@ class Sentences(TextTask):
         return F.cross_entropy(outputs.float(), batch.labels, reduction=reduction)
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        """How many samples have numbers, and the loss. Then counts by class; or prediction and truth of each sample, at
-        its place in the split."""
+        """The number of samples with numeric labels, and the loss. Then counts by class; or each sample's prediction
+        and label, at its place in the split."""
         labels = batch.labels
         assert labels is not None
         loss = self._loss(outputs, batch, "sum").double()
@@ -126,7 +126,7 @@ class Sentences(TextTask):
 
 
 class Pairs(Sentences):
-    """The same of pairs of sentences: inference, paraphrase, similarity."""
+    """The same for pairs of sentences: inference, paraphrase, similarity."""
 
     unit = "pairs"
     form = "pair"
@@ -138,7 +138,7 @@ def _classes(source: Source) -> tuple[str, ...] | None:
 
 
 class PrepareSentences:
-    """Makes batches of labelled rows, cut to the longest of the batch. `samples` are those of the split; `segments`
+    """Makes batches of labelled rows, cut to the longest in the batch. `samples` is the size of the split; `segments`
     says whether the model distinguishes the second text from the first."""
 
     def __init__(self, samples: int, *, segments: bool) -> None:

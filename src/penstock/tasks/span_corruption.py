@@ -1,4 +1,4 @@
-"""Span corruption: what encoder–decoders are trained for (Raffel et al., JMLR 2020, section 3.1.4)."""
+"""Span corruption: the training task of encoder–decoders (Raffel et al., JMLR 2020, section 3.1.4)."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from penstock.tasks.text import (
 )
 
 SHARE = 0.15
-"""Share of a text's tokens that are taken out."""
+"""Share of a text's tokens that are removed."""
 SPAN = 3.0
-"""Tokens of a span, on average."""
+"""Average tokens per span."""
 
 
 class Sizes(NamedTuple):
-    """Sizes of one sample: all samples have the same, so nothing is padded."""
+    """Sizes of one sample; they are the same for all samples, so nothing is padded."""
 
     text: int
     """Tokens of the text."""
     noise: int
-    """Tokens taken out of it."""
+    """Tokens that are removed from it."""
     spans: int
 
     @classmethod
@@ -55,12 +55,12 @@ class Sizes(NamedTuple):
 
 
 class SpanCorruption(WordTask):
-    """Mean cross entropy of the spans that were taken out of a text, 15 % of it, 3 tokens on average. In the source a
-    sentinel stands for each; the target has each sentinel and what it stands for. Which spans is a pure function of the
-    seed and the sample's position in the stream.
+    """Mean cross entropy of spans that were removed from a text: 15 % of it, 3 tokens per span on average. In the
+    source a sentinel replaces each span; the target has each sentinel, followed by its span. The choice of spans is a
+    pure function of the seed and the sample's position in the stream.
 
-    A text is as long as makes the source fill the model's `sequence` and the target fit into `decoder_sequence`. It may
-    hold the ends of documents, and attention crosses them: T5's pre-training joins and cuts documents in the same way.
+    A text is as long as fits: its source into the model's `sequence` and its target into `decoder_sequence`. It may
+    contain ends of documents, and attention crosses them: T5's pre-training joins and cuts documents in the same way.
     """
 
     size_setting = "model.sequence"
@@ -84,7 +84,7 @@ class SpanCorruption(WordTask):
         return (torch.zeros(1, 1, dtype=torch.int64, device=device),) * 2
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first sample: the text with its gaps, what the model puts into them, and what was there."""
+        """The first sample: the text with its gaps, the model's text for them, and the original."""
         tokenizer = tokenizer_of(source)
         prepare = PrepareSpans(tokenizer, 0)
         host = first_samples(source, 1)
@@ -101,7 +101,7 @@ class SpanCorruption(WordTask):
 
 
 def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
-    """The longest text that a model has room for. Raises ConfigError where there is none, or too few sentinels."""
+    """Sizes of the longest text that fits a model. Raises ConfigError if there is none, or too few sentinels."""
     most, most_target = (one.length for one in model.graph.inputs)
     ended = int(tokenizer.end is not None)
     for text in range(2 * most, 1, -1):
@@ -140,14 +140,14 @@ class PrepareSpans:
         )
 
     def corrupt(self, texts: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, Tokens]:
-        """Sources and targets of texts (B, L), each of one length."""
+        """Sources and targets of texts (B, L); all sources have one length, and so do all targets."""
         samples, length = texts.shape
         sizes = Sizes.of(length)
         chance = uniforms(self.seed, MASK, counters=positions, columns=length)
-        kept = _parts(length - sizes.noise, sizes.spans, chance[:, : length - sizes.noise])
-        removed = _parts(sizes.noise, sizes.spans, chance[:, length - sizes.noise :])
-        # What stays and what goes take turns; a text begins with what stays.
-        turns = np.stack([kept, removed], axis=2).reshape(samples, -1)
+        kept_lengths = _parts(length - sizes.noise, sizes.spans, chance[:, : length - sizes.noise])
+        removed_lengths = _parts(sizes.noise, sizes.spans, chance[:, length - sizes.noise :])
+        # Kept and removed spans alternate; a text begins with a kept span.
+        turns = np.stack([kept_lengths, removed_lengths], axis=2).reshape(samples, -1)
         begins = np.concatenate([np.zeros((samples, 1), np.int64), turns.cumsum(axis=1)[:, :-1]], axis=1)
         first = np.zeros((samples, length), bool)
         np.put_along_axis(first, begins, True, 1)
@@ -159,7 +159,7 @@ class PrepareSpans:
     def _without(
         self, removed: NDArray[np.bool_], first: NDArray[np.bool_], sentinels: Tokens, texts: Tokens
     ) -> Tokens:
-        """Texts (B, L) with a sentinel for each stretch of what is gone, and with their end."""
+        """Texts (B, L) with a sentinel for each removed span, and with their end token."""
         tokens = np.where(removed, sentinels, texts)[~removed | first].reshape(len(texts), -1)
         if self.end is None:
             return tokens
@@ -167,7 +167,7 @@ class PrepareSpans:
 
 
 def _parts(total: int, count: int, chance: NDArray[np.float32]) -> NDArray[np.int64]:
-    """`total` cut into `count` parts of at least 1, by chance (B, total): (B, count)."""
+    """`total` split randomly into `count` parts of at least 1, by random numbers (B, total): (B, count)."""
     cuts = np.sort(np.argsort(chance[:, : total - 1], axis=1, kind="stable")[:, : count - 1], axis=1) + 1
     edges = np.concatenate(
         [np.zeros((len(chance), 1), np.int64), cuts, np.full((len(chance), 1), total)], axis=1

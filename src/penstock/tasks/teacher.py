@@ -1,13 +1,13 @@
-"""A trained model whose outputs another one learns from, beside its targets (Hinton et al., "Distilling the knowledge
-in a neural network", 2015).
+"""A trained model from whose outputs a student learns, in addition to its targets (Hinton et al., "Distilling the
+knowledge in a neural network", 2015).
 
 With w the share and T the temperature, the loss of a batch is (1 − w) · loss of the task + w · T² · KL(teacher ‖
-student), both as means over the task's targets, so that it is the same however a step is cut into micro-batches and
-over ranks. Of embeddings the mean of 1 − cos between the vectors of a text takes the place of T² · KL, of `hard`
-targets the cross entropy against the teacher's likeliest class. A distilled head (Touvron et al., ICML 2021, "DeiT",
-section 4) learns the first term by one linear and the second by the other. With `hidden` above 0, hidden times the mean
-difference between the outputs of blocks is added, a mean over the tokens of a micro-batch; likewise `attention` and
-`scores`. Evaluations are of the task alone.
+student), both as means over the task's targets, so that it is the same for any split of a step into micro-batches and
+over ranks. For embeddings T² · KL is replaced by the mean of 1 − cos between the two vectors of a text, for `hard`
+targets by the cross entropy against the teacher's likeliest class. A distilled head (Touvron et al., ICML 2021, "DeiT",
+section 4) learns the first term with one linear layer and the second with another. With `hidden` above 0, hidden times
+the mean difference between the outputs of blocks is added, averaged over the tokens of a micro-batch; in the same way
+`attention` and `scores`. Evaluations use only the task.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from penstock.tasks.text import WordTask
 
 
 class Teacher:
-    """A model in evaluation mode beside a student. It is no part of the student, so that neither checkpoints nor
-    exports hold it; and it draws nothing by chance. Ranks that shard the student's weights may shard its own; those
-    that split layers each have the whole of them.
+    """A teacher in evaluation mode for a student. It is not part of the student, so that checkpoints and exports do not
+    contain it, and it draws no random numbers. Ranks that shard the student's weights may shard the teacher's; ranks
+    that split layers each hold the whole teacher.
 
-    Of a head for words the features alone are computed: the logits of both models are made together, a few rows at a
-    time, by the student's head.
+    For a head over words the teacher computes only features: the student's head computes the logits of both models
+    together, a few rows at a time.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Teacher:
             self.head = getattr(model, model.graph.words.name)
             self.head.passes = True
         self.release: Callable[[], None] | None = None
-        """Frees what its passes have gathered of its weights, where these are sharded."""
+        """Frees the weights that its passes have gathered, if they are sharded."""
         model.eval().requires_grad_(False)
 
     def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
-        """The student's loss of a batch, 0-d; differentiable by the student."""
+        """The student's loss for a batch, 0-d; differentiable by the student's parameters."""
         try:
             return self._loss(task, model, batch)
         finally:
@@ -85,10 +85,10 @@ class Teacher:
         with _looking(self.model, inside) as teacher, _looking(uncompiled(model), inside) as student:
             loss = self._outputs_loss(task, model, batch)
             plain: Any = uncompiled(model)
-            given = plain.given(task.inputs(batch))
+            arguments = plain.given(task.inputs(batch))
             hidden, attention, scores = list[Tensor](), list[Tensor](), list[Tensor]()
             for name, run in student.items():
-                lengths = lengths_of(self.model.graph, self.student.run(name), given)
+                lengths = lengths_of(self.model.graph, self.student.run(name), arguments)
                 if self.hidden:
                     hidden.append(self._hidden_loss(run, teacher[name], lengths))
                 if self.attention:
@@ -102,13 +102,15 @@ class Teacher:
         return loss
 
     def _outputs_loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
-        """The loss of the task and of the divergence between the outputs."""
+        """The loss of the task, combined with the divergence between the outputs."""
         inputs = task.inputs(batch)
         with torch.no_grad():
-            known = self.model.graph.arguments
-            given = {name: value for name, value in zip(self.student.arguments, inputs) if name in known}
+            accepted = self.model.graph.arguments
+            arguments = {
+                name: value for name, value in zip(self.student.arguments, inputs) if name in accepted
+            }
 
-            taught: Tensor = self.model(**{name: self._cast(value) for name, value in given.items()})
+            taught: Tensor = self.model(**{name: self._cast(value) for name, value in arguments.items()})
             taught = torch.cat(vectors(taught, batch)) if isinstance(task, Embedding) else taught
         if isinstance(task, Embedding):
             outputs = model(*inputs)
@@ -117,7 +119,7 @@ class Teacher:
         if self.head is None:
             return self._classes_loss(task, model, inputs, taught, batch)
         head = model.get_submodule(self.student.words.name) if self.student.words else None
-        assert isinstance(head, Vocabulary)  # `open_teacher` holds this
+        assert isinstance(head, Vocabulary)  # `open_teacher` checks this
         x = taught.flatten(0, -2)
         head.taught = Taught(x, self.head.weight, self.head.bias, self.share, self.temperature, self.head.cap)
         try:
@@ -127,7 +129,7 @@ class Teacher:
 
     @staticmethod
     def _hidden_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
-        """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) as of a run."""
+        """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) of samples."""
         assert student.outputs
         assert teacher.outputs
         depth, losses = len(student.outputs), []
@@ -147,9 +149,9 @@ class Teacher:
     def _classes_loss(
         self, task: Task, model: nn.Module, inputs: tuple[Any, ...], taught: Tensor, batch: Any
     ) -> Tensor:
-        """The loss of a batch whose teacher gives the logits `taught`, (B, classes)."""
+        """The loss of a batch for the teacher's logits `taught`, (B, classes)."""
         student = uncompiled(model)
-        assert isinstance(student, Model)  # `open_teacher` holds this
+        assert isinstance(student, Model)  # `open_teacher` checks this
         student.both_logits = self.student.classes is not None and self.student.classes.distilled
         try:
             outputs = model(*inputs)
@@ -168,14 +170,14 @@ class Teacher:
         return (1.0 - self.share) * task.loss(outputs, batch) + self.share * mean
 
     def _cast(self, value: Any) -> Any:
-        """An argument in the type of the teacher's weights, if it has numbers of such a kind."""
+        """An argument in the dtype of the teacher's weights, if it is a floating-point tensor."""
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(next(self.model.parameters()).dtype)
         return value
 
 
 def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
-    """The mean divergence of the relations of queries, keys and values in the last blocks, 0-d."""
+    """The mean divergence of the self-attention relations of queries, keys and values in the last blocks, 0-d."""
     looked, others = (_looked_in(run, -1)[:3] for run in (student, teacher))
     losses = []
     for own, other in zip(looked, others, strict=True):
@@ -188,7 +190,7 @@ def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | 
 
 
 def _scores_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
-    """The mean over blocks of the difference of their attention scores, 0-d."""
+    """The mean over blocks of the difference between attention scores, 0-d."""
     losses, depths = [], (len(student.blocks), len(teacher.blocks))
     for number in range(depths[0]):
         own, other = _looked_in(student, number), _looked_in(teacher, _at_same_depth(number, *depths))
@@ -198,7 +200,7 @@ def _scores_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | Non
 
 
 def _at_same_depth(number: int, depth: int, others: int) -> int:
-    """The number of the block of a deeper stack, of `others`, at the same share of the depth."""
+    """The number of the block at the same relative depth in a deeper stack with `others` blocks."""
     return round((number + 1) * others / depth) - 1
 
 
@@ -213,15 +215,15 @@ def _attention_of(block: nn.Module) -> Attention:
 
 
 def _looked_in(run: TokenStack, number: int) -> list[Tensor]:
-    """The parts of the attention of a block, each (B, N, heads, K); see `Attention.looked`."""
+    """The recorded tensors of a block's attention, each (B, N, heads, K); see `Attention.looked`."""
     (looked,) = _attention_of(run.blocks[number]).looked or []
     return [x.transpose(0, 1) if run.sequence_first else x for x in looked]
 
 
 @contextmanager
 def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]:
-    """Inside, each run of a model keeps the outputs of its blocks, and what the attention of the blocks `inside` is
-    made of; given are the runs by name."""
+    """Within this context, each run of a model records the outputs of its blocks, and the inputs of attention in the
+    blocks `inside`. Yields the runs by name."""
     runs = {name: module for name, module in model.named_children() if isinstance(module, TokenStack)}
     attentions = [_attention_of(block) for run in runs.values() for block in run.blocks[inside]]
     for run in runs.values():
@@ -238,10 +240,9 @@ def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]
 
 
 def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
-    """The teacher of a recipe for `module`, which computes by the same Plan; ranks that shard the student's weights
-    shard its own.
+    """Open a recipe's teacher for `module`, under the same Plan; ranks that shard the student's weights shard its own.
 
-    Raises ConfigError where it cannot teach this student by this task, and what `from_pretrained` raises.
+    Raises ConfigError if it cannot teach this student in this task, and the errors of `from_pretrained`.
     """
     plan, dims, recipe = setup.plan, setup.dims, setup.recipe
     assert recipe.teacher is not None
@@ -294,7 +295,7 @@ def _require_teachable(
                 f"{type(head).__name__}; use a task on words, or leave adapters away from the head."
             )
     elif isinstance(task, Embedding):
-        pass  # features of as many, as `require_alike` holds
+        pass  # the same number of features, which `require_alike` checks
     elif student.graph.classes is None or student.graph.classes.classes < 2:
         raise ConfigError(
             "recipe.teacher teaches words, classes or embeddings, but this student gives numbers or features; leave it "
@@ -313,7 +314,7 @@ def _require_teachable(
 
 
 def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError where an image is other tokens for the teacher than for the student."""
+    """Raise ConfigError if the teacher splits an image into other tokens than the student."""
     for seen, own in zip(teacher.inputs_of(PatchInput), student.inputs_of(PatchInput), strict=True):
         if (seen.length, seen.learned_tokens) != (own.length, own.learned_tokens):
             raise ConfigError(
@@ -324,7 +325,7 @@ def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:
 
 
 def _require_alike_runs(teacher: Graph, student: Graph, name: str, setting: str) -> None:
-    """Raise ConfigError where attention cannot be compared."""
+    """Raise ConfigError if attention cannot be compared."""
     runs = [{run.name for run in graph.runs} for graph in (teacher, student)]
     if runs[0] != runs[1]:
         raise ConfigError(
@@ -339,7 +340,7 @@ def _require_alike_runs(teacher: Graph, student: Graph, name: str, setting: str)
 
 
 def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError where a block of the student has other heads than that of the teacher it learns from."""
+    """Raise ConfigError if a block of the student has another number of heads than its block of the teacher."""
     for run in student.runs:
         own, others = run.stack.layers, teacher.run(run.name).stack.layers
         for number, layer in enumerate(own):
@@ -353,7 +354,7 @@ def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
 
 
 def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError where the outputs of blocks cannot be compared."""
+    """Raise ConfigError if the outputs of blocks cannot be compared."""
     teacher_runs, student_runs = ({run.name: run.stack for run in graph.runs} for graph in (teacher, student))
     if teacher_runs.keys() != student_runs.keys() or teacher.width != student.width:
         raise ConfigError(
@@ -364,7 +365,7 @@ def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
 
 
 def _require_as_deep(teacher: Graph, student: Graph, name: str, setting: str) -> None:
-    """Raise ConfigError where a student has more blocks than its teacher."""
+    """Raise ConfigError if a student has more blocks than its teacher."""
     shallow = [run.name for run in student.runs if teacher.run(run.name).stack.depth < run.stack.depth]
     if shallow:
         raise ConfigError(

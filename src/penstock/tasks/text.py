@@ -1,4 +1,4 @@
-"""Shared parts of tasks on text: batches, the tokenizer, sizes that compiled code meets again, and metrics of a loss.
+"""Shared parts of tasks on text: batches, the tokenizer, sizes for reuse of compiled code, and metrics of a loss.
 
 Shapes: B samples, N tokens, V vocabulary.
 """
@@ -33,18 +33,19 @@ _log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ModelConfig)
 Tokens = NDArray[np.integer[Any]]
 SIZES = 8
-"""Lengths that batches are cut to, so that code that was compiled for one is used again."""
+"""Number of lengths that batches are cut to, so that compiled code is reused."""
 VOCABULARY_MULTIPLE = 8
-"""Rows of logits then start at a multiple of 16 bytes in half precision, which matrix units ask for."""
+"""Vocabularies are multiples of this: rows of half-precision logits then start at multiples of 16 bytes, as matrix
+units need."""
 MOST_NATS = 80.0
-"""A loss beyond it is reported as the perplexity of this one: e⁸⁰ still fits fp32."""
+"""Largest loss in the computation of perplexity: e⁸⁰ still fits fp32."""
 DRAWN = 64
-"""Batches of which it is asked how long they are."""
+"""Number of batches that are drawn to estimate their length."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """Batch of text for a training step."""
+    """A batch of text for a training step."""
 
     inputs: tuple[Any, ...]
     """The model's arguments."""
@@ -53,35 +54,35 @@ class TextBatch:
     tokens: int
     """Tokens that are not padding."""
     labels: Tensor | None = None
-    """Labels to compare with the outputs, where the model has not done so itself."""
+    """Labels to compare with the outputs, if the model does not do so itself."""
     count: int | None = None
-    """Targets that the loss is the mean over; None where it is made of samples."""
+    """Number of targets that the loss is the mean over; None if it is over samples."""
     bytes: float = 0.0
-    """Bytes of the text that the targets stand for; 0 where it is not known."""
+    """Bytes of the text that the targets stand for; 0 if unknown."""
     places: Tensor | None = None
-    """(B,) where in the stream the samples are; in an evaluation, in the split."""
+    """(B,) positions of the samples in the stream; in an evaluation, in the split."""
     most: int = 0
-    """Samples that an evaluation distinguishes by their places; of a translation, tokens that it may have."""
+    """Number of samples that an evaluation tells apart by `places`; for translations, the most tokens."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 class TextTask(Task):
-    """A task on token numbers. `init_from` are the weights that the model starts from, whose tokenizer is taken."""
+    """A task on token numbers. `init_from` are the weights that the model starts from, whose tokenizer is used."""
 
     unit = "sequences"
     size_setting = "model.sequence"
     asked_words = 1.0
     """Share of tokens whose words the loss asks for."""
     counts_all_inputs = False
-    """Whether the length of a sample is that of all its inputs together, and not of the first."""
+    """Whether the length of a sample is the total of all its inputs, not the first input's."""
 
     def __init__(self, init_from: str | None = None) -> None:
         self.init_from = init_from
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
-        """The tokenizer of a run. Its decoders begin with the token that the weights of `init_from` begin with."""
+        """The tokenizer of a run. Its decoder texts begin with the start token of the weights in `init_from`."""
         from penstock.data.text.open import open_tokenizer
 
         weights = None if self.init_from is None else str(local_weights(self.init_from))
@@ -94,15 +95,15 @@ class TextTask(Task):
         return self.read(data, model, self.tokenizer(data), split)
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        """The samples of a split in a tokenizer's numbers."""
+        """The samples of a split as token numbers."""
         raise NotImplementedError
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """The model with a vocabulary as large as the tokenizer's; loaded weights have theirs."""
+        """The model with a vocabulary as large as the tokenizer's; loaded weights keep their own."""
         return self.fit_vocabulary(model, tokenizer_of(source))
 
     def fit_vocabulary(self, model: C, tokenizer: Tokenizer) -> C:
-        """The model with room for all numbers of a tokenizer. Raises ConfigError where loaded weights lack it."""
+        """The model with room for all tokens of a tokenizer. Raises ConfigError if loaded weights have too few."""
         wanted = -(-tokenizer.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         has = vocabulary_of(model)
         if self.init_from is not None:
@@ -120,7 +121,7 @@ class TextTask(Task):
         return replace(cast(Any, model), vocabulary=wanted)  # type: ignore[no-any-return]
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
-        """Batches are cut to their longest sample: on average over some that are drawn by chance."""
+        """Batches are cut to their longest sample: the average over randomly drawn batches."""
         if source.lengths is None:
             return Fullness(model, words=self.asked_words)
         by_length = source.lengths if source.group_by_length else None
@@ -147,8 +148,8 @@ class TextTask(Task):
 class WordTask(TextTask):
     """A task whose model sums the loss of target tokens itself.
 
-    Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the loss in bits over the
-    bytes of text that the targets stand for, so that tokenizers can be compared.
+    Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the loss in bits divided by
+    the bytes of text that the targets stand for, so that tokenizers can be compared.
     """
 
     shown: tuple[str, ...] = (
@@ -184,7 +185,7 @@ def tokenizer_of(source: Source) -> Tokenizer:
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of tokens filled up with `pad` to the longest, (B, N), and how many each has, (B,)."""
+    """Rows of tokens padded with `pad` to the longest, (B, N), and the length of each, (B,)."""
     lengths = np.array([len(row) for row in rows], np.int64)
     table = np.full((len(rows), int(lengths.max())), pad, np.int64)
     for place, row in enumerate(rows):
@@ -193,7 +194,7 @@ def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[NDArray[np.int64], 
 
 
 def shifted(targets: Tokens, start: int) -> Tokens:
-    """A decoder's inputs for the targets (B, N): each token one place later, after `start`."""
+    """A decoder's inputs for the targets (B, N): shifted by one place, beginning with `start`."""
     before = np.full((len(targets), 1), start, targets.dtype)
     return np.concatenate([before, targets[:, :-1]], axis=1)
 
@@ -204,18 +205,18 @@ def first_samples(source: Source, count: int) -> HostBatch:
 
 
 def rounded(length: int, most: int) -> int:
-    """The smallest of at most eight sizes up to `most` that is no less than `length`."""
+    """The smallest of at most eight sizes up to `most` that is at least `length`."""
     step = -(-most // SIZES)
     return min(most, -(-max(length, 1) // step) * step)
 
 
 def padded_length(drawn: Tokens, most: int) -> float:
-    """Average length to which batches of samples of these lengths, (batches, B), are cut, of at most `most`."""
+    """Average length, at most `most`, to which batches with samples of these lengths, (batches, B), are cut."""
     return float(np.mean([rounded(int(longest), most) for longest in drawn.max(axis=1)]))
 
 
 def on_device(array: Tokens, device: torch.device) -> Tensor:
-    """Numbers as int64 on the device, without waiting for it."""
+    """Copy numbers as int64 to the device, without waiting for it."""
     tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -223,17 +224,17 @@ def on_device(array: Tokens, device: torch.device) -> Tensor:
 
 
 def all_on_device(device: torch.device, *arrays: Tokens | None) -> tuple[Tensor | None, ...]:
-    """The same of several, in order; None stands for itself."""
+    """The same for several arrays, in order; None stays None."""
     return tuple(None if array is None else on_device(array, device) for array in arrays)
 
 
 def counted(targets: Tokens) -> int:
-    """How many targets there are."""
+    """The number of targets."""
     return int((targets != IGNORED).sum())
 
 
 def documents_of(tokens: Tokens, end: int | None) -> Tokens | None:
-    """Numbers of the documents that tokens (B, N) belong to, each ended by `end`; None where each sample has one."""
+    """Numbers of the documents that tokens (B, N) belong to, each ended by `end`; None if each sample has only one."""
     if end is None:
         return None
     ends = tokens == end

@@ -1,4 +1,4 @@
-"""Translation: a text in one form to the text in another (Vaswani et al., NeurIPS 2017, section 5)."""
+"""Translation: a text to the same text in another language or form (Vaswani et al., NeurIPS 2017, section 5)."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ SHOWN = 3
 class Translation(WordTask):
     """Mean cross entropy of the target's tokens, with `recipe.augment.label_smoothing` in training.
 
-    In an evaluation each source is also translated, token by token without a search. Metrics, besides those of the
-    loss: `exact_match` is the share of translations that equal the reference; `chrf` and, with the package sacrebleu,
+    In an evaluation each source is also translated, token by token without a search. Metrics, in addition to the
+    loss's: `exact_match` is the share of translations that equal the reference; `chrf` and, with the package sacrebleu,
     `bleu` are of the whole split, in [0, 100].
     """
 
@@ -66,8 +66,8 @@ class Translation(WordTask):
         )  # fmt: skip
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
-        """The model with a vocabulary as large as the tokenizer's, and the labels of the source, by which its mixtures
-        count, or are given experts. Raises ConfigError where these contradict the model."""
+        """The model with a vocabulary as large as the tokenizer's, and with the labels of the source, by which its
+        mixtures count loads or choose experts. Raises ConfigError if these contradict the model."""
         model, names = super().fit(model, source), source.label_names
         if model.graph.routed and not names:
             raise ConfigError(
@@ -84,7 +84,7 @@ class Translation(WordTask):
         return PrepareTranslation(self._tokenizer, smoothing, labelled=model.graph.labelled)
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        """One source, and a target as long as any, which says how many steps others take."""
+        """One source, and a target of maximum length, which sets the number of steps of other ranks."""
         source = torch.zeros(1, 1, dtype=torch.int64, device=device)
         target, ones = source.expand(1, model.graph.inputs[1].length), torch.ones_like(source[0])
         routed = (None, None, 0.0, None, ones - 1) if model.graph.routed else ()
@@ -108,7 +108,7 @@ class Translation(WordTask):
             sample(model, prompts, Decoding(max_tokens=target.shape[1]), ends=())
 
     def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        """Each at most half as long again as its reference; ranks that share weights take all steps together."""
+        """Translations, each up to 1.5 times as long as its reference; ranks that share weights step together."""
         assert self._tokenizer is not None
         source, _, lengths, targets = batch.inputs[:4]
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
@@ -120,7 +120,7 @@ class Translation(WordTask):
         return tokens.where((tokens != NOTHING) & is_real(limits, steps), IGNORED)
 
     def _texts(self, tokens: Tensor) -> list[str]:
-        """Texts of tokens (B, N) up to their end."""
+        """Texts of tokens (B, N) up to their end token."""
         tokenizer = self._tokenizer
         assert tokenizer is not None
         return [tokenizer.decode(_until(row, tokenizer.end)) for row in tokens.tolist()]
@@ -138,7 +138,7 @@ class Translation(WordTask):
         return results
 
     def sample(self, model: nn.Module, source: Source, device: torch.device) -> str:
-        """The first sources with their translations, each beside its reference."""
+        """The first sources with their translations, each with its reference."""
         self._tokenizer = tokenizer_of(source)
         graph: Any = model.graph
         labelled = bool(source.label_names) and bool(graph.labelled)
@@ -150,14 +150,13 @@ class Translation(WordTask):
 
 
 def _until(row: list[int], end: int | None) -> list[int]:
-    """Numbers before the first `end`, or before padding among targets."""
+    """Tokens before the first `end`, or before padding in targets."""
     stops = [row.index(stop) for stop in (end, IGNORED) if stop in row]
     return row[: min(stops)] if stops else row
 
 
 class PrepareTranslation:
-    """Makes batches of sources and targets, each cut to the longest of the batch. `labelled` models are given the label
-    of each sample."""
+    """Makes batches of sources and targets, each cut to the longest in the batch. `labelled` models get labels."""
 
     def __init__(self, tokenizer: Tokenizer, smoothing: float, *, labelled: bool = False) -> None:
         self.start, self.smoothing, self.labelled = tokenizer.start, smoothing, labelled

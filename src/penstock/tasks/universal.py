@@ -1,4 +1,4 @@
-"""Understanding and generating at once: masked words, the order of a text's halves, and the next token (Sun et al.,
+"""Understanding and generation in one task: masked words, the order of a text's halves, and the next token (Sun et al.,
 2021, "ERNIE 3.0", section 3.2)."""
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ ORDERS = ("in order", "swapped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniversalBatch(TextBatch):
-    """Texts to continue, texts to understand, and what is asked of each."""
+    """Texts to continue and texts to understand, with their targets."""
 
     counts: Tensor
-    """(3,) float64 on the device, targets of each head."""
+    """(3,) float64 on the device, number of targets of each head."""
     weights: tuple[float, ...]
     """Weight of each head's loss."""
 
 
 class Universal(NextToken):
-    """Weighted sum of a mean loss for each head: the next token; masked words, 15 % of a text; and, where the model has
-    a head for two classes, whether the halves of a text, which then has a separator between them, are in their order
+    """Weighted sum of a mean loss for each head: the next token; masked words, 15 % of a text; and, if the model has a
+    head for two classes, whether the two halves of a text, with a separator in between, are in their original order
     (Lan et al., ICLR 2020, "ALBERT", section 3.1). A text that begins in one document and ends in another has no order.
 
-    A sample is a window of the text, and asked for all; `model.continued` and `model.masked` leave some of either out
-    in training. With `model.prefix`, so many of those to continue begin with a prefix that is seen whole and asked for
-    nothing. What is hidden, swapped or seen whole is a pure function of the seed and the sample's position in the
-    stream. An evaluation has no prefixes, so that its perplexity is that of all tokens.
+    A sample is a window of the text, with targets for all heads; in training, `model.continued` and `model.masked` set
+    the shares of samples to continue and to understand. With `model.prefix`, this share of the samples to continue
+    begins with a prefix, whose tokens all attend to each other and are not targets. The choice of hidden words, swaps
+    and prefixes is a pure function of the seed and the sample's position in the stream. An evaluation has no prefixes,
+    so that its perplexity covers all tokens.
 
     Metrics: `loss`; `perplexity` and `bits_per_byte` of the next token; `masked_accuracy` and `order_accuracy`.
     """
@@ -75,7 +76,7 @@ class Universal(NextToken):
             )
         length = model.graph.inputs[0].length
         source: Any = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
-        source.classes = ORDERS  # their names go with the model
+        source.classes = ORDERS  # their names are stored with the model
         return source  # type: ignore[no-any-return]
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -113,7 +114,7 @@ class Universal(NextToken):
         return batch.counts
 
     def loss(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
-        """(3,): the weighted mean loss of each head, 0 of one that the model lacks."""
+        """(3,): the weighted mean loss of each head, 0 for a head that the model lacks."""
         sums = self._sums(outputs, batch)
         weights = sums.new_tensor(batch.weights)
         return weights * sums / batch.counts.clamp(min=1.0).to(sums.dtype)
@@ -130,14 +131,14 @@ class Universal(NextToken):
     # -- evaluation
 
     def assess(self, model: nn.Module, batch: UniversalBatch) -> Tensor:
-        """Logits of masked words are made, and not their loss alone, so that hits are counted."""
+        """Computes logits of masked words, not only their loss, so that hits can be counted."""
         inputs = list(batch.inputs)
         at = next(place for place, value in enumerate(inputs) if value is _word_targets(batch))
         inputs[at] = {name: value for name, value in inputs[at].items() if name != "masked"}
         return self.tally(model(*inputs), batch)
 
     def tally(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
-        """The summed losses, the targets, the hits of each head, the weights of losses, times samples, and bytes."""
+        """For each head: summed loss, number of targets, hits, and weight times samples; then the bytes."""
         losses, hits = dict(outputs), batch.counts.new_zeros(3)
         words = _word_targets(batch)
         targets = {"masked": words.get("masked"), "kind": batch.labels}
@@ -171,14 +172,14 @@ class Universal(NextToken):
 
 
 def _word_targets(batch: UniversalBatch) -> dict[str, Tensor]:
-    """The targets of each head for words."""
+    """The targets of each head over words."""
     named = (value for value in batch.inputs if isinstance(value, dict))
     return next(value for value in named if not value.keys().isdisjoint(HEADS))
 
 
 class PrepareUniversal:
-    """Makes batches of windows (B, N + 1), for the inputs and heads that a model has. With `mixes` it leaves out what
-    the model's settings leave out."""
+    """Makes batches of windows (B, N + 1), for the inputs and heads of a model. `mixes` applies its shares of
+    samples."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: Any, seed: int, bytes_per_token: float, *, mixes: bool
@@ -235,8 +236,8 @@ class PrepareUniversal:
         )  # fmt: skip
 
     def _texts(self, windows: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, NDArray[np.int64]]:
-        """Texts (B, L) of windows, as they are hidden words of, and the order of the halves of each, (B,): the second
-        half comes first in every other one, and where a document ends nothing is asked."""
+        """Texts (B, L) of windows, in which words will be hidden, and the order of their halves, (B,): half of the
+        texts are swapped at random, and texts with the end of a document have no target."""
         around = self.before + (self.separator is not None)
         if not self.orders:
             return windows[:, : self.tokens - around], np.zeros(0, np.int64)
@@ -252,7 +253,7 @@ class PrepareUniversal:
         return np.concatenate(sides, axis=1), orders
 
     def _segments(self, hidden: Tensor) -> Tensor | None:
-        """Which tokens are of a text's second half, (B, N)."""
+        """Which tokens belong to a text's second half, (B, N)."""
         if not (self.segments and self.orders):
             return None
         half = (self.tokens - self.before - (self.separator is not None) - 1) // 2
@@ -261,8 +262,8 @@ class PrepareUniversal:
 
 
 def _due(positions: NDArray[np.int64], share: float, *, first: bool) -> tuple[NDArray[np.int64], bool]:
-    """Which samples of a batch are asked for, by their positions in the stream, and whether any is; else one stands for
-    all, of which nothing is asked. Shares of `first` and others that add up to 1 take each sample once."""
+    """Which samples of a batch to use, by their positions in the stream, and whether there are any; if not, one sample
+    that must not count. If the shares of `first` and the others add up to 1, each is used once."""
     share = share if first else 1.0 - share
     due = np.floor((positions + 1) * share) > np.floor(positions * share)
     chosen = np.flatnonzero(due if first else ~due)

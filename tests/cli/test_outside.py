@@ -61,7 +61,7 @@ def test_every_verb_is_tried() -> None:
 
 OUTPUTS = [
     "train vit-digits --output {out}", "ladder vit-digits --quick --output {out}",
-    "scale vit-digits --output {out}", "plan vit-s16 --gpus 8 --machine h100 --toml {out}.toml",
+    "scale vit-digits --output {out}",
     "plan vit-s16 --gpus 8 --machine h100 --html {out}", "probe --output {out}.toml", "pack {set} {out}",
     "checkpoint export {run} {out} --names plain",
 ]  # fmt: skip

@@ -46,9 +46,8 @@ from penstock.planner.prediction import predict
 from penstock.planner.stages import stage_costs
 from penstock.probe import resolve_device
 from penstock.report.record import environment
-from penstock.schedules import Measured, play_shared, schedule_of
+from penstock.schedules import play_shared, schedule_of
 from penstock.schedules.schedule import Action
-from penstock.schedules.simulate import Span
 from penstock.step.pipeline import Pipeline
 from penstock.tasks.image_classification import ImageClassification
 from predicted_own_runs import Yardstick, probed, step_seconds
@@ -135,13 +134,9 @@ def bubble(built: Built, batches: Sequence[Any]) -> float | None:
     distributed.all_gather_object(told, [(str(action), start, end) for action, start, end in mine])
     each = len(told) // plan.pp
     # Processes of one machine share its clock.
-    run = Measured.of(
-        [
-            [Span(at, Action.parse(word), start, end) for word, start, end in told[at * each]]
-            for at in range(plan.pp)
-        ]
-    )
-    return float(run.bubble_fraction)
+    times = [(start, end) for at in range(plan.pp) for _, start, end in told[at * each]]
+    makespan = max(end for _, end in times) - min(start for start, _ in times)
+    return 1.0 - sum(end - start for start, end in times) / (plan.pp * makespan)
 
 
 Mine = dict[str, float]

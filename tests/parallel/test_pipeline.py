@@ -37,7 +37,7 @@ from penstock.parallel.stage_cut import StageCut
 from penstock.planner.describe import totals
 from penstock.planner.pipeline import balanced, stage_counts
 from penstock.planner.stages import stage_costs
-from penstock.schedules import Measured, generate, schedule_of, simulate
+from penstock.schedules import generate
 from penstock.step.pipeline import table
 
 RECIPE = Recipe(lr=1e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
@@ -318,20 +318,12 @@ def test_stages_are_balanced_with_embedding_and_output() -> None:
     assert sum(stage_counts(totals(_config("gpt")), 2)) == 4
 
 
-def test_what_ranks_did_is_told_as_a_simulation_is() -> None:
-    plan = Plan.parse("pp=2 accumulate=4 micro_batch=2")
-    costs = stage_costs(_config("gpt"), load_machine("h100"), plan)
-    run = simulate(schedule_of(plan), costs)
-    spans = [[span._replace(start=span.start + 5, end=span.end + 5) for span in run.timeline() if span.rank == r]
-             for r in range(2)]  # fmt: skip
-    measured = Measured.of(spans)
-    assert measured.schedule == run.schedule
-    assert float(measured.bubble_fraction) == pytest.approx(float(run.bubble_fraction))
-    assert measured.peak_memory == (2, 1)
+def test_the_last_stage_has_the_output_too() -> None:
+    costs = stage_costs(_config("gpt"), load_machine("h100"), Plan.parse("pp=2 accumulate=4 micro_batch=2"))
     first, last = (
         sum(c[i] for c in (costs.forward, costs.backward_input, costs.backward_weight)) for i in (0, 1)
     )  # type: ignore[index]
-    assert last > first  # the output
+    assert last > first
 
 
 def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:

@@ -12,7 +12,6 @@ from penstock.schedules.generate import schedule_of as schedule_of
 from penstock.schedules.schedule import Action as Action
 from penstock.schedules.schedule import Kind as Kind
 from penstock.schedules.schedule import Schedule as Schedule
-from penstock.schedules.simulate import Measured as Measured
 from penstock.schedules.simulate import Shared as Shared
 from penstock.schedules.simulate import Simulation as Simulation
 from penstock.schedules.simulate import Span as Span

@@ -3,7 +3,7 @@ share, from measured times, and with explicit sends and receives in an order tha
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import accumulate
 from types import GeneratorType
@@ -209,44 +209,6 @@ def with_communication(schedule: Schedule) -> Schedule:
             events[rank].append((end, 0, send, send))
             events[home[receive.stage]].append((end, 0, send, receive))
     return Schedule(tuple(tuple(event[3] for event in sorted(of_rank)) for of_rank in events))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured(Simulation):
-    """A run with measured times. Its costs are not known, so memory is counted in activations."""
-
-    spans: tuple[Span, ...] = ()
-
-    @classmethod
-    def of(cls, ranks: Sequence[Sequence[Span]]) -> Measured:
-        """Make it from each rank's computations, in the order in which they ran. The first one's start is time 0."""
-        first = min((span.start for spans in ranks for span in spans), default=0)
-        end = max((span.end for spans in ranks for span in spans), default=0)
-        busy = tuple(sum((span.end - span.start for span in spans), start=0) for spans in ranks)
-        schedule = Schedule(tuple(tuple(span.action for span in spans) for spans in ranks))
-        moved = tuple(
-            span._replace(start=span.start - first, end=span.end - first) for spans in ranks for span in spans
-        )
-        peaks = tuple(map(_most_held, schedule.ranks))
-        return cls(
-            schedule=schedule, costs=Costs(), makespan=end - first, ideal=ratio(sum(busy), len(busy)),
-            busy=busy, peak_memory=peaks,
-            starts=tuple(tuple(span.start - first for span in spans) for spans in ranks), spans=moved,
-        )  # fmt: skip
-
-    def timeline(self) -> list[Span]:
-        """Every action with its rank, start and end, by rank and then by time."""
-        return list(self.spans)
-
-
-def _most_held(order: Sequence[object]) -> Number:
-    """Largest number of micro-batches that a rank held at one time."""
-    held = most = 0
-    for action in order:
-        kind = getattr(action, "kind", "")
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}.get(kind, 0)
-        most = max(most, held)
-    return most
 
 
 ROUNDING = 1e-12

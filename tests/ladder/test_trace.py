@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
+from penstock.models.experts import MixtureOfExperts
 from penstock.models.perceptron import MLP
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
@@ -181,6 +183,25 @@ def test_activations_of_several_operators_are_counted_as_they_run(mlp: Mlp) -> N
     (kernel, tanh) = [op for _, op in compiled.operators() if op.forward and op.kind != "gemm"]
     assert (kernel.kind, kernel.read, kernel.written) == ("pointwise", 2 * 4 * 64.0, 4 * 64.0)
     assert (tanh.function, tanh.elements, tanh.read, tanh.written, tanh.launches) == ("tanh", 64, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"balance": 0.0}, {"z_loss": 0.1}, {"experts_per_token": 4}, {"shared_experts": 1}, {"router": "sigmoid"},
+     {"router": "sigmoid", "router_normalised": True}, {"router_normalised": True}, {"mlp": "gelu"}],
+)  # fmt: skip
+def test_a_mixture_launches_what_is_listed_of_it(changes: dict[str, Any]) -> None:
+    """Router, choice, visits and experts, forward and backward."""
+    config = replace(PRESETS["mixtral-tiny"], **changes)
+    stack, plan = config.graph.runs[0].stack, Plan(micro_batch=2)
+    mixture = MixtureOfExperts(stack, stack.layers[-1])
+    x = torch.randn(2, config.sequence, stack.width, requires_grad=True)
+    work = trace(mixture, x, lambda model, x: model(x).sum(), 2)
+    launched = [op.forward for _, op in work.operators()]
+    (block,) = describe(config, plan, "cpu").blocks
+    for forward, ops, of_loss in ((True, block.forward, 1), (False, block.backward, 1)):
+        listed = sum(op.launches for op in ops if op.module in ("router", "experts", "perceptron"))
+        assert launched.count(forward) - of_loss == listed, forward
 
 
 def test_the_loss_of_half_logits_is_fp32() -> None:

@@ -22,19 +22,14 @@ from penstock.planner.prediction import repeated_flops
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig)]
 TINY = ViTConfig(image_size=32, patch_size=8, width=48, depth=2, heads=4, mlp_width=96, classes=10)
 VARIANTS: dict[str, dict[str, Any]] = {
-    "token": {},
-    "pooled": {"classifier": "pooled"},
+    "token": {}, "pooled": {"classifier": "pooled"}, "conv_stem": {"stem": "conv"}, "distilled": {"distilled": True},
     "pooled_norm_after": {"classifier": "pooled", "pool_norm": "after"},
-    "conv_stem": {"stem": "conv"},
-    "distilled": {"distilled": True},
     "attention_pool": {"classifier": "attention", "stem_bias": False, "embedding_norm": True},
     "no_norm": {"classifier": "pooled", "class_token": True, "pool_norm": "none"},
     "axial": {"positions": "axial", "key_bias": False, "registers": 2, "class_token": True},
     "registers": {"classifier": "both", "registers": 4, "mlp": "swiglu"},
-    "qk_norm": {"qk_norm": True, "qkv_bias": False},
-    "layer_scale": {"layer_scale": 0.1},
-    "drop_path": {"drop_path": 0.2},
-    "layer_scale_drop_path": {"layer_scale": 0.1, "drop_path": 0.2},
+    "qk_norm": {"qk_norm": True, "qkv_bias": False}, "layer_scale": {"layer_scale": 0.1},
+    "drop_path": {"drop_path": 0.2}, "layer_scale_drop_path": {"layer_scale": 0.1, "drop_path": 0.2},
     "dropout": {"dropout": 0.1},
     "everything": {
         "stem": "conv", "qk_norm": True, "layer_scale": 0.1, "drop_path": 0.2, "dropout": 0.1,

@@ -21,13 +21,11 @@ from penstock.tasks.denoise import NoisyBatch
 
 TINY: Any = PRESETS["ddigits-tiny"]
 CONFIGS = {
-    "classes": TINY,
-    "experts": PRESETS["ddigits-moe-tiny"],
+    "classes": TINY, "experts": PRESETS["ddigits-moe-tiny"],
     "blocks": replace(TINY, experts=2, experts_in="block", expert_every=2),
     "texts": replace(
-        TINY, classes=0, sequence=16, text=Stack(width=96, depth=2, heads=3, mlp_width=384, mlp="gelu_tanh")
-    ),
-}
+        TINY, classes=0, sequence=16, text=Stack(width=96, depth=2, heads=3, mlp_width=384, mlp="gelu_tanh")),
+}  # fmt: skip
 CONFIGS["blocks and texts"] = replace(CONFIGS["texts"], experts=2, experts_in="block")
 
 

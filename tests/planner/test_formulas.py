@@ -39,11 +39,8 @@ def test_experts_folded_over_all_ranks_of_a_stage_are_whole_and_visited_as_often
     split, folded = (describe(MIXTRAL, replace(HALF, tp=4, dp=2, sp=True, ep=ep)) for ep in (1, 8))
     products, exchanges = (
         [sum(n * value(op) for n, op in work.operators()) for work in (split, folded)]
-        for value in (
-            lambda op: op.flops * (op.module == "experts"),
-            lambda op: op.read * (op.kind == "exchange"),
-        )
-    )
+        for value in (lambda op: op.flops * (op.module == "experts"), lambda op: op.read * (op.kind == "exchange"))
+    )  # fmt: skip
     assert products[1] == pytest.approx(products[0])
     held = [sum(part.count * part.experts for part in work.blocks) for work in (split, folded)]
     assert held[1] == held[0] / 2
@@ -144,8 +141,7 @@ def test_a_host_that_waits_for_counts_cannot_run_ahead() -> None:
 
     free, hidden = of(plan, 0.0), of(plan, 0.0, hides=True)
     assert free.seconds["launch"] == hidden.seconds["launch"] == 0.0
-    blocks = 2 * MIXTRAL.depth
-    launches = 2 * 5e-6 * 30  # about
+    blocks, launches = 2 * MIXTRAL.depth, 2 * 5e-6 * 30  # about
     host = (free.forward_seconds + free.backward_seconds) / MIXTRAL.depth
     assert free.forward_seconds < free.backward_seconds
     late = of(plan, host).seconds["launch"] / blocks
@@ -158,13 +154,10 @@ def test_a_host_that_waits_for_counts_cannot_run_ahead() -> None:
 
 def test_of_an_exchange_that_hides_the_profiled_share_is_hidden() -> None:
     plan = replace(HALF, dp=8, ep=8)
-    shown, hidden = (
-        step(describe(MIXTRAL, plan, software=software), rates_of(H100, plan), plan, software).seconds[
-            "expert"
-        ]
-        for software in (Software(), Software(hides_exchange=True))
-    )
-    assert hidden == pytest.approx((1 - rates_of(H100, plan).constants.exchange_hidden_share) * shown)
+    rates, ways = rates_of(H100, plan), (Software(), Software(hides_exchange=True))
+    shown, hidden = (step(describe(MIXTRAL, plan, software=one), rates, plan, one) for one in ways)
+    share = 1 - rates.constants.exchange_hidden_share
+    assert hidden.seconds["expert"] == pytest.approx(share * shown.seconds["expert"])
 
 
 def test_routes_of_all_tokens_are_read_before_those_sent_once_leave() -> None:

@@ -19,16 +19,10 @@ from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine, Request
 from penstock.errors import ConfigError
+from penstock.planner import serve
 from penstock.planner.describe import describe
 from penstock.planner.rates import rates_of
-from penstock.planner.serve import (
-    CACHE_PASSES,
-    Serving,
-    cache_bytes_per_token,
-    operators_of,
-    predict_inference,
-    recorded_bytes,
-)
+from penstock.planner.serve import Serving, cache_bytes_per_token, operators_of, predict_inference
 
 H100 = load_machine("h100")
 LLAMA = PRESETS["llama3-8b"]
@@ -203,16 +197,16 @@ def test_steps_of_our_server_on_a_gpu_are_predicted_as_they_were_measured() -> N
     assert seconds["device"] < seconds["recorded"] / 1.5
     large = [predict_inference(LLAMA, H100, Serving(batch=256, steps=one)) for one in ("device", "launched")]
     assert large[0].prefill_seconds == large[1].prefill_seconds, "a busy device hides its launches"
-    paged = 128 * 2**10 * 256 * (512 + 63) * (CACHE_PASSES - 1) / rates_of(H100, Plan()).memory
+    paged = 128 * 2**10 * 256 * (512 + 63) * (serve.CACHE_PASSES - 1) / rates_of(H100, Plan()).memory
     more = large[1].decode_seconds_per_token - large[0].decode_seconds_per_token
     assert more == pytest.approx(paged, rel=0.01)
 
 
 def test_recorded_steps_keep_a_cache_for_each_bucket_of_widths() -> None:
     """Of GPT-2 with 300 tokens: buckets of 64, 128, 192, 256 and 320, and the widest twice more, of 36 KiB a token."""
-    kept = recorded_bytes(PRESETS["gpt2"], Serving(), 300)
+    kept = serve.recorded_bytes(PRESETS["gpt2"], Serving(), 300)
     assert kept == 36 * 2**10 * (64 + 128 + 192 + 256 + 3 * 320) + 4 * 5 * 50257
-    longer = recorded_bytes(PRESETS["gpt2"], Serving(), 100_000)
+    longer = serve.recorded_bytes(PRESETS["gpt2"], Serving(), 100_000)
     assert longer < 36 * 2**10 * 19 * 114_688, "16 are kept"
 
 

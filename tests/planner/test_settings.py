@@ -171,11 +171,9 @@ def test_one_device_and_several_agree_on_a_vision_model() -> None:
 
 def test_operators_and_layouts_predict_a_cpu_alike() -> None:
     kernels = [
-        KernelSample(name=name, per_second=rate)
-        for name, rate in (
+        *(KernelSample(name=name, per_second=rate) for name, rate in (
             ("gelu", 1.1e9), ("gelu_backward", 8e8), ("norm", 2e9), ("norm_backward", 2e9), ("softmax", 7e8),
-        )
-    ] + [
+        )),
         KernelSample(name="attention", per_second=5e10, tokens=197, features=64),
         KernelSample(name="attention_backward", per_second=4.5e10, tokens=197, features=64),
     ]  # fmt: skip

@@ -132,12 +132,11 @@ def test_fp8_is_refused_where_it_cannot_be() -> None:
 
 def test_measured_kernels_take_their_time_on_a_cpu_besides_what_they_move() -> None:
     kernels = (
-        KernelSample(name="gelu", per_second=1e9),
-        KernelSample(name="gelu_backward", per_second=5e8),
+        KernelSample(name="gelu", per_second=1e9), KernelSample(name="gelu_backward", per_second=5e8),
         KernelSample(name="dropout", per_second=2e8),
         KernelSample(name="attention", per_second=40e9, tokens=64, features=64),
         KernelSample(name="attention", per_second=20e9, tokens=16, features=32),
-    )
+    )  # fmt: skip
     machine = replace(CPU, kernels=kernels)
     gelu = Op("mlp.activation", "activation", read=40_000, written=40_000, elements=10_000)
     moved = 80_000 / 10e9

@@ -17,8 +17,6 @@ from penstock.planner.shapes import BlockKind
 
 _NUMBER = 8
 """Bytes of the number of an expert or of a visit."""
-CHOICE_LAUNCHES, CHOICE_EAGER_LAUNCHES = 6, 16
-"""Operators of a router's choice, one way: scores, the best of them, their weights, loads, and the order of visits."""
 
 
 def list_block(to: Lister, block: BlockKind) -> None:
@@ -171,7 +169,10 @@ def _mlp(
         kept = 0.0 if stays else (1 + gated) * size * c
         to.activate(activation, size, mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
         if gated:
-            to.move(f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp")
+            # Both gradients, and their places beside each other.
+            to.move(
+                f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp", launches_back=3
+            )
     if stack.hidden_dropout:
         to.dropout(f"{name}.dropout", size, c)
     to.gemm(f"{name}.down", rows, d, hidden, batch=batch, bias=layer.bias, group="mlp")
@@ -211,6 +212,8 @@ def _share_experts(to: Lister, block: BlockKind, rows: float) -> None:
         hidden = max(1, block.layer.perceptron.width // t.tp) * shared
         with to.inside("perceptron"):
             _mlp(to, "shared", block, rows, hidden, again=t.product == 4.0)
+            if not t.fused:
+                to.move("shared.sum", rows * block.stack.width, (2 * t.product, t.product))
 
 
 def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
@@ -220,17 +223,15 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     assert layer.mixture is not None
     mixture, d = layer.mixture, block.stack.width
     k = mixture.experts_per_token
-    chosen = rows * k
     if mixture.learns_routes:
         _route(to, mixture, rows, d, again=layer.parallel)
-    visits = chosen * min(1.0, 1.0 if mixture.capacity is None else mixture.capacity)
+    visits = rows * k * min(1.0, 1.0 if mixture.capacity is None else mixture.capacity)
     sent, hidden = visits * d * c, mixture.expert.width
     met, brought = mixture.experts, float(t.ep)
     if not _routes_parts(to):
         # All devices of a group have the same tokens.
         brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
-    if t.serving:
-        met = min(mixture.experts, int(visits))
+    met = min(met, int(visits)) if t.serving else met
     # All wait for the busiest device, which also sends back the most.
     once = k if t.software.sends_once and t.ep > 1 else 0
     # A token's experts are in some groups, which neighbours hold.
@@ -243,35 +244,52 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     leaving = exchange._replace(elements=rows * t.ep if once else 0.0)
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + layer.bias) + mixture.experts * 4.0
-    weighed = chosen * (d + (c != 4.0)) * c if mixture.learns_routes else 0.0
     moved, arrived = visits * t.uneven * d, c * distinct_places(t.ep * reach, once) / k if once else c
     with to.inside("experts"):
         if not once:
-            to.move("experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks")
+            to.move(  # gradients are cleared, put in place, and those of a token's experts summed
+                "experts.sort", visits * d, (c, c), kind="copy", kept=numbers, group="masks",
+                launches_back=1 if t.fused else 3,
+            )  # fmt: skip
         if t.ep > 1:
             to.add(leaving, exchange._replace(forward=False))
+            kept = numbers * bool(once)
             to.move(
-                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=numbers * bool(once),
-                group="masks",
-            )  # fmt: skip
+                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=kept, group="masks"
+            )
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
             to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
             back = exchange._replace(beside=False)
             to.add(back, back._replace(forward=False))
-        if once:
-            # Results of one device are weighted and added up before they are sent.
-            to.move("experts.merge", rows * d, (c, c), kind="copy", kept=weighed, group="mlp")
-        elif t.fused:
-            to.move(
-                "experts.merge", visits * d, (c, c / k), (c / k + c, c), kind="copy", kept=weighed, group="mlp",
-            )  # fmt: skip
-        else:
-            to.move("experts.place", visits * d, (c, c), kind="copy")
-            to.move(
-                "experts.merge", visits * d, (2 * c, c + c / k), (3 * c, 2 * c), launches=2, kind="copy", kept=weighed,
-                group="mlp",
-            )  # fmt: skip
+        _merge(to, rows * k, visits, d, k, once=bool(once), learns=mixture.learns_routes)
+
+
+def _merge(to: Lister, chosen: float, visits: float, d: int, k: int, *, once: bool, learns: bool) -> None:
+    """The results of visits, weighted and added up for each token."""
+    t, c = to.terms, to.terms.product
+    kept = chosen * (d + (c != 4.0)) * c if learns else 0.0
+    if once:  # those of one device are added up before they are sent
+        to.move("experts.merge", chosen / k * d, (c, c), kind="copy", kept=kept, group="mlp")
+    elif t.fused:
+        to.move("experts.merge", visits * d, (c, c / k), (c / k + c, c), kind="copy", kept=kept, group="mlp")
+    else:
+        to.move("experts.place", visits * d, (c, c), kind="copy", launches=2, launches_back=1)
+        to.move(
+            "experts.merge", visits * d, (2 * c, c + c / k), (3 * c, 2 * c), launches=2, launches_back=3, kind="copy",
+            kept=kept, group="mlp",
+        )  # fmt: skip
+
+
+def _choice_launches(mixture: ExpertMixture, *, fused: bool, serving: bool) -> tuple[int, int]:
+    """Operators of a router's choice, forward and backward: scores, the best of them, their weights, the order of
+    visits, and in training loads and what a balance loss adds. Fused ones are what torch's compiler makes of them."""
+    balances = bool(mixture.balances or mixture.z_loss) and not serving
+    if fused:
+        return 6 if serving else 9, 1 + balances
+    sigmoid, more = mixture.router == "sigmoid", 10 * balances + 3 * (balances and mixture.z_loss > 0)
+    weighs = sigmoid and mixture.router_normalised
+    return (11 if serving else 19) + more + 4 * sigmoid + 3 * weighs, 4 + balances + 7 * weighs
 
 
 def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again: bool) -> None:
@@ -289,10 +307,16 @@ def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again
         share += experts * bool(mixture.balances or mixture.z_loss)
         share += 2 * k * bool(mixture.expert_dropout)
         kept = rows * (4.0 * share + _NUMBER * k)
+        ahead, back = _choice_launches(mixture, fused=to.terms.fused, serving=to.terms.serving)
         to.move(
-            "router.choose", rows * experts, (4, 4), kept=kept, group="masks",
-            launches=CHOICE_LAUNCHES if to.terms.fused else CHOICE_EAGER_LAUNCHES,
-        )  # fmt: skip
+            "router.choose",
+            rows * experts,
+            (4, 4),
+            kept=kept,
+            group="masks",
+            launches=ahead,
+            launches_back=back,
+        )
 
 
 def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: bool = False) -> None:

@@ -10,21 +10,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import penstock.config.graph as graphs
 from penstock.config.formats import BYTES, FORMATS
 from penstock.config.fused import FUSED, FusedName
 from penstock.config.gains import variants_that_pay
-from penstock.config.graph import (
-    ClassHead,
-    Condition,
-    FeatureHead,
-    Graph,
-    PatchInput,
-    PixelHead,
-    Run,
-    TokenInput,
-    VectorHead,
-    WordHead,
-)
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import numerics_of
@@ -127,31 +116,31 @@ def totals(model: ModelConfig) -> Workload:
     return workload_of(model, OpTerms())
 
 
-def _entrance(to: Lister, graph: Graph) -> int:
+def _entrance(to: Lister, graph: graphs.Graph) -> int:
     """List the operators before the blocks; return the number of their parameters that the exit uses too."""
     # Entries of the vocabulary and heads are split over tensor parallel devices, the other tables are not.
     tables = {
         one.table: -(-one.vocabulary * graph.width_of(one) // to.terms.tp)
-        for one in graph.inputs_of(TokenInput)
+        for one in graph.inputs_of(graphs.TokenInput)
     }
-    tied = [head.tied for head in graph.heads_of(WordHead) if head.tied]
+    tied = [head.tied for head in graph.heads_of(graphs.WordHead) if head.tied]
     _shared_tables(to, graph, tables, tied)
     if graph.condition is not None:
         _condition(to, graph, graph.condition)
     listed: set[str] = set()
     for run in graph.runs:
         one = graph.input_of(run) if graph.enters(run) else None
-        if isinstance(one, PatchInput):
+        if isinstance(one, graphs.PatchInput):
             _stem(to, one, run)
         else:
             _embedding(to, graph, run, one, tables, tied, listed)
     return sum(tables[table] for table in dict.fromkeys(tied))
 
 
-def _shared_tables(to: Lister, graph: Graph, tables: dict[str, int], tied: list[str]) -> None:
+def _shared_tables(to: Lister, graph: graphs.Graph, tables: dict[str, int], tied: list[str]) -> None:
     """Adding up the gradients of tables that several inputs or heads use."""
     every = [one for run in graph.runs if graph.enters(run) for one in graph.inputs_through(run)]
-    used = [*(one.table for one in every if isinstance(one, TokenInput)), *tied]
+    used = [*(one.table for one in every if isinstance(one, graphs.TokenInput)), *tied]
     for table, entries in tables.items():
         if shared := used.count(table) - 1:
             added = 0 if _touches_rows(to.terms, table, tied) else shared * entries * to.terms.stream
@@ -161,7 +150,7 @@ def _shared_tables(to: Lister, graph: Graph, tables: dict[str, int], tied: list[
             )  # fmt: skip
 
 
-def _condition(to: Lister, graph: Graph, condition: Condition) -> None:
+def _condition(to: Lister, graph: graphs.Graph, condition: graphs.Condition) -> None:
     """The vector of each sample that modulates norms, of its time and its class."""
     t, e = to.terms, to.terms.stream
     d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
@@ -176,8 +165,8 @@ def _condition(to: Lister, graph: Graph, condition: Condition) -> None:
 
 
 def _embedding(
-    to: Lister, graph: Graph, run: Run, one: TokenInput | None, tables: dict[str, int], tied: list[str],
-    listed: set[str],
+    to: Lister, graph: graphs.Graph, run: graphs.Run, one: graphs.TokenInput | None, tables: dict[str, int],
+    tied: list[str], listed: set[str],
 ) -> None:  # fmt: skip
     """The vectors of the tokens of an input, `one`, and what comes with them; or those that another run made. Tables
     that are `listed` already are not listed again."""
@@ -188,7 +177,7 @@ def _embedding(
     weights = [-(-stack.relative_buckets * stack.heads // t.tp)] if stack.positions == "relative" else []
     entries, moved = (0, 0.0) if one is None else (tables[one.table], rows * d * e)
     for each in () if one is None else graph.inputs_through(run):
-        assert isinstance(each, TokenInput)
+        assert isinstance(each, graphs.TokenInput)
         weights += [tables[each.table]] if each.table not in listed else []
         weights += [each.segments * d] if each.segments else []
         listed.add(each.table)
@@ -221,7 +210,7 @@ def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
             to.add(op) if last else to.behind(op)
 
 
-def _stem(to: Lister, images: PatchInput, run: Run) -> None:
+def _stem(to: Lister, images: graphs.PatchInput, run: graphs.Run) -> None:
     """Patches, or a few convolutions, projected to tokens, and their positions."""
     t, stack, d = to.terms, run.stack, run.stack.width
     c, e = t.product, t.stream
@@ -255,7 +244,7 @@ def _stem(to: Lister, images: PatchInput, run: Run) -> None:
         to.dropout("dropout", tokens, e, "stem")
 
 
-def _convolutions(to: Lister, images: PatchInput, width: int, pixels: int) -> None:
+def _convolutions(to: Lister, images: graphs.PatchInput, width: int, pixels: int) -> None:
     """3×3 convolutions of stride 2, each with its norm and its activation."""
     t, c = to.terms, to.terms.product
     side, channels = images.image_size, images.channels
@@ -275,7 +264,7 @@ def _convolutions(to: Lister, images: PatchInput, width: int, pixels: int) -> No
         channels = wider
 
 
-def _exit(to: Lister, graph: Graph) -> None:
+def _exit(to: Lister, graph: graphs.Graph) -> None:
     """The last norms, the outputs and, of language models, their loss, whose logits are what is large."""
     t = to.terms
     for run in graph.runs:
@@ -289,23 +278,23 @@ def _exit(to: Lister, graph: Graph) -> None:
     for head in graph.heads:
         run = graph.run(head.run)
         rows = t.samples * graph.samples(run) * graph.length(run) / t.cp
-        if isinstance(head, WordHead):
+        if isinstance(head, graphs.WordHead):
             list_words(to, head, run, rows * t.words * head.target_share, again=head.tied in tied)
             tied |= {head.tied} - {""}
             continue
         _shared_out(to, rows * run.stack.width, last=True)
-        if isinstance(head, PixelHead):
+        if isinstance(head, graphs.PixelHead):
             _pixels(to, graph, run)
-        elif isinstance(head, VectorHead):
+        elif isinstance(head, graphs.VectorHead):
             _vector(to, head, run, graph.length(run))
-        elif not isinstance(head, FeatureHead):
+        elif not isinstance(head, graphs.FeatureHead):
             (_classifier if head.before in ("norm", "none") else _pooled)(to, head, run, graph.length(run))
 
 
-def _pixels(to: Lister, graph: Graph, run: Run) -> None:
+def _pixels(to: Lister, graph: graphs.Graph, run: graphs.Run) -> None:
     """The last norm, a patch of each token, and the squared error of the images."""
     one, t, d = graph.input_of(run), to.terms, run.stack.width
-    assert isinstance(one, PatchInput)
+    assert isinstance(one, graphs.PatchInput)
     rows, pixels = t.samples * one.patches, one.channels * one.patch_size**2
     if graph.condition is not None:
         modulation(to, "modulation", run.stack, 2)
@@ -317,7 +306,7 @@ def _pixels(to: Lister, graph: Graph, run: Run) -> None:
         to.move("loss", rows * pixels, (12, 8), (12, 8), kept=rows * pixels * 4.0, group="output", launches=3)
 
 
-def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
+def _pooled(to: Lister, head: graphs.ClassHead, run: graphs.Run, tokens: int) -> None:
     """The dense layer over a sample's vector, and the classes."""
     samples, stack, c = to.terms.samples, run.stack, to.terms.product
     d, tanh = stack.width, head.before == "tanh"
@@ -334,7 +323,7 @@ def _pooled(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
         to.gemm("head", samples, head.classes, d, bias=True, group="output", narrow=False)
 
 
-def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
+def _vector(to: Lister, head: graphs.VectorHead, run: graphs.Run, tokens: int) -> None:
     """A sample's vector: its first token or the mean, projected and brought to length 1. The contrast of a micro-batch
     is small beside it."""
     t, e, d = to.terms, to.terms.stream, run.stack.width
@@ -349,7 +338,7 @@ def _vector(to: Lister, head: VectorHead, run: Run, tokens: int) -> None:
     )  # fmt: skip
 
 
-def _classifier(to: Lister, head: ClassHead, run: Run, tokens: int) -> None:
+def _classifier(to: Lister, head: graphs.ClassHead, run: graphs.Run, tokens: int) -> None:
     """The last norm and the head, of the first token or of the mean over tokens."""
     t, e, d = to.terms, to.terms.stream, run.stack.width
     read = 1 + head.distilled

@@ -242,7 +242,7 @@ class Lister:
     def move(
         self, name: str, size: float, ahead: Bytes, behind: Bytes | None = None, *, kind: OpKind = "pointwise",
         kept: float = 0.0, group: str = "", weights: int = 0, tensors: int = 0, launches: int = 1, row: int = 0,
-        scores: bool = False, function: str = "",
+        scores: bool = False, function: str = "", launches_back: int | None = None,
     ) -> None:  # fmt: skip
         """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
         `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows, and
@@ -256,8 +256,8 @@ class Lister:
             self.add(one)
             return
         back = Op(
-            name, kind, False, read=size * read, written=size * written, elements=size, launches=launches, row=row,
-            function=function,
+            name, kind, False, read=size * read, written=size * written, elements=size, row=row, function=function,
+            launches=launches if launches_back is None else launches_back,
         )  # fmt: skip
         learn = Op(f"{name}.weight", "reduce", False, launches=0, weights=weights)
         self.add(one, back, *[learn] * bool(weights))

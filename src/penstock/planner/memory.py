@@ -14,6 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+import penstock.planner.states as of_states
 from penstock.config.formats import BYTES
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
@@ -21,13 +22,6 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.operators import COLLECTIVE, MATRIX, Part, Workload
 from penstock.planner.pipeline import most_blocks
 from penstock.planner.recompute import NOTHING, Recompute, kept_by
-from penstock.planner.states import (
-    DeviceShare,
-    device_share,
-    orthogonalising_bytes,
-    state_elements,
-    updated_bytes,
-)
 
 CONNECTION_BYTES = 8 * (8 * 512 * 16 + 120 * 640 * 8) + 4 * 2**20
 """Bytes that nccl keeps for each neighbour that it receives from: eight steps of its two protocols for short messages,
@@ -157,11 +151,11 @@ def memory(
     On one device what the allocator adds and what libraries take is not counted on a CPU, where tensors are what is
     measured.
     """
-    share, numerics = device_share(work, plan), numerics_of(plan)
+    share, numerics = of_states.device_share(work, plan), numerics_of(plan)
     weights = share.sharded if share.gathers else share.parameters
     parts = {
         "weights": work.weight_bytes(BYTES[numerics.weights]) * weights,
-        "optimizer": state_elements(work, plan, share) * BYTES[numerics.moments],
+        "optimizer": of_states.state_elements(work, plan, share) * BYTES[numerics.moments],
         "master_weights": share.updated * numerics.master_bytes,
     }
     if plan.offload == "optimizer":
@@ -177,7 +171,7 @@ def memory(
     return parts
 
 
-def _moments(work: Workload, plan: Plan, share: DeviceShare, *, cpu: bool) -> dict[str, float]:
+def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: bool) -> dict[str, float]:
     """Bytes beside weights and states at the worst of three moments: when the backward pass begins, when it is in the
     first block, and when it has ended."""
     numerics = numerics_of(plan)
@@ -251,12 +245,12 @@ def shared_table(work: Workload) -> int:
     return sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
 
 
-def _temporary(work: Workload, plan: Plan, share: DeviceShare) -> float:
+def _temporary(work: Workload, plan: Plan, share: of_states.DeviceShare) -> float:
     """Bytes that an update allocates temporarily: the gradients in fp32 for master weights, and for an unfused AdamW
     the root of the second moment, per tensor or of all at once."""
-    numerics, number = numerics_of(plan), updated_bytes(plan)
+    numerics, number = numerics_of(plan), of_states.updated_bytes(plan)
     cast = 4.0 * share.updated if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
-    cast += orthogonalising_bytes(work, plan)
+    cast += of_states.orthogonalising_bytes(work, plan)
     if plan.optimizer == "foreach":
         return cast + share.updated * number
     if plan.optimizer == "loop":

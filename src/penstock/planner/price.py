@@ -56,16 +56,7 @@ def seconds(op: Op, rates: Rates) -> float:
         m, n, k = (padded_entries("cuda", round(size)) if op.padded else size for size in (op.m, op.n, op.k))
         computed = by.seconds(m, n, k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
         if op.scaled_every:  # each term of a weight's gradient has two scales, those of others share one
-            computed += (
-                2.0
-                * op.m
-                * op.n
-                * op.batch
-                * (1 + op.over_rows)
-                * op.k
-                / op.scaled_every
-                / rates.exact.ceiling
-            )
+            computed += (1 + op.over_rows) * op.flops / op.scaled_every / rates.exact.ceiling
         if op.kind == "bmm":
             return max(computed, op.read / rates.memory) + op.written / rates.memory + rates.kernel_seconds
         return max(computed, (op.read + op.written) / rates.memory) + rates.kernel_seconds

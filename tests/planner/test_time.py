@@ -274,12 +274,9 @@ def test_tokens_that_fill_no_line_slow_no_gradient_of_a_weight() -> None:
     even = _rate(gpu, "bf16", 1280, 5120, 8192, over_rows=True)
     assert _rate(gpu, "bf16", 1280, 5120, 8224, over_rows=True) == pytest.approx(even, rel=0.01)
     assert _rate(gpu, "bf16", 1280, 5120, 8224) < 0.85 * even
-    rates = [
-        predict(
-            preset("vit-h14"), gpu, Plan.parse(f"precision=O1 attention=flash optimizer=fused micro_batch={size}")
-        ).samples_per_second
-        for size in (16, 32, 48, 64, 96, 128)
-    ]  # fmt: skip
+    line = "precision=O1 attention=flash optimizer=fused micro_batch"
+    plans = [Plan.parse(f"{line}={size}") for size in (16, 32, 48, 64, 96, 128)]
+    rates = [predict(preset("vit-h14"), gpu, plan).samples_per_second for plan in plans]
     assert rates == sorted(rates)
     # 1.103 times as fast in images per second: the update is shared by more images.
     assert rates[3] < 1.105 * rates[1]

@@ -171,6 +171,51 @@ def bridge() -> Iterator[Row]:
         yield Row("moe_bridge", words, "qwen3-30b-a3b", float(row["step_seconds"]), seconds)
 
 
+def deepseek() -> Iterator[Row]:
+    """Tokens per second of one H800 that trained DeepSeek-V3, by the hours that its report states.
+
+    What a Plan and `Software` say: its stages, experts and replicas; fp8 with a scale for each 128 numbers; tokens that
+    are sent once to each node and device; norms, activations and projections out of latents that run again. What they
+    do not say: DualPipe, whose bubble is taken to be that of deferred gradients of weights, and behind whose other
+    micro-batch all exchanges are taken to hide, as the report states; tokens in fp8 on the way to experts, which halves
+    what they move; the further block of its multi-token prediction, which is counted, and that one's output, which is
+    not. Its micro-batch is not stated: one sequence is taken. The host's time is unknown and left out.
+    """
+    for row in read("moe_deepseek_v3"):
+        model, dp, micro = decoder("deepseek-v3"), int(row["dp"]), int(row["micro_batch_sequences"])
+        model = replace(model, sequence=int(row["seq_len_tokens"]), depth=model.depth + 1)
+        plan = Plan(
+            precision="O2", optimizer="fused", compile="blocks", attention="cudnn", token_order="batch_second",
+            products="fp8", pp=int(row["pp"]), dp=dp, ep=int(row["ep"]), schedule="zero_bubble", sharding="zero1",
+            micro_batch=micro, accumulate=int(row["global_batch_sequences"]) // dp // micro,
+        )  # fmt: skip
+        software = Software(sends_once=True, hides_exchange=True, scaling="blockwise")
+        seconds = iteration_seconds(model, _h800(), plan, software, _as_deepseek_does)
+        tokens = plan.global_batch * model.sequence / plan.gpus
+
+        def predict(constants: Constants, seconds=seconds, tokens: float = tokens) -> float:  # type: ignore[no-untyped-def]
+            return float(tokens / seconds(replace(constants, exchange_hidden_share=1.0)))
+
+        measured = 1e12 / float(row["hours_per_trillion_tokens"]) / 3600
+        yield Row("moe_deepseek", f"{plan.gpus:,} {row['gpu']}", "deepseek-v3", measured, predict)
+
+
+def _as_deepseek_does(work: Workload, plan: Plan, machine: Machine) -> Workload:
+    """Dispatched tokens, and gradients of combined ones, in fp8; and what runs again (section 3.2.3)."""
+    latents = ("attention.q_up", "attention.kv_up")
+
+    def block(part: Part) -> Part:
+        again = [op for op in part.forward if op.kind in ("norm", "activation") or op.name in latents]
+        forward, backward = ([*passed] for passed in (part.forward, (*again, *part.backward)))
+        for ops in (forward, backward):
+            first = next((i for i, op in enumerate(ops) if op.kind == "exchange"), None)
+            if first is not None:
+                ops[first] = ops[first]._replace(read=ops[first].read / 2)
+        return replace(part, forward=tuple(forward), backward=tuple(backward))
+
+    return replace(work, parts=tuple(part if part.block is None else block(part) for part in work.parts))
+
+
 def _flops(model: DecoderConfig) -> float:
     """FLOPs of a sample as Megatron counts them."""
     width, layer = model.width, model.layers[0]

@@ -34,6 +34,7 @@ TITLES = {
     "moe_layer": "Mixtures of experts by themselves, 8 H100",
     "moe_training": "Qwen3-235B-A22B in Megatron-Core, 256 H100",
     "moe_bridge": "Qwen3-30B-A3B in Megatron-Bridge, 16 H100",
+    "moe_deepseek": "DeepSeek-V3, 2,048 H800",
     "moe_exchange": "Exchanges of tokens by DeepEP and HybridEP, H800 and H100",
     "moe_serving": "One stream of Qwen3-235B-A22B in four bits, A100 and MI300X",
 }
@@ -43,6 +44,7 @@ FILES |= {
     "moe_layer": "moe_megatron_moe_layer",
     "moe_training": "moe_modelzoo_qwen3",
     "moe_bridge": "moe_bridge_qwen3",
+    "moe_deepseek": "moe_deepseek_v3",
     "moe_exchange": "moe_deepep",
 }
 

@@ -512,6 +512,7 @@ TABLES: dict[str, tuple[Callable[[], Iterator[Row]], bool, str]] = {
     "moe_layer": (experts.layers, False, "milliseconds of one mixture"),
     "moe_training": (experts.training, False, "TFLOP/s per GPU"),
     "moe_bridge": (experts.bridge, False, "seconds per iteration"),
+    "moe_deepseek": (experts.deepseek, False, "tokens per second per GPU"),
     "moe_exchange": (experts.exchanges, False, "GB/s through the bottleneck"),
     "moe_serving": (experts.serving, False, "tokens per second of one stream"),
 }

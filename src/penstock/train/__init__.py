@@ -1,4 +1,4 @@
-"""Training runs: the loop and what is measured on the way."""
+"""Training runs: the loop and everything that is measured during it."""
 
 from __future__ import annotations
 

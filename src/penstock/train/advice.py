@@ -1,4 +1,4 @@
-"""Errors of a run that say what to change: gradients that overflow at any loss scale, and memory that ran out."""
+"""Errors of a run that say what to change: gradients that overflow at any loss scale, and lack of memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from penstock.tasks import Task
 
 
 def require_scale(scaler: LossScaler | None, step: int) -> None:
-    """Check that the loss scale still lets steps be taken. Waits for the device.
+    """Check that steps are still taken at the current loss scale. Waits for the device.
 
     Raises:
-        NumericError: the latest steps have all overflowed at the lowest loss scale, and nothing is learned any more.
+        NumericError: the latest steps have all overflowed at the lowest loss scale, so nothing is learned any more.
     """
     if scaler is not None and scaler.stuck.item() >= PATIENCE:
         raise NumericError(
@@ -35,7 +35,7 @@ def require_scale(scaler: LossScaler | None, step: int) -> None:
 
 @contextmanager
 def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[None]:
-    """Inside, a NumericError of a run that can skip steps gets the name of the layer where an overflow begins.
+    """Add the name of the layer where an overflow begins to a NumericError raised inside, if the run can skip steps.
 
     Such a run skips steps that overflow, so its weights are finite and the latest micro-batches can be run again. All
     ranks that train together must raise the same error.
@@ -56,7 +56,7 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
 
 @contextmanager
 def memory_advice(plan: Plan, task: Task, model: ModelConfig) -> Iterator[None]:
-    """Turn an allocator's failure inside into an `OutOfMemory` with what would make the run fit."""
+    """Turn an allocator's failure inside into an `OutOfMemory` with changes that would make the run fit."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -72,14 +72,14 @@ def _first_line(error: BaseException) -> str:
 
 def _advice(plan: Plan, task: Task, model: ModelConfig) -> str:
     ways = [f"{words} with the plan {line}" for words, line in _smaller(plan, model)]
-    resumed = f"To make it fit, {'; or '.join(ways)}; the run goes on so from its newest checkpoint. "
+    resumed = f"To make it fit, {'; or '.join(ways)}; the run then resumes from its newest checkpoint. "
     resumed = resumed if ways else ""
     return f"{resumed}A new run can take a smaller model or {task.size_setting}."
 
 
 def _smaller(plan: Plan, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Ways to take less memory and leave a run resumable, in words and as settings of the Plan. Recomputation comes
-    first: it changes no result."""
+    """Changes that need less memory and keep a run resumable, in words and as settings of the Plan. Recomputation comes
+    first, because it changes no result."""
     split = next((n for n in range(2, plan.micro_batch + 1) if plan.micro_batch % n == 0), 1)
     ways: tuple[tuple[str, dict[str, Any]], ...] = (
         ("compute activations again in the backward pass", {"recompute": "early", "recompute_every": 1.0}),

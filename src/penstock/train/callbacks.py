@@ -1,4 +1,4 @@
-"""Callbacks during a run: a class with a method for each event, of your own or for a tracker of experiments."""
+"""Callbacks during a run: a class with a method for each event, for your own code or for an experiment tracker."""
 
 from __future__ import annotations
 
@@ -16,38 +16,36 @@ from penstock.disk import write_file
 from penstock.errors import ConfigError, EnvironmentProblem
 
 Record = Mapping[str, Any]
-"""An event as it is written to `metrics.jsonl`: `event`, `step` and its numbers, by name."""
+"""An event as in `metrics.jsonl`: `event`, `step` and its numbers, by name."""
 
 
 class Callback:
-    """Override what you need, and pass an instance to `penstock.train.train(config, callbacks=[…])`.
+    """Override the methods you need, and pass an instance to `penstock.train.train(config, callbacks=[…])`.
 
     Each method gets the record that also goes to `metrics.jsonl`. They are called on rank 0 only, in the order of the
-    list. An exception ends the run, after the files are closed. Nothing that a callback does may change the model: a
-    run must come out the same with and without it.
+    list. An exception ends the run, after the files are closed. A callback must not change the model: a run must have
+    the same results with and without it.
     """
 
     def on_start(self, record: Record) -> None:
-        """Called before the first step. `event` is `start` or `resume`; `output` is the run's folder, `total` its
-        steps."""
+        """Called before the first step. `event` is `start` or `resume`, `output` the folder, `total` its steps."""
 
     def on_step(self, record: Record) -> None:
-        """Called after every `log_every` steps, which is when numbers come from the device: `loss` is their mean,
-        `losses` holds each, `lr`, `grad_norm` and `samples_per_second` are those of the latest. With `log_every=1` it
-        is called after each step, and the host waits for the device as often."""
+        """Called after every `log_every` steps, when numbers are read from the device: `loss` is their mean, `losses`
+        holds each; `lr`, `grad_norm` and `samples_per_second` are the latest. With `log_every=1` it is called after
+        each step, and the host waits for the device just as often."""
 
     def on_evaluation(self, record: Record) -> None:
         """Called after an evaluation: the task's metrics by name, `samples` and `seconds`."""
 
     def on_save(self, record: Record) -> None:
-        """Called after a checkpoint: `path` is its folder, `seconds` its duration. In the background, it is under
-        way."""
+        """Called after a checkpoint: `path` is its folder, `seconds` its duration. A background save goes on."""
 
     def on_record(self, record: Record) -> None:
-        """Called with every record, after the method for its kind; also with those that no other method gets."""
+        """Called with every record, after the method for its event, and with those that have no such method."""
 
     def on_end(self) -> None:
-        """The run has ended, for whatever reason; close what is open."""
+        """The run has ended, for whatever reason; close open files and connections."""
 
 
 _METHODS = {
@@ -64,7 +62,7 @@ def call_method(callback: Callback, record: Record) -> None:
 
 
 def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Every finite number of a record under `event/name`, the form that trackers take."""
+    """Every finite number of a record under the name `event/name`, as trackers expect it."""
     for name, value in record.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and name != "step" and math.isfinite(value):
@@ -72,11 +70,11 @@ def numbers(record: Record) -> Iterator[tuple[str, float]]:
 
 
 _ID = "tracker.json"
-"""File in the run's folder with the identity under which a tracker knows the run, so that a resumed one goes on."""
+"""File in the run's folder with the identity by which a tracker knows the run, so that a resumed run continues it."""
 
 
 class _Tracker(Callback):
-    """Passes every number on as `event/name`, at its step, to what a subclass defines as `log`."""
+    """Passes every number on as `event/name`, with its step, to the method `log` of a subclass."""
 
     def log(self, values: dict[str, float], step: int) -> None:
         raise NotImplementedError
@@ -88,14 +86,14 @@ class _Tracker(Callback):
 
 
 class TensorBoard(_Tracker):
-    """Event files in OUTPUT/tensorboard, by tensorboardX."""
+    """Event files in OUTPUT/tensorboard, written by tensorboardX."""
 
     def __init__(self) -> None:
         self._make = _import("tensorboardX", "track").SummaryWriter
         self._writer: Any = None
 
     def on_start(self, record: Record) -> None:
-        # purge_step makes TensorBoard forget what the run is about to do again.
+        # purge_step makes TensorBoard forget the steps that the run will repeat.
         purge = record["step"] + 1 if record["event"] == "resume" else None
         self._writer = self._make(str(own_file(record["output"], "tensorboard")), purge_step=purge)
 
@@ -111,7 +109,7 @@ class TensorBoard(_Tracker):
 
 class WandB(_Tracker):
     """A run of Weights & Biases. Project, entity and mode are wandb's own settings (WANDB_PROJECT, WANDB_MODE=offline);
-    without a project it is `penstock`.
+    the default project is `penstock`.
     """
 
     def __init__(self) -> None:
@@ -137,7 +135,7 @@ class WandB(_Tracker):
 
 
 class MLflow(_Tracker):
-    """A run of MLflow. Where it goes is MLflow's own setting: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
+    """A run of MLflow. MLflow's own variables set its destination: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self) -> None:
         self._mlflow = _import("mlflow", "mlflow")
@@ -164,9 +162,9 @@ TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wand
 
 
 def trackers(names: str) -> list[Callback]:
-    """Trackers by name, with commas between the names.
+    """Trackers by name, separated by commas.
 
-    Raises ConfigError for an unknown name, EnvironmentProblem where its package is missing.
+    Raises ConfigError for an unknown name, EnvironmentProblem if its package is missing.
     """
     chosen = []
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -190,12 +188,12 @@ def _import(package: str, extra: str) -> Any:
 
 
 def _facts(record: Record) -> dict[str, Any]:
-    """Facts that a tracker lists for a run beside its curves."""
+    """Facts about a run that a tracker lists in addition to its curves."""
     return {name: value for name, value in record.items() if name not in ("event", "step")}
 
 
 def _identity(output: Path, tracker: str) -> str | None:
-    """The identity under which the tracker knows the run in this folder."""
+    """The identity by which the tracker knows the run in this folder; None if it has none yet."""
     if not (output / _ID).exists():
         return None
     identities = read_tree(output / _ID, "The list of trackers")

@@ -22,10 +22,10 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 def card(
     config: RunConfig, evaluation: Evaluation | None, *, steps: int, data: str, parameters: int, machine: str
 ) -> str:
-    """Markdown with the hub's head: model, data, recipe, Plan and metrics of a run that took `steps` steps.
+    """Markdown with the hub's header: model, data, recipe, Plan and metrics of a run that took `steps` steps.
 
-    `data` describes the training data in words, `machine` is the machine's name. Uses and limits are the
-    author's to write, and the card says so.
+    `data` describes the training data in words, `machine` is the machine's name. Uses and limitations are left to the
+    author, and the card says so.
     """
     task = task_of(config.model, config.task, init_from=config.reads_like)
     base = config.init_from or ""
@@ -58,12 +58,12 @@ Trained with Penstock {__version__}. `penstock train --config run.toml` repeats 
 
 
 def on_hub(name: str) -> str | None:
-    """A name on the hub that weights came from; None of a folder."""
+    """Name of the hub repository that weights came from; None for a folder."""
     return name if _HUB.fullmatch(name) and not Path(name).exists() else None
 
 
 def page(head: dict[str, Any], name: str, text: str) -> str:
-    """A card of what is known of a model, with the hub's head and how the model is opened."""
+    """A model's card, with the hub's header and how to open the model."""
     front = "\n".join(f"{key}: {json.dumps(value)}" for key, value in head.items() if value)
     return f"""\
 ---

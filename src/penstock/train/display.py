@@ -1,4 +1,4 @@
-"""How a run is shown: a live progress display on a terminal, plain lines everywhere else.
+"""Displays a run: a live progress display on a terminal, plain lines everywhere else.
 
 A display gets the same records that go to `metrics.jsonl` and decides only how they look. The library shows nothing by
 itself: the command line passes a display in.
@@ -28,19 +28,19 @@ class Display:
     _task: Task | None = None
 
     def begin(self, total: int, step: int, task: Task) -> None:
-        """The run starts, or goes on, at `step` of `total`. The task says what its metrics mean."""
+        """The run starts or resumes at `step` of `total`. The task gives the meaning of its metrics."""
         self._total, self._task = total, task
 
     def show(self, record: Record) -> None:
-        """A record has been written."""
+        """A new record has been written."""
 
     def end(self) -> None:
         """The run has ended, for whatever reason."""
 
 
 class LineDisplay(Display):
-    """One line per record: of steps those that `log_every` promises, and others at most every two seconds. Lines of
-    steps end with the time that is left."""
+    """One line per record: for steps those at multiples of `log_every`, and others at most every two seconds. Lines of
+    steps end with the remaining time."""
 
     def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
         self._stream = stream
@@ -69,7 +69,7 @@ class LineDisplay(Display):
 
 
 class RichDisplay(Display):
-    """A progress bar with the newest numbers, and evaluations and checkpoints as lines above it."""
+    """A progress bar with the latest numbers, and lines above it for evaluations and checkpoints."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -95,14 +95,14 @@ class RichDisplay(Display):
 
 
 def display_for(stream: TextIO) -> Display:
-    """Live on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
+    """A live display on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
     console = Console(file=stream)
     live = console.is_terminal and not console.is_dumb_terminal
     return RichDisplay(console) if live else LineDisplay(stream)
 
 
 def describe(record: Record, total: int, task: Task | None = None) -> str:
-    """A record as one line for people; empty where there is nothing to say."""
+    """A record as one line for people; empty if it has nothing to show."""
     if record["event"] in ("start", "resume"):
         return _header(record)
     if record["event"] == "evaluation":
@@ -132,7 +132,7 @@ def _header(record: Record) -> str:
 
 
 def _learning(record: Record) -> str:
-    """The parameters that train, where others do not."""
+    """The number of trained parameters, if others are frozen."""
     trained, every = record.get("trained", record["parameters"]), record["parameters"]
     return "" if trained == every else f"; {trained:,} of them train ({trained / every:.2%})"
 

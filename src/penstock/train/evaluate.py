@@ -1,4 +1,4 @@
-"""The metrics of a whole split, with one wait for the device at the end: of a model in a run, or of an exported one."""
+"""Metrics over a whole split, with one wait for the device at the end; for a model in a run, or for an exported one."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from penstock.tasks.class_counts import ClassCounts
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The task's metrics over a split, which are attributes too: `evaluation.top1`."""
+    """The task's metrics over a split, also available as attributes: `evaluation.top1`."""
 
     samples: int
     metrics: Mapping[str, float]
     counts: ClassCounts | None = field(default=None, compare=False)
-    """Counts by class, which records do not hold."""
+    """Counts by class; not part of the record."""
 
     def __getattr__(self, name: str) -> float:
         if name not in Evaluation.__slots__ and name in self.metrics:
@@ -58,12 +58,12 @@ class Evaluation:
         raise AttributeError(f"This evaluation has no {name!r}. It has samples, {', '.join(self.metrics)}.")
 
     def record(self) -> dict[str, Any]:
-        """All numbers by name, as they are logged and stored."""
+        """All numbers by name, as logged and stored."""
         return {"samples": self.samples, **self.metrics}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Evaluation:
-        """The evaluation whose `record` this is."""
+        """Restore an evaluation from its `record`."""
         return cls(record["samples"], {name: value for name, value in record.items() if name != "samples"})
 
 
@@ -72,11 +72,11 @@ def evaluate(
     task: Task, model: nn.Module, batches: Iterable[Any], *, dims: ParallelDims = ALONE, rounds: int = 0,
     blank: tuple[Any, ...] | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate `model` in evaluation mode, and leave it in the mode it was found in.
+    """Evaluate `model` in evaluation mode, and restore its mode afterwards.
 
-    Draws no random number, so training goes on as if nothing had been. Each rank of `dims` evaluates its own batches,
-    and all get the result of all. A sharded model can only run on all ranks at once: a rank whose batches end before
-    `rounds` runs it on `blank`, arguments for one sample of nothing, and throws the outputs away.
+    Draws no random numbers, so it does not influence training. Each rank of `dims` evaluates its own batches, and all
+    get the result over all ranks. A sharded model must run on all ranks at the same time: a rank with fewer batches
+    than `rounds` runs it on `blank`, arguments for one empty sample, and discards the outputs.
     """
     samples = batches_done = 0
     totals: Tensor | None = None
@@ -90,7 +90,7 @@ def evaluate(
             assert blank is not None
             task.accompany(model, blank)
     own_sums = torch.zeros(0, dtype=torch.float64) if totals is None else totals
-    # A rank that had no batch learns from the others how many sums there are.
+    # A rank without batches learns the number of sums from the other ranks.
     own_sums = F.pad(own_sums, (0, int(slowest(len(own_sums), dims)) - len(own_sums)))
     count = own_sums.new_tensor([samples])  # exact to 2^53
     device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own_sums.device)
@@ -102,7 +102,7 @@ def evaluate(
 
 
 _NUMBERED = re.compile(r"(LABEL_)?\d+")
-"""Names of classes where nobody has given any."""
+"""Names of classes that have only numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,23 +110,24 @@ class FolderEvaluation:
     """Result of `evaluate_folder`."""
 
     weights: str
-    """The folder or checkpoint that was read."""
+    """The folder or checkpoint that the weights were read from."""
     model: str
     data: str
     task: Task
     evaluation: Evaluation
     classes: tuple[str, ...]
-    """Names of the classes; empty where nothing names them, or there are none."""
+    """Names of the classes; empty if they are unknown, or if there are no classes."""
     sample: str
-    """A few lines that show what the model makes of some samples; empty where there is nothing to show."""
+    """A few lines that show the model's outputs for some samples; empty if the task has nothing to show."""
     seconds: float
 
 
 def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
-    """Evaluate the model that `config` names, on one device and in fp32, its quantised layers as they multiply.
+    """Evaluate the model that `config` names, on one device and in fp32, with its quantised layers in their own
+    arithmetic.
 
-    Classes of the data are matched with the model's by their names. Raises ConfigError where the data or the task do
-    not fit the model, and what opening these raises.
+    Classes of the data are matched with the model's by name. Raises ConfigError if the data or the task do not fit the
+    model, and whatever opening these raises.
     """
     if config.model is None:
         raise ConfigError(
@@ -158,7 +159,7 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
 
 
 def open_folder(folder: Path, device: torch.device) -> Model:
-    """The model in a folder, ready for evaluation on the device."""
+    """Open the model in a folder on the device, ready for evaluation."""
     setup = Setup(purpose=INFERENCE, device=device, rounded=rounded_weights(folder))
     return apply(from_pretrained(folder).eval(), setup)  # type: ignore[no-any-return]
 
@@ -166,7 +167,7 @@ def open_folder(folder: Path, device: torch.device) -> Model:
 def evaluate_source(
     task: Task, model: Model, sources: Sequence[Source], *, batch: int, device: torch.device, workers: int = 0
 ) -> Evaluation:
-    """Evaluate an open model on all samples of sources of one form. Raises ConfigError where the task does not fit."""
+    """Evaluate an open model on all samples of sources of one form. Raises ConfigError if the task does not fit."""
     with ExitStack() as loaders:
         passes = []
         for source in sources:
@@ -186,8 +187,8 @@ def evaluate_source(
 
 @contextmanager
 def _weights_of(name: str) -> Iterator[tuple[Path, str]]:
-    """A folder with the model that a name stands for, and words for it. Weights of a checkpoint are written to one
-    that is removed afterwards: the moving average where there is one, as at the end of a run."""
+    """A folder with the model that a name refers to, and a description. Weights of a checkpoint, the moving average if
+    there is one (as at the end of a run), are written to a folder that is removed afterwards."""
     path = Path(name)
     running = steps(path / "checkpoints") and not (path / "export" / "config.json").is_file()
     if not (running or steps(path) or (path / MANIFEST).is_file()):
@@ -216,15 +217,14 @@ def _beside_reference(task: Preferences, config: EvaluateConfig, device: torch.d
 
 
 def _names_in(folder: Path) -> tuple[str, ...]:
-    """The names that a folder gives its classes; empty where it gives none but numbers."""
+    """Names of the classes in a folder's configuration; empty if there are none or only numbers."""
     named = settings_in(folder).get("id2label") or {}
     names = tuple(str(named[key]) for key in sorted(named, key=int)) if isinstance(named, dict) else ()
     return () if all(map(_NUMBERED.fullmatch, names)) else names
 
 
 def _matched(source: Source, model: ModelConfig, names: tuple[str, ...]) -> Source:
-    """The source with the model's numbers of its classes. Raises ConfigError where it has classes that the model does
-    not name."""
+    """The source with class numbers of the model. Raises ConfigError if it has classes that the model does not have."""
     classes: tuple[str, ...] = getattr(source, "classes", None) or ()
     head = model.graph.classes
     if head is None or not classes or not isinstance(source, ImageSource | RowSource):

@@ -22,13 +22,13 @@ from penstock.tasks import Task
 from penstock.train.evaluate import FolderEvaluation
 
 _MOST_IN_TERMINAL = 12
-"""Classes of which a terminal shows the whole confusion matrix."""
+"""Most classes for which a terminal shows the whole confusion matrix."""
 _CONFUSIONS = 20
-"""Pairs of classes that are listed, the most frequent first."""
+"""Number of most frequent confusions that are listed."""
 
 
 def as_json(result: FolderEvaluation) -> dict[str, Any]:
-    """All that was measured, as JSON has it."""
+    """The whole evaluation as JSON values."""
     counts = result.evaluation.counts
     report: dict[str, Any] = {
         "weights": result.weights, "model": result.model, "data": result.data, "unit": result.task.unit,
@@ -43,7 +43,7 @@ def as_json(result: FolderEvaluation) -> dict[str, Any]:
 
 
 def macro(table: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over the classes that have samples. A class that was never predicted has a precision of 0."""
+    """Means over the classes that have samples. The precision of a class that was never predicted counts as 0."""
     there = [row for row in table if row["samples"]]
     return {
         name: sum(row[name] or 0.0 for row in there) / max(len(there), 1)
@@ -52,7 +52,7 @@ def macro(table: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def classes_section(table: Sequence[Mapping[str, Any]]) -> Section:
-    """A row for each class, and the means."""
+    """A table with a row for each class, and the means."""
     heads = [Cell("class", words=True), Cell("samples"), Cell("precision"), Cell("recall"), Cell("F1")]
     mean = {"name": "mean of classes", "samples": None} | macro(table)
     rows = [("strong" if row is mean else "", _cells(row)) for row in (*table, mean)]
@@ -70,7 +70,7 @@ def _cells(row: Mapping[str, Any]) -> list[Cell]:
 
 
 def confusion_section(report: Mapping[str, Any]) -> Section | None:
-    """The confusion matrix as a table where it is small, else the most frequent confusions; None without any."""
+    """The confusion matrix as a table if it is small, else the most frequent confusions; None if there are none."""
     matrix, names = np.array(report.get("confusion", ())), [row["name"] for row in report.get("classes", ())]
     if not len(matrix):
         return None
@@ -99,7 +99,7 @@ def confusion_section(report: Mapping[str, Any]) -> Section | None:
 
 
 def metric_tiles(task: Task, metrics: Mapping[str, Any]) -> list[Tile]:
-    """A tile for each metric that the task shows."""
+    """A tile for each of the task's main metrics."""
     tiles: list[Tile] = []
     for part in task.shown:
         fields = [(name, form) for _, name, form, _ in string.Formatter().parse(part) if name]
@@ -111,7 +111,7 @@ def metric_tiles(task: Task, metrics: Mapping[str, Any]) -> list[Tile]:
 
 
 def to_html(result: FolderEvaluation) -> str:
-    """The evaluation as one page, without any outside request."""
+    """The evaluation as one page that loads nothing from outside."""
     report = as_json(result)
     table, confusion = report.get("classes", ()), confusion_section(report)
     sections = [classes_section(table)] if table else []
@@ -130,14 +130,14 @@ def to_html(result: FolderEvaluation) -> str:
 
 
 PICTURES = "pictures"
-"""Folder in the run's, with `0.png` and so on in the order of an evaluation's `answers`."""
+"""Folder in a run's folder with `0.png` and so on, in the order of an evaluation's `answers`."""
 _LARGEST = 96
 """Pixels of a picture's longer side."""
 _MOST_BYTES = 1 << 20
 
 
 def write_pictures(images: Sequence[Pixels], folder: Path) -> None:
-    """Write images (H, W, C) of one or three channels, reduced where they are large."""
+    """Write images (H, W, C) with one or three channels; large ones are reduced."""
     folder.mkdir()
     for number, pixels in enumerate(images):
         colors = pixels[..., : 3 if pixels.shape[-1] >= 3 else 1]
@@ -150,6 +150,6 @@ def write_pictures(images: Sequence[Pixels], folder: Path) -> None:
 
 
 def read_pictures(folder: Path) -> list[bytes]:
-    """The pictures in a run's folder, in their order; none where there are none."""
+    """The pictures in a run's folder, in their order; empty if there are none."""
     files = sorted((folder / PICTURES).glob("*.png"), key=lambda file: (len(file.name), file.name))
     return [read_bytes(file, "The picture of a sample", limit=_MOST_BYTES) for file in files]

@@ -2,9 +2,9 @@
 
 On one machine a POSIX record lock on `OUTPUT/lock` decides: the kernel releases it however the process dies, and,
 unlike `flock`, forked processes do not inherit it. Not every shared file system carries such locks across machines. So
-the file also says who holds it, and the holder touches it. A lock that another host holds is waited for: it lapses when
-nobody has touched it for two minutes. Later ranks of the same `penstock launch` need not wait, because their agents
-have agreed that the earlier ranks are gone.
+the file also names the holder, which regularly updates the file's time. A lock held by another host expires when this
+time is two minutes old, and a new run waits for that. Later ranks of the same `penstock launch` need not wait, because
+their agents have agreed that the earlier ranks are gone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 _TOUCH_SECONDS = 20.0
 _FRESH_SECONDS = 120.0
 _PAUSE_SECONDS = 1.0
-_held: set[Path] = set()  # record locks do not exclude a second use by the same process; this does
+_held: set[Path] = set()  # record locks do not exclude a second use by the same process; this set does
 
 
 class RunLock:
-    """Holds the output directory `folder` while entered.
+    """Holds the output directory `folder` inside the context.
 
     Raises:
-        EnvironmentProblem: on entering, when another run holds it; names its pid and host.
+        EnvironmentProblem: on entering, if another run holds it; names its pid and host.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class RunLock:
         self._text = b""
         self._touched = 0.0
         self._lapses: tuple[float, float] | None = None
-        """While waiting, when the other host had touched the lock, and the `time.monotonic()` at which it lapses."""
+        """While waiting: the time in the other host's lock, and the `time.monotonic()` at which that lock expires."""
 
     def __enter__(self) -> Self:
         while not self.hold():
@@ -52,7 +52,7 @@ class RunLock:
         return self
 
     def hold(self) -> bool:
-        """Take the lock. Returns False while another host may hold it: ask again soon. Raises as entering does."""
+        """Take the lock. Returns False while another host may hold it: try again soon. Raises as entering does."""
         if self._path in _held:
             raise self._refusal({"pid": os.getpid(), "host": socket.gethostname()})
         own_file(self._path.parent, self._path.name)
@@ -75,10 +75,11 @@ class RunLock:
         return True
 
     def touch(self) -> None:
-        """Touch the lock, at most every 20 seconds, to show that the run goes on. Cheap enough for every step.
+        """Update the lock's time, at most every 20 seconds, to show that the run continues. Cheap enough for every
+        step.
 
         Raises:
-            EnvironmentProblem: another host took this one for dead, and has taken the directory over.
+            EnvironmentProblem: another host considered this run dead, and has taken over the directory.
         """
         if self._handle is not None and time.monotonic() - self._touched > _TOUCH_SECONDS:
             holder = _holder(self._handle)
@@ -93,12 +94,12 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             _held.discard(self._path)
-            os.ftruncate(self._handle, 0)  # never unlinked: a waiting run would hold a file that is gone
+            os.ftruncate(self._handle, 0)  # never deleted: a waiting run would keep a file that is gone
             os.close(self._handle)
             self._handle = None
 
     def _try_to_take(self, handle: int) -> bool:
-        """Whether the lock is this run's now. Raises EnvironmentProblem where it cannot become so."""
+        """Whether the lock now belongs to this run. Raises EnvironmentProblem if it cannot."""
         holder, state = _holder(handle), os.fstat(handle)
         if not stat.S_ISREG(state.st_mode) or (state.st_nlink > 1 and state.st_size and "pid" not in holder):
             raise EnvironmentProblem(
@@ -119,7 +120,7 @@ class RunLock:
         raise self._refusal(holder)
 
     def _may_lapse(self, holder: dict[str, Any], touched: float) -> bool:
-        """Whether the lock of another host must be waited for still. Raises EnvironmentProblem when that host lives."""
+        """Whether to wait for another host's lock to expire. Raises EnvironmentProblem if that host is alive."""
         now = time.monotonic()
         if self._lapses is None:
             left = min(_FRESH_SECONDS, touched + _FRESH_SECONDS - time.time())
@@ -141,7 +142,7 @@ class RunLock:
 
 
 def _own_life() -> tuple[str, int]:
-    """The `penstock launch` that this process is a rank of, and the number of its life; empty without one."""
+    """The `penstock launch` that this process is a rank of (empty if none), and the number of its life."""
     return os.environ.get(LAUNCH, ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 

@@ -4,8 +4,8 @@ checkpoint because of a spike.
 
 Whether numbers are finite is decided on the device, from one number that all ranks share: all skip the same steps, and
 no step waits for the host. After `PATIENCE` such steps in a row every later step is skipped too, so the weights are
-still good when the host checks. The host computes from the logged losses what counts as a spike, and sends the device
-one limit.
+still good when the host checks. The host computes from the logged losses which losses count as spikes, and sends the
+device one limit.
 
 The policies for spikes follow Chowdhery et al., "PaLM", JMLR 2023, section 5.1, where training goes back to before a
 spike and leaves out the batches around it.
@@ -30,7 +30,7 @@ from penstock.errors import NumericError
 from penstock.optim.clip import can_refuse
 
 REMEDY = (
-    "Checkpoints before it are finite. Start a new run, from one's weights.safetensors by init_from if you like, "
+    "Checkpoints before it are finite. Start a new run, with init_from and the weights.safetensors of one if you like, "
     "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
     "(plan dtype=bf16, or precision=O0)."
 )
@@ -38,15 +38,15 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """One loss per step, and the gradient norm before clipping of the last one, if it was taken."""
+    """One loss per step, and the gradient norm of the last step before clipping, if it was taken."""
 
     losses: list[float]
     grad_norm: float | None
 
 
 class PendingSteps:
-    """Losses and gradient norms of up to `length` steps, on `device`. With several ranks `average` averages them over
-    the ranks, which must all read at the same steps.
+    """Losses and gradient norms of up to `length` steps, on `device`. With several ranks, `average` averages a value
+    over them, so all ranks must read at the same steps.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PendingSteps:
         return self._count
 
     def add(self, loss: Tensor, grad_norm: Tensor | None) -> None:
-        """Note a step's 0-d results. Waits for nothing."""
+        """Store a step's 0-d results. Does not wait for the device."""
         self._values[0, self._count].copy_(loss, non_blocking=True)
         self._has_norm = grad_norm is not None
         if grad_norm is not None:
@@ -69,9 +69,9 @@ class PendingSteps:
         self._count += 1
 
     def read(self, step: int, *, skipping: bool = False) -> StepNumbers:
-        """Fetch and forget the numbers of the steps up to `step`. Waits for the device.
+        """Return the numbers of the steps up to `step`, and clear them. Waits for the device.
 
-        With `skipping`, steps whose loss is not finite were not taken, and are no reason to end.
+        With `skipping`, steps whose loss is not finite have been skipped, and raise no error.
 
         Raises:
             NumericError: a loss is not finite; names the first such step.
@@ -92,14 +92,14 @@ class PendingSteps:
 _log = logging.getLogger(__name__)
 
 MAX_REWINDS = 3
-"""How often a run goes back to a checkpoint because of its loss before it ends."""
+"""Number of times that a run may go back to a checkpoint because of its loss; after that it ends."""
 
 
 class LossMonitor:
-    """The device's view of the losses (`skipper`) and the host's, under the recipe's policy for spikes.
+    """Watches the losses on the device (`skipper`) and on the host, under the recipe's policy for spikes.
 
-    There is no skipper where a step cannot be skipped without waiting for the device; then a loss that is not finite
-    ends the run when it is logged. `average` is as for `StepSkipper`; `logs` says whether this rank is the one to log.
+    There is no skipper if steps cannot be skipped without waiting for the device; then a loss that is not finite ends
+    the run when it is logged. `average` is as for `StepSkipper`; `logs` says whether this rank logs.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class LossMonitor:
         self.skipper = StepSkipper(device, average=average) if can_refuse(optimizer, device) else None
         self._policy = recipe.spikes
         self.observes_before_saving = recipe.spikes == "rewind"
-        """Whether a checkpoint must not hold steps whose losses have not been observed."""
+        """Whether a checkpoint may only contain steps whose losses have been observed."""
         self._detector = SpikeDetector(recipe.spike_deviations)
         self._logs = logs
         self._skipped = 0
         self._rewinds = 0
         self.rewind_because_of: list[int] = []
-        """The steps last observed whose spikes send the run back."""
+        """The steps observed last whose spikes make the run go back."""
 
     def observe(self, step: int, losses: Sequence[float]) -> dict[str, Any]:
         """Observe the losses of the steps up to `step`; returns numbers to record. Waits for the device.
 
         Raises:
-            NumericError: see `StepSkipper.require_finite`.
+            NumericError: as `StepSkipper.require_finite`.
         """
         total = self.skipper.require_finite(step) if self.skipper else 0
         skipped, self._skipped = total - self._skipped, total
@@ -140,7 +140,7 @@ class LossMonitor:
         return self.skipper is not None and self.skipper.bad_in_a_row() > 0
 
     def count_rewind(self) -> int:
-        """Go back once more. Returns how often the run has gone back; raises NumericError after `MAX_REWINDS` times."""
+        """Count one more return to a checkpoint and return their number; raises NumericError after `MAX_REWINDS`."""
         if self._rewinds == MAX_REWINDS:
             raise NumericError(
                 f"The loss had a spike at step {self.rewind_because_of[0]} after the run had gone back to a checkpoint "
@@ -152,12 +152,12 @@ class LossMonitor:
         return self._rewinds
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs to decide alike. The names are those that checkpoints have."""
+        """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
         skipper = self.skipper.state_dict() if self.skipper else None
         return {"guard": skipper, "spikes": self._detector.state_dict(), "rewinds": self._rewinds}
 
     def load_state_dict(self, state: Mapping[str, Any], *, rewinding: bool = False) -> None:
-        """Restore the state of `state_dict`; a run that goes back remembers how often it has."""
+        """Restore the state of `state_dict`; when `rewinding`, the number of returns is kept."""
         if self.skipper and state["guard"]:
             self.skipper.load_state_dict(state["guard"])
             self._skipped = self.skipper.skipped()
@@ -167,18 +167,18 @@ class LossMonitor:
 
 
 PATIENCE = 3
-"""Steps in a row that are not finite, after which no step is taken any more."""
+"""Number of successive steps that are not finite, after which no further step is taken."""
 HISTORY = 50
-"""Losses that must be known before a spike can be distinguished from noise."""
+"""Number of losses needed before spikes can be distinguished from noise."""
 _LEAST = 1e-3
-"""Share of the mean: a smaller rise is not a spike, however quiet the losses were."""
+"""Share of the mean loss: a smaller rise is not a spike, however quiet the losses were."""
 
 
 class StepSkipper:
-    """Decides before each step whether it is skipped. A loss above the limit is; the limit is infinite at first.
+    """Decides before each step whether it is skipped, as it is if its loss is above the limit; at first that is
+    infinite.
 
-    `average` replaces a rank's number, in place, by the mean over all ranks, which is not a number where one of theirs
-    is not.
+    `average` replaces a rank's number, in place, by the mean over all ranks, which is NaN if any rank's is.
     """
 
     def __init__(
@@ -191,13 +191,13 @@ class StepSkipper:
 
     @torch.no_grad()
     def __call__(self, loss: Tensor, norm: Tensor | None) -> Tensor:
-        """1 where the step with this mean loss and gradient norm is to be skipped, else 0: 0-d fp32, on the device.
+        """Return 1 if the step with this mean loss and gradient norm must be skipped, else 0: 0-d fp32, on the device.
 
-        `norm` is None where something else already skips gradients that are not finite, as a loss scale does.
+        `norm` is None if gradients that are not finite are already skipped by other means, such as a loss scale.
         """
         value = loss.detach().to(self._bad_in_a_row.device, torch.float32)
         if norm is not None:
-            # Not a number where the norm is not finite.
+            # NaN if the norm is not finite
             value = torch.add(value, norm.to(value.device, torch.float32) * 0.0)
         if self._average is not None:
             value = self._average(value.clone() if norm is None else value)
@@ -211,35 +211,35 @@ class StepSkipper:
         return skip
 
     def skip_above(self, limit: float) -> None:
-        """Skip steps with a greater loss from now on. Waits for nothing."""
+        """From now on skip steps with a loss above `limit`. Does not wait for the device."""
         if self._limit is None:
             self._limit = torch.zeros_like(self._bad_in_a_row)
         self._limit.fill_(limit)
 
     def require_finite(self, step: int) -> int:
-        """Steps skipped so far, at `step`. Waits for the device.
+        """Number of steps skipped so far, at `step`. Waits for the device.
 
         Raises:
-            NumericError: `PATIENCE` steps in a row were not finite, and all since have been skipped.
+            NumericError: `PATIENCE` steps in a row were not finite, and all later ones have been skipped.
         """
         in_a_row, skipped = torch.stack([self._bad_in_a_row, self._skipped]).tolist()
         if in_a_row >= PATIENCE:
             raise NumericError(
                 f"By step {step}, {PATIENCE} steps in a row had a loss or gradients that are not finite; they and all "
-                f"since were skipped, so the weights are those of before. {REMEDY}"
+                f"since were skipped, so the weights are those from before. {REMEDY}"
             )
         return int(skipped)
 
     def bad_in_a_row(self) -> int:
-        """How many of the latest steps, without a gap, were not finite. Waits for the device."""
+        """Number of latest steps in a row that were not finite. Waits for the device."""
         return int(self._bad_in_a_row.item())
 
     def skipped(self) -> int:
-        """Steps skipped so far. Waits for the device."""
+        """Number of steps skipped so far. Waits for the device."""
         return int(self._skipped.item())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State that a resumed run needs to decide alike. The names are those that checkpoints have."""
+        """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
         limit = torch.full_like(self._bad_in_a_row, math.inf) if self._limit is None else self._limit
         return {"row": self._bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
 
@@ -252,7 +252,7 @@ class StepSkipper:
 
 
 class SpikeDetector:
-    """Tells spikes of the loss from noise: more than `deviations` standard deviations above the mean of the last 50."""
+    """Distinguishes loss spikes from noise: they are `deviations` standard deviations above the mean of the last 50."""
 
     def __init__(self, deviations: float) -> None:
         self._deviations = deviations
@@ -260,23 +260,23 @@ class SpikeDetector:
 
     @property
     def limit(self) -> float:
-        """The loss above which the next ones are spikes; infinite before enough is known."""
+        """Losses above this are spikes; infinite until enough losses are known."""
         if len(self._losses) < HISTORY:
             return math.inf
         mean = statistics.fmean(self._losses)
         return mean + max(self._deviations * statistics.pstdev(self._losses), _LEAST * abs(mean))
 
     def observe(self, losses: Sequence[float]) -> list[int]:
-        """Indices of the next losses that are spikes. Those that are not finite are the skipper's concern."""
+        """Indices of the spikes among the next losses. Losses that are not finite are left to the skipper."""
         limit = self.limit
         spikes = [index for index, loss in enumerate(losses) if math.isfinite(loss) and loss > limit]
-        # A spike counts as no more than the limit: it must not widen what is normal at once, but a loss that stays
-        # high must in the end become normal.
+        # A spike counts at most as the limit: it must not raise the normal range at once, but a loss that stays high
+        # must become normal in the end.
         self._losses.extend(min(loss, limit) for loss in losses if math.isfinite(loss))
         return spikes
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs to decide alike."""
+        """State that a resumed run needs for the same decisions."""
         return {"losses": list(self._losses)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Meters of a run: its speed and memory, the part of each head in the loss and in the gradients, and the loads of
-experts, which are kept in checkpoints and written beside them.
+"""Meters of a run: its speed and memory, the share of each head in loss and gradients, and the loads of experts, which
+are saved in checkpoints and in files of the run.
 
 Nothing here waits for the device within a step. On CUDA a pair of events brackets each step, and all are read together
 when the loop stops to log anyway. On a CPU operators are done when they return, so the clock is read.
@@ -40,7 +40,7 @@ from penstock.tasks.task import Fullness
 
 
 class HeadMeter:
-    """Gathers on the device; reading it is one transfer, for which all ranks meet."""
+    """Accumulates losses of heads on the device; reading it is one transfer, which all ranks must make together."""
 
     def __init__(self, model: Any, task: Task, dims: ParallelDims, device: torch.device) -> None:
         graph = getattr(model, "graph", None)
@@ -54,14 +54,14 @@ class HeadMeter:
             self._model.head_squares = {}
 
     def add(self, parts: Tensor | None) -> None:
-        """Note the parts of a step's loss. Waits for nothing."""
+        """Add the parts of a step's loss. Does not wait for the device."""
         if parts is not None:
             self._losses += parts.to(self._losses.dtype)
             self._steps += 1
 
     def read(self) -> dict[str, dict[str, float]]:
-        """By head, the mean of its weighted `loss`, and as `gradient` its share of the squares of all gradients that
-        heads send back into the model. Forgets them. Waits for the device."""
+        """For each head, the mean of its weighted `loss`, and as `gradient` its share of the squares of all gradients
+        that heads send back into the model. Clears the sums. Waits for the device."""
         if not self.names or not self._steps:
             return {}
         losses = average(self._losses / self._steps, self._dims)
@@ -73,7 +73,7 @@ class HeadMeter:
                     head_squares[place] = squares[name]
             self._model.head_squares = {}
         head_squares = add_up(head_squares, self._dims)
-        if self._dims.pp > 1:  # heads are on the last stage
+        if self._dims.pp > 1:  # only the last stage has heads
             distributed.all_reduce(head_squares, group=self._dims.group("pp"))
         shares = head_squares / head_squares.sum().clamp(min=torch.finfo(head_squares.dtype).tiny)
         columns = torch.stack([losses[self._places], shares]).tolist()
@@ -83,9 +83,9 @@ class HeadMeter:
 
 
 class LoadMeter:
-    """Counts of a model's mixtures over all ranks and all steps of a run, which `add_up` adds up, in place, over ranks
-    that route other tokens. `labels` name the labels of samples, where the model counts by label. All ranks must call
-    `read` and `close_window` alike; both wait for the device."""
+    """Counts of tokens by expert, of a model's mixtures, over all ranks and steps of a run. `add_up` adds counts, in
+    place, over ranks with different tokens. `labels` are names of the samples' labels, if the model counts by label.
+    All ranks must call `read` and `close_window` at the same steps; both wait for the device."""
 
     def __init__(
         self, model: nn.Module, dims: ParallelDims, add_up: Callable[[list[Tensor]], None],
@@ -99,7 +99,7 @@ class LoadMeter:
         names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
         zero = tuple(((0,) * mixture.experts,) * max(1, count) for mixture in self._mixtures)
         self._before = LoadRecord(tuple(named), names, zero)
-        """The counts that the mixtures no longer hold themselves."""
+        """Earlier counts, which the mixtures no longer hold."""
 
     def __bool__(self) -> bool:
         """Whether the model has mixtures."""
@@ -107,7 +107,7 @@ class LoadMeter:
 
     @torch.no_grad()
     def read(self) -> LoadRecord:
-        """The record up to now."""
+        """The counts so far."""
         sums = [self._visits_here(mixture) for mixture in self._mixtures]
         self._add_up(sums)
         if sums and self._dims.degree("pp") > 1:
@@ -117,7 +117,7 @@ class LoadMeter:
         return LoadRecord(before.layers, before.labels, counts, before.windows)
 
     def close_window(self, step: int) -> list[float]:
-        """End a window at `step`: the largest load over the mean one in it, of each layer."""
+        """End a window at `step`; returns the largest load divided by the mean load in it, for each layer."""
         record = self.read()
         worst = [imbalance(row) for row in record.last]
         self._before = record.closed(step)
@@ -125,14 +125,14 @@ class LoadMeter:
         return worst
 
     def state(self) -> Mapping[str, Any] | None:
-        """The record in the form that checkpoints keep; None without mixtures."""
+        """The counts in the form stored in checkpoints; None without mixtures."""
         return self.read().to_dict() if self else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the record of `state`; None is of a checkpoint without a record, after which counting starts at 0.
+        """Restore the counts of `state`; if it is None, the checkpoint has none and counting starts at 0.
 
         Raises:
-            ValueError: it is the record of another model.
+            ValueError: the counts are of another model.
         """
         fresh = self._before
         empty = tuple(tuple((0,) * len(row) for row in layer) for layer in fresh.counts)
@@ -146,14 +146,14 @@ class LoadMeter:
         self._clear()
 
     def write(self, output: Path) -> None:
-        """Write the record and its page into the folder `experts` of a run's output, on the main rank."""
+        """Write the counts and their page into the folder `experts` of a run's output, on the main rank."""
         record = self.read()
         if self and self._dims.main:
             write_text(own_file(output, "experts/loads.json"), record.to_json())
             write_text(own_file(output, "experts/loads.html"), loads_page(record))
 
     def _visits_here(self, mixture: MixtureOfExperts) -> Tensor:
-        """A copy of the visits here, none of a mixture that is on another stage of a pipeline."""
+        """A copy of this rank's counts; zeros for a mixture on another pipeline stage."""
         visits: Tensor | None = mixture.visits
         if visits is None:
             shape = max(1, mixture.labels), mixture.experts
@@ -168,16 +168,16 @@ class LoadMeter:
 
 
 class Useful(NamedTuple):
-    """Size of a sample of mean length, without padding."""
+    """Mean work of a sample without padding."""
 
     tokens: int
-    """Tokens of all of the model's stacks."""
+    """Tokens, summed over all stacks of the model."""
     flops: float
     """FLOPs of one forward and backward pass."""
 
 
 def useful_work(full: Fullness) -> Useful:
-    """The size of a mean sample of such batches, without padding."""
+    """Mean work of a sample of such batches without padding."""
     lengths = (max(1, round(full.real * source.length)) for source in full.model.graph.inputs)
     model: ModelConfig = full.model.with_lengths(*lengths)
     return Useful(
@@ -186,14 +186,14 @@ def useful_work(full: Fullness) -> Useful:
 
 
 class Speedometer:
-    """The speed of the steps since the last log, and of all of them.
+    """Measures the speed of the steps since the last log, and of all steps.
 
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` returns the total seconds that the loop has waited for data.
 
-    FLOPs are those the planner counts: of one sample forward and backward, and with what the hardware computes twice,
-    which `prediction` reports. Attention counts in full, also where a causal mask hides half of it. For text
-    `sample` defines what a token counts, and padding counts nothing.
+    FLOPs are the planner's, from `prediction`: the model's, of one sample forward and backward, and the hardware's,
+    which include recomputation. Attention counts in full, even if a causal mask hides half of it. For text `sample`
+    defines the work of a token, and padding does not count.
     """
 
     def __init__(
@@ -202,14 +202,14 @@ class Speedometer:
     ) -> None:  # fmt: skip
         plan = prediction.plan
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
-        """The peak that utilisation is measured against: machine, type, datasheet or measured."""
+        """The peak that utilisation refers to: machine, type, datasheet or measured."""
         self.times: list[float] = []
-        """Seconds of every step that has been read."""
+        """Seconds of every step that was read."""
         self._samples_per_step = plan.global_batch
         self._tokens_per_step = plan.global_batch * sample.tokens if sample else 0
         self._data_world = plan.dp
         self._tokens: list[int] = []
-        """Tokens of this rank: of every step that has been read, and then of those since."""
+        """Tokens on this rank: in all steps that were read, and in the steps since."""
         predicted = prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
         self._model_flops = sample.flops if sample else predicted
         self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu
@@ -221,17 +221,17 @@ class Speedometer:
         self._marks: list[Any] = []
 
     def start(self) -> None:
-        """The first step after a log, or after an evaluation or a save, begins."""
+        """Begin the first step after a log, an evaluation or a save."""
         self._waited_before = self._waited()
         self._marks = [self._mark()]
 
     def lap(self, tokens: int = 0) -> None:
-        """A step of `tokens` tokens on this rank ends. On CUDA this records an event and does not wait."""
+        """End a step of `tokens` tokens on this rank. On CUDA this records an event and does not wait."""
         self._marks.append(self._mark())
         self._tokens.append(tokens)
 
     def read(self) -> dict[str, float]:
-        """The `speed` of the steps since `start`. On CUDA this waits for the last one."""
+        """The `speed` of the steps since `start`. On CUDA this waits for the last step."""
         marks, self._marks = self._marks, []
         if self._cuda and marks:
             marks[-1].synchronize()
@@ -244,7 +244,7 @@ class Speedometer:
         return self.speed(times, waited, self._tokens[-len(times) :])
 
     def whole_run(self) -> dict[str, float]:
-        """The `speed` of all steps but the first ones, which compile, allocate and choose kernels."""
+        """The `speed` of all steps except the first ones, which compile, allocate and choose kernels."""
         if not self.times:
             return {}
         first = min(5, len(self.times) // 2)
@@ -255,12 +255,12 @@ class Speedometer:
     def speed(
         self, times: Sequence[float], wait_seconds: float, tokens: Sequence[int] = ()
     ) -> dict[str, float]:
-        """Rates over steps of these `times` and `tokens`; times in seconds, rates per second, shares in [0, 1]."""
+        """Rates over steps with these `times` and `tokens`; times in seconds, rates per second, shares in [0, 1]."""
         total = sum(times)
         if total <= 0:
             return {}
         rate = len(times) * self._samples_per_step / total
-        token_count = sum(tokens) * self._data_world  # as if every rank's samples were as long as this one's
+        token_count = sum(tokens) * self._data_world  # assuming that all ranks have as many as this one
         text = {"tokens_per_second": token_count / total} if token_count else {}
         full = rate
         if token_count and self._tokens_per_step:
@@ -286,10 +286,10 @@ class Speedometer:
 
 
 class MemoryMeter:
-    """How much memory training takes, counted as predictions count it: in tensors.
+    """Measures the memory that training needs, in tensors, as predictions count it.
 
-    A GPU's allocator knows the most of all steps. On a CPU one step is taken under a profiler: the second, because the
-    first one makes the optimizer's state.
+    A GPU's allocator knows the peak of all steps. On a CPU one step is taken under a profiler: the second, because the
+    first one creates the optimizer's state.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -298,7 +298,7 @@ class MemoryMeter:
         self._counted = 0
 
     def step(self, step: TrainStep, batches: Sequence[Any]) -> StepResult:
-        """Take a step; the second one on a CPU is counted."""
+        """Take a step; on a CPU the second one is measured."""
         self._steps += 1
         if self._device.type != "cpu" or self._steps != 2:
             return step(batches)
@@ -306,7 +306,7 @@ class MemoryMeter:
         return result
 
     def read(self) -> dict[str, Any]:
-        """Bytes, and what they are of: tensors, or the whole process where a CPU took a single step."""
+        """Bytes, and whether they count tensors or, if a CPU took a single step, the whole process."""
         if self._device.type == "cuda":
             return {"memory_bytes": peak_memory(self._device), "memory_kind": "allocated at most"}
         if not self._counted:
@@ -315,7 +315,7 @@ class MemoryMeter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on a GPU, or that the whole process occupied."""
+    """Bytes: the peak of a GPU's allocations, or of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,5 +1,4 @@
-"""The records of a run, one per event, which go to `metrics.jsonl`, the display and the callbacks; and what a run's
-page reads of them."""
+"""The records of a run, one per event, for `metrics.jsonl`, display and callbacks; and how a run's page reads them."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from penstock.train.callbacks import Callback, Record, call_method
 from penstock.train.display import Display
 
 _LIMIT = 1 << 32
-"""Bytes of a `metrics.jsonl`."""
+"""Most bytes of a `metrics.jsonl`."""
 
 
 class Records:
-    """Writer of a run's records. Only rank 0 writes: `main` says whether this is it.
+    """Writes a run's records. Only rank 0 writes: `main` says whether this rank is it.
 
-    `metrics.jsonl` has one JSON object a line, and each whole line is on its way to the disk at once. A kill can tear
-    only the last line. `rewind`, called when a run resumes, drops that and everything that the run is about to do
-    again, so no step is ever reported twice.
+    `metrics.jsonl` has one JSON object per line, and each whole line is passed to the system at once. A kill can only
+    tear the last line. `rewind`, called when a run resumes, drops this line and everything that the run will repeat, so
+    no step is ever reported twice.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class Records:
 
     @property
     def path(self) -> Path:
-        """The file; refused where it is a link."""
+        """The file; refused if it is a link."""
         return own_file(self._output, "metrics.jsonl")
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
@@ -51,7 +50,7 @@ class Records:
         """
         if not (self._main and self.path.exists()):
             return
-        self._close_file()  # or what follows would be written to the file that is replaced
+        self._close_file()  # else later records would go to the replaced file
         lines = [
             line
             for line, record in _whole_lines(self.path)
@@ -60,13 +59,13 @@ class Records:
         write_text(self.path, "".join(lines))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Record an event after `step`. Numbers that are not finite become null, which JSON can say."""
+        """Record an event after `step`. Numbers that are not finite become null, because JSON has no others."""
         if not self._main:
             return
         record = {"event": event, "step": step, **values}
         with naming(self.path):
             if self._file is None:
-                # Without a buffer: closing it would write again what could not be written, and fail again.
+                # Unbuffered: closing a buffer would write again what could not be written, and fail again.
                 self._file = cast(BinaryIO, self.path.open("ab", buffering=0))
             unwritten = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
             while unwritten:
@@ -76,7 +75,7 @@ class Records:
             call_method(callback, record)
 
     def close(self) -> None:
-        """Close the file, and notify the callbacks that the run has ended."""
+        """Close the file, and tell the callbacks that the run has ended."""
         self._close_file()
         for callback in self._callbacks:
             callback.on_end()
@@ -88,7 +87,7 @@ class Records:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a `metrics.jsonl`."""
+    """All complete records of a `metrics.jsonl`."""
     return [record for _, record in _whole_lines(path)]
 
 
@@ -118,9 +117,9 @@ def _finite(value: Any) -> Any:
 Points = list[tuple[float, float]]
 
 _MOST = 4000
-"""Logs that are kept; beyond, every second one is dropped."""
+"""Most log records that are kept; beyond that every second one is dropped."""
 _DRAWN = 300
-"""Points of a curve that is drawn."""
+"""Most points of a drawn curve."""
 
 
 @dataclass(slots=True)
@@ -129,31 +128,31 @@ class History:
 
     folder: Path
     start: dict[str, Any] = field(default_factory=dict)
-    """The latest record of a start, with the run's facts."""
+    """The latest start record, with facts about the run."""
     prediction: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     logs: list[dict[str, Any]] = field(default_factory=list)
     losses: Points = field(default_factory=list)
-    """Step and loss; of a long run, means of several steps."""
+    """Step and loss; for a long run, means of several steps."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
-    """Steps at which a start went on."""
+    """Steps at which the run was resumed."""
 
     @property
     def name(self) -> str:
-        """The run's folder, for people."""
+        """Name of the run's folder, for people."""
         return self.folder.name or str(self.folder.resolve().name)
 
     @property
     def step(self) -> int:
-        """Optimizer steps recorded."""
+        """Number of optimizer steps recorded."""
         return max(
             (record["step"] for each in (self.logs, self.evaluations) for record in each[-1:]), default=0
         )
 
     @property
     def total(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return int(self.start.get("total", 0))
 
     @property
@@ -162,7 +161,7 @@ class History:
         return list(self.start.get("classes", ()))
 
     def add(self, records: Iterable[Record]) -> None:
-        """Take further records. After a rewind, those of later steps are forgotten."""
+        """Add further records. After a rewind, records of later steps are dropped."""
         for record in records:
             event, step = record["event"], record["step"]
             if event in ("start", "resume", "rewind"):
@@ -193,12 +192,12 @@ class History:
         self.losses = [point for point in self.losses if point[0] <= step]
 
     def series(self, name: str) -> Points:
-        """A number of the logs, by step."""
+        """A number from the logs, by step."""
         points = [(record["step"], record[name]) for record in self.logs if _is_finite(record.get(name))]
         return thinned(points, _DRAWN)
 
     def evaluated(self, name: str) -> Points:
-        """A metric of the evaluations, by step."""
+        """A metric from the evaluations, by step."""
         return [(record["step"], record[name]) for record in self.evaluations if _is_finite(record.get(name))]
 
     def config(self) -> RunConfig:
@@ -208,7 +207,7 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """The history of a run's folder. Raises ConfigError where there is none."""
+    """The history in a run's folder. Raises ConfigError if there is none."""
     path = folder / "metrics.jsonl"
     if not path.is_file() or not (folder / "run.toml").is_file():
         raise ConfigError(
@@ -223,7 +222,7 @@ def read_history(folder: Path) -> History:
 
 
 def thinned(points: Points, most: int) -> Points:
-    """At most `most` points: means of as many neighbours as that takes."""
+    """At most `most` points, each the mean of the same number of neighbours."""
     width = math.ceil(len(points) / most)
     if width <= 1:
         return points

@@ -1,5 +1,5 @@
-"""Decisions before a run builds anything: how many ranks, which machine, what exports hold besides weights, and at
-which steps it evaluates, saves and logs."""
+"""Decisions before a run builds anything: the number of ranks, the machine, what exports contain besides weights, and
+the steps at which it evaluates, saves and logs."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 def fit_to_started_ranks(config: RunConfig) -> RunConfig:
-    """`config` with a Plan for as many ranks as were started, where the launcher lets nodes come and go, and where the
-    Plan says nothing of ranks, which are then replicas.
+    """`config` with its Plan adapted to the number of started ranks, if the launcher lets nodes come and go, or if the
+    Plan says nothing about ranks, which then are replicas.
 
-    The global batch stays the same. Raises ConfigError if it cannot be split evenly, with the numbers that can.
+    The global batch stays the same. Raises ConfigError if it cannot be divided evenly, with the numbers that divide it.
     """
     if ELASTIC not in os.environ or config.plan.gpus == launched():
         return config
@@ -66,7 +66,7 @@ def fit_to_started_ranks(config: RunConfig) -> RunConfig:
 
 
 def with_teachers_vocabulary(config: RunConfig) -> RunConfig:
-    """`config` with as large a vocabulary as its teacher's, which a student without weights to start from takes."""
+    """`config` with its teacher's vocabulary size, for a student that starts without weights."""
     if config.recipe.teacher is None or config.init_from is not None:
         return config
     vocabulary = vocabulary_of(read_config(local_weights(config.recipe.teacher)))
@@ -78,8 +78,8 @@ def with_teachers_vocabulary(config: RunConfig) -> RunConfig:
 
 
 def require_teacher(config: RunConfig, source: Source) -> None:
-    """Raise ConfigError, before anything is built or measured, where the run's teacher is not there, is what the run
-    will overwrite, or differs from the student in what they read or tell apart.
+    """Raise ConfigError, before anything is built or measured, if the run's teacher is missing, would be overwritten by
+    the run, or differs from the student in its inputs or classes.
     """
     if config.task == "preferences" and config.init_from is not None:
         _require_outside_output("init_from", config.init_from, config)
@@ -98,7 +98,7 @@ def require_teacher(config: RunConfig, source: Source) -> None:
 
 
 def require_calibrated(config: RunConfig) -> None:
-    """Raise ConfigError where clips are to be learned, and the weights to start from say not where they start."""
+    """Raise ConfigError if clips are to be learned, and the initial weights have no starting values for them."""
     if not PRODUCTS[config.plan.products].clips:
         return
     start = config.init_from
@@ -113,7 +113,7 @@ def require_calibrated(config: RunConfig) -> None:
 
 
 def _require_outside_output(setting: str, name: str, config: RunConfig) -> Path:
-    """The folder of weights that a run reads to its end. Raises ConfigError where it will overwrite them."""
+    """Folder of weights that a run reads until its end. Raises ConfigError if the run would overwrite it."""
     folder = local_weights(name)
     if Path(config.output).resolve() in (folder.resolve(), *folder.resolve().parents):
         raise ConfigError(
@@ -123,7 +123,7 @@ def _require_outside_output(setting: str, name: str, config: RunConfig) -> Path:
 
 
 def learning_of(config: RunConfig) -> Learning:
-    """How much of the run's model learns, where parts are frozen or adapters learn in their place."""
+    """Which part of the run's model learns, if parts are frozen or only adapters learn."""
     recipe = config.recipe
     if not recipe.lora.rank and not recipe.freeze:
         return WHOLE
@@ -141,9 +141,9 @@ def learning_of(config: RunConfig) -> Learning:
 
 
 def machine_of(config: RunConfig, device: torch.device) -> Machine:
-    """The machine that `config` names; without one, what is known of `device` or quickly measured.
+    """The machine that `config` names; else the known or quickly measured values of `device`.
 
-    Raises ConfigError if a GPU is named for a run on a CPU, or the other way round.
+    Raises ConfigError if a GPU is named for a run on a CPU, or vice versa.
     """
     if config.machine is None:
         return machine_for(device)
@@ -191,10 +191,8 @@ def prepare_folder(output: Path, config: RunConfig, source: Source) -> None:
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
-    """Write what an export needs besides its weights: the files of a text model's tokenizer, and a config.json of the
-    numbers of special tokens, the names of classes or of the labels that choose experts, and the languages that
-    captions are in. Nothing where there are none.
-    """
+    """Write what an export needs besides weights: a text model's tokenizer files, and a config.json with the numbers of
+    special tokens, the names of classes, the labels that select experts, and the captions' languages, if any."""
     tokenizer: Any = getattr(source, "tokenizer", None)
     classes, graph = getattr(source, "classes", None) or (), model.graph
     values: dict[str, Any] = {}
@@ -234,8 +232,8 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
 
 
 class Calendar:
-    """The calendar of a run over `samples` training samples. Steps are counted from 1; step `n` is the one after which
-    `n` optimizer steps have been done.
+    """The calendar of a run over `samples` training samples. Steps are counted from 1: after step `n`, `n` optimizer
+    steps have been done.
 
     Raises:
         ConfigError: the run would have no steps.
@@ -244,9 +242,9 @@ class Calendar:
     def __init__(self, config: RunConfig, samples: int) -> None:
         recipe = config.recipe
         self.samples = samples
-        """Training samples of one epoch."""
+        """Number of training samples in one epoch."""
         self.batch = config.plan.global_batch
-        """Samples of one optimizer step, over all ranks."""
+        """Number of samples in one optimizer step, over all ranks."""
         self.total = recipe.total_steps(samples, self.batch)
         self._config = config
         if self.total < 1:
@@ -257,7 +255,7 @@ class Calendar:
             )
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step`."""
+        """Number of epochs done after `step`, also in parts."""
         return step * self.batch / self.samples
 
     def evaluates(self, step: int) -> bool:
@@ -265,7 +263,7 @@ class Calendar:
         return step == self.total or self._completes(step, self._config.recipe.eval_every_epochs)
 
     def saves(self, step: int) -> bool:
-        """Whether a checkpoint follows `step`."""
+        """Whether a checkpoint is saved after `step`."""
         if step == self.total:
             return True
         if self._config.checkpoint_every:
@@ -273,7 +271,7 @@ class Calendar:
         return self._completes(step, 1.0)
 
     def logs(self, step: int) -> bool:
-        """Whether numbers are read off the device after `step`."""
+        """Whether numbers are read from the device after `step`."""
         return step % self._config.log_every == 0 or self.evaluates(step) or self.saves(step)
 
     def _completes(self, step: int, epochs: float) -> bool:

@@ -1,4 +1,4 @@
-"""`--profile`: a trace of a few steps that Perfetto opens, where their time goes, and the costliest operators."""
+"""`--profile`: a trace of a few steps for Perfetto, the distribution of their time, and the costliest operators."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from penstock.planner.ideal import Least
 from penstock.train.step_table import STEP, as_text, step_table
 
 FIRST, COUNT = 3, 3
-"""The fourth step and two more: the first ones compile, allocate, make the optimizer's state, and count memory."""
+"""The fourth step and two more: the first ones compile, allocate, create the optimizer's state, and count memory."""
 SHOWN = 10
 
 
 class StepProfiler:
-    """Profiles `COUNT` steps of a run into `output`/profile where that is `wanted`, and records the result."""
+    """Profiles `COUNT` steps of a run into `output`/profile if `wanted`, and records the result."""
 
     def __init__(
         self, output: Path, device: torch.device, record: Callable[..., None], least: Callable[[], dict[str, Least]],
         *, wanted: bool,
     ) -> None:  # fmt: skip
-        """`least` returns the least work of a step: see `penstock.planner.ideal`."""
+        """`least` returns the minimum work of a step: see `penstock.planner.ideal`."""
         self._output, self._device, self._record, self._least = output, device, record, least
         self._left = COUNT if wanted else 0
         self._taken = 0
@@ -34,7 +34,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
-        """Inside, the run takes a step; `last` says whether it is its last one."""
+        """Take a step of the run inside; `last` says whether it is its last one."""
         if not self._left:
             yield
             return
@@ -56,7 +56,7 @@ class StepProfiler:
             self._write(self._stop())
 
     def _stop(self) -> Any:
-        """End the profile; on a GPU with all kernels that are under way."""
+        """End the profile, on a GPU after all running kernels."""
         running, self._running, self._left = self._running, None, 0
         if running is not None:
             if self._device.type == "cuda":
@@ -65,7 +65,7 @@ class StepProfiler:
         return running
 
     def _write(self, events: Any) -> None:
-        """The trace, and the operators that took longest themselves, without what they called."""
+        """Write the trace, and the operators with the most time of their own, without operators that they called."""
         trace, table = (own_file(self._output, f"profile/{name}") for name in ("trace.json", "operators.txt"))
         trace.parent.mkdir(parents=True, exist_ok=True)
         events.export_chrome_trace(str(trace))
@@ -79,7 +79,7 @@ class StepProfiler:
 
 
 def costliest_operators(events: Any, *, on_device: bool) -> list[dict[str, Any]]:
-    """The ten operators with the most time of their own: name, calls, milliseconds, share of all, in [0, 1]."""
+    """The ten operators with the most own time: name, calls, milliseconds, share of the total, in [0, 1]."""
     kind = "self_device_time_total" if on_device else "self_cpu_time_total"
     rows = [(event.key, event.count, float(getattr(event, kind))) for event in events.key_averages()]
     total = sum(time for _, _, time in rows) or 1.0

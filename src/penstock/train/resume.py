@@ -1,4 +1,4 @@
-"""State of a run's output folder: whether the run may go on from there, and the files that the run writes."""
+"""State of a run's output folder: whether a run may resume from it, and the files that a run writes."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ _OUTPUTS = (
     "checkpoints", "metrics.jsonl", "tensorboard", "tracker.json", "profile", "experts", "export",
     "pictures", "train.html",
 )  # fmt: skip
-# A link at any of these would be noticed when it is written, which may be hours later.
+# A link at one of these paths would otherwise only be noticed when it is written, perhaps hours later.
 _WRITTEN = (
     *_OUTPUTS[1:], "run.toml", "taught.npz", "names", "tokenizer", "export.tmp", "experts/loads.json",
     "experts/loads.html", "profile/trace.json", "profile/operators.txt",
 )  # fmt: skip
-# Nothing of the run's arithmetic depends on these, so a resumed run may change them; the optimizer is `plan.algorithm`.
+# Settings without influence on results, so a resumed run may change them; the optimizer is `plan.algorithm`.
 _FREE = (
     "output", "keep", "log_every", "wait_seconds", "checkpoint_every", "save_in_background", "machine", "device",
     "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs", "export_best", "recipe.patience",
     "recipe.longer", "recipe.optimizer",
 )  # fmt: skip
-# These change which steps are taken, and not what is computed: allowed, and logged.
+# Settings that change which steps are taken, but not what is computed: allowed, and logged.
 _LOGGED = ("recipe.spikes", "recipe.spike_deviations")
 _LENGTH = ("recipe.steps", "recipe.epochs")
 
 
 def requests_to_stop() -> Requests:
-    """Requests to a training run, Ctrl-C among them, which an agent of `penstock launch` answers for its ranks."""
+    """Requests to stop a training run; Ctrl-C too, but not under `penstock launch`, whose agent handles it."""
     return Requests((*STOPS, signal.SIGINT), interactive=VARIABLE not in os.environ)
 
 
 def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
-    """Stop before the first step if asked to, when there is nothing to save yet. All ranks must call this and raise
-    alike.
+    """Stop before the first step if requested, when there is nothing to save yet. All ranks must call this, and all
+    raise.
 
     Raises:
         SavedRequeue: one of them has been asked to stop.
@@ -74,7 +74,7 @@ def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
 
 
 def stopped(number: int, when: str, then: str) -> SavedRequeue:
-    """The error of a run that signal `number` has stopped; `then` is what its command does the next time."""
+    """The error of a run stopped by signal `number`; `then` says what its command does the next time."""
     name = signal.Signals(number).name
     kind, by = (SavedInterrupt, "Ctrl-C") if number == signal.SIGINT else (SavedRequeue, name)
     return kind(f"Stopped by {by} {when}. The same command {then}.")
@@ -82,8 +82,8 @@ def stopped(number: int, when: str, then: str) -> SavedRequeue:
 
 @contextmanager
 def hold_output(output: Path, stop: Requests, dims: ParallelDims) -> Iterator[RunLock]:
-    """Inside, rank 0 holds the output folder, which is made if it is missing. If rank 0 cannot, all ranks raise; so
-    they do if one is asked to stop while rank 0 waits.
+    """Hold the output folder on rank 0 inside the context; it is made if missing. If rank 0 cannot hold it, or a rank
+    is asked to stop while rank 0 waits, all ranks raise.
     """
     with ExitStack() as stack:
         output.mkdir(parents=True, exist_ok=True)
@@ -104,9 +104,9 @@ def hold_output(output: Path, stop: Requests, dims: ParallelDims) -> Iterator[Ru
 
 
 def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from, which all ranks have verified together; none of its tensors is read yet.
+    """The checkpoint to resume from, verified by all ranks together; none of its tensors is read yet.
 
-    Without `resume`, files of earlier runs are set aside. Raises ConfigError where `config` is that of another run.
+    Without `resume`, files of earlier runs are set aside. Raises ConfigError if `config` is for another run.
     """
     output = Path(config.output)
 
@@ -121,7 +121,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     stored = checkpoint.find(output / "checkpoints")
     if stored is None:
         return None
-    # Read as a configuration first: a setting that is newer than the checkpoint had its default then.
+    # Read as a configuration first: a setting introduced after the checkpoint had its default then.
     before = from_dict(RunConfig, stored.config, origin=f"the checkpoint of step {stored.step}")
     for change in changes(to_dict(before), to_dict(config)):
         if dims.main:
@@ -130,11 +130,11 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
 
 
 def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
-    """Restore `state` from `stored` or, if that proves to be no state of this run, from the newest checkpoint before.
-    Returns the checkpoint that was used. All ranks must call this.
+    """Restore `state` from `stored` or, if that turns out not to be a state of this run, from the newest earlier
+    checkpoint. Returns the checkpoint that was used. All ranks must call this.
 
     Raises:
-        CheckpointError: none can be taken.
+        CheckpointError: none can be used.
     """
     folder, refused = stored.path.parent, list[Path]()
     while True:
@@ -154,7 +154,7 @@ def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
 
 
 def set_aside(path: Path) -> None:
-    """Rename the file or folder at `path`, if any, to the first free `NAME.before-K`, so that nothing is deleted."""
+    """Rename a file or folder at `path`, if any, to the first free `NAME.before-K`, so that nothing is deleted."""
     if path.exists():
         number = 1
         while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
@@ -163,18 +163,18 @@ def set_aside(path: Path) -> None:
 
 
 def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Differences of a resumed run from the run it goes on from, as sentences to be logged.
+    """Differences between a resumed run and the run it continues, as sentences for the log.
 
     Raises:
-        ConfigError: a change that makes it another run, each named with both values.
+        ConfigError: a change makes it a different run; each such change is named with both values.
     """
     old, new, old_plan, new_plan = _flat(stored), _flat(current), stored["plan"], current["plan"]
-    if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # another word for the same
+    if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # two words for the same data
         old["data.source"] = new["data.source"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
     plans = from_dict(Plan, old_plan, origin="the checkpoint"), from_dict(Plan, new_plan, origin="the run")
     effects = {name: _effect(name, plans, old.get(name), new.get(name)) for name in names}
-    if "init_from" in effects and new.get("task") == "preferences":  # these weights are a part of its loss
+    if "init_from" in effects and new.get("task") == "preferences":  # its loss uses these weights
         effects["init_from"] = "model"
     if new.get("recipe.longer", "refuse") != "refuse":
         effects |= dict.fromkeys(effects.keys() & _LENGTH, "rounding")
@@ -196,7 +196,7 @@ def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
 
 
 def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
-    """Effect of a changed setting on the results of a run that goes on from a checkpoint."""
+    """Effect of a changed setting on the results of a run that is resumed from a checkpoint."""
     if not name.startswith("plan."):
         return "nothing" if name in _FREE else "rounding" if name in _LOGGED else "model"
     effect = effect_of(name.removeprefix("plan."), *values)
@@ -208,7 +208,7 @@ def _effect(name: str, plans: tuple[Plan, Plan], *values: Any) -> Effect:
 
 
 def _stored_types(plan: Plan) -> tuple[object, ...]:
-    """The types of the tensors in a checkpoint."""
+    """The types of the tensors that a checkpoint holds."""
     types = numerics_of(plan)
     return types.weights, types.masters, types.moments, types.scales
 
@@ -224,18 +224,18 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 _SECONDS = 10.0
-"""Least time between checkpoints that `checkpoint_every` does not ask for."""
+"""Least seconds between checkpoints, except those of `checkpoint_every`."""
 
 
 class Saves:
-    """The checkpoints of one run. All ranks make one and call it alike."""
+    """The checkpoints of one run. All ranks create one and make the same calls."""
 
     def __init__(self, folder: Path, config: RunConfig, dims: ParallelDims) -> None:
         self.folder = folder
         self.newest_step = 0
-        """The step that was saved last, or gone on from."""
+        """The step that was saved last, or resumed from."""
         self.best = 0
-        """The step whose checkpoint is kept however old it becomes."""
+        """The step whose checkpoint is kept, however old it is."""
         self._dims = dims
         self._every_set = bool(config.checkpoint_every)
         self._time = time.monotonic()
@@ -244,11 +244,11 @@ class Saves:
         self._saver = BackgroundSaver(folder, keep=config.keep) if config.save_in_background else None
 
     def save(self, snapshot: Snapshot, *, wait: bool) -> Path:
-        """Commit a snapshot, after one that is held; in the background, where the run saves so, unless `wait`. Returns
-        its folder.
+        """Commit a snapshot, after a held one if there is one; in the background if the run saves so, unless `wait`.
+        Returns its folder.
 
         Raises:
-            EnvironmentProblem, CheckpointError: it failed, or the save in the background before it did.
+            EnvironmentProblem, CheckpointError: this save failed, or the background save before it.
         """
         if self._held is not None and self._held.step == self.best != snapshot.step:
             self.wait()
@@ -264,13 +264,13 @@ class Saves:
         return self.folder / f"step-{snapshot.step}"
 
     def too_soon(self) -> bool:
-        """Whether the last checkpoint is so new that another would cost time and save none."""
+        """Whether the last checkpoint is so recent that another would cost more time than it could save."""
         if self._every_set:
             return False
         return bool(slowest(float(time.monotonic() - self._time < _SECONDS), self._dims))
 
     def hold(self, snapshot: Snapshot) -> None:
-        """Keep a copy of the best step so far in host memory, and write it with the next checkpoint."""
+        """Keep a copy of the best step so far in host memory; it is written with the next checkpoint."""
         self._held = copied(take_apart(snapshot, current_coordinator().rank), {})
 
     def find(self) -> Checkpoint | None:
@@ -279,20 +279,20 @@ class Saves:
         return checkpoint.find(self.folder)
 
     def wait(self) -> None:
-        """Wait for a save under way; raises the error that it failed with."""
+        """Wait for a save in progress; raises its error."""
         if self._saver:
             self._saver.wait()
 
     def close(self) -> None:
-        """Let a save under way finish; its failure is in the log."""
+        """Let a save in progress finish; if it fails, the log has its error."""
         if self._saver:
             with suppress(PenstockError, RuntimeError):
                 self._saver.close()
 
 
 def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) -> Path:
-    """Write the model as a Hugging Face folder, with adapters merged into their weights, and its `card`; one of an
-    earlier run is set aside. All ranks must call this.
+    """Write the model, with merged adapters, as a Hugging Face folder, and its `card`; an earlier run's folder is set
+    aside. All ranks must call this.
     """
     folder, partial = output / "export", own_file(output, "export.tmp")
     weights = whole_state(model, dims)

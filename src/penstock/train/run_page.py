@@ -1,4 +1,4 @@
-"""The page of a run, written again while it trains, and one page for several runs beside each other."""
+"""The page of a run, rewritten while it trains, and one page that compares several runs."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _log = logging.getLogger(__name__)
 
 PAGE = "train.html"
 SECONDS = 2.0
-"""Least time between two writings of a page."""
+"""Least seconds between two writings of a page."""
 _SHARE = 0.02
-"""Most of a run's time that its page takes."""
+"""Largest share of a run's time that writing its page may take."""
 _REFRESH = 5
-"""Seconds after which a browser reads the page of a running run again."""
+"""Seconds after which a browser reloads the page of a running run."""
 _DRAWN = 300
-"""Points of a curve."""
+"""Most points of a curve."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NOT_METRICS = {"step", "epoch", "samples", "seconds"}
 
 
 class RunPage(Callback):
-    """Keeps `train.html` in the run's folder: one file that a browser reads again while the run goes on."""
+    """Keeps `train.html` in the run's folder up to date: one file, which a browser reloads while the run continues."""
 
     def __init__(self) -> None:
         self._history: History | None = None
         self._due = 0.0
 
     def on_record(self, record: Record) -> None:
-        """Note the record, and write the page unless that was just done."""
+        """Add the record, and write the page unless it was written recently."""
         if record["event"] in ("start", "resume"):
             self._history = History(Path(record["output"]))
             self._history = read_history(self._history.folder)
@@ -58,7 +58,7 @@ class RunPage(Callback):
             self._write(running=True)
 
     def on_end(self) -> None:
-        """Write the page of a run that has ended."""
+        """Write the final page of a run."""
         self._write(running=False)
 
     def _write(self, *, running: bool) -> None:
@@ -74,7 +74,7 @@ class RunPage(Callback):
 
 
 def to_html(runs: Sequence[History], *, running: bool = False) -> str:
-    """The page of one run, or of several beside each other; of one that is `running`, browsers read it again."""
+    """The page of one run, or of several in comparison; browsers reload the page of a `running` one."""
     task = _task_of(runs[0])
     now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     if len(runs) == 1:
@@ -185,7 +185,7 @@ def _marked(label: str, points: Points, *, bold: bool) -> Line:
 
 
 def _section(title: str, drawn: Sequence[tuple[list[Line], str]]) -> Section:
-    """Figures of curves that have more than one point together."""
+    """Figures of those curves that have more than one point, in one section."""
     figures = [
         partial(lines, some, title=f"{title}: {y_label}", x_label="step", y_label=y_label)
         for some, y_label in drawn
@@ -221,7 +221,7 @@ def _answer(true: str, answer: str, probability: float) -> str:
 
 
 def _memory(runs: Sequence[History]) -> Iterator[Section]:
-    """Measured memory as bars, predicted memory as marks."""
+    """Memory: bars for the measured, marks for the predicted values."""
     bars = []
     for run in runs:
         measured: Record = run.summary.get("measured") or next(

@@ -1,5 +1,4 @@
-"""The state that a run's future depends on, random generators included, how it becomes a checkpoint, and how it is
-restored from one."""
+"""All state that a run's future depends on, random generators included: how checkpoints save and restore it."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunState:
-    """A run's state on one rank: the model, its data, and the steps done."""
+    """A run's state on one rank: the model, its data, and the number of steps done."""
 
     config: RunConfig
     dims: ParallelDims
@@ -45,20 +44,20 @@ class RunState:
     loader: Loader
     monitor: LossMonitor
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
     loss: float = math.nan
     """Mean training loss of the last logged steps."""
     evaluated_at: int = 0
     evaluation: Evaluation | None = None
     best: Evaluation | None = None
-    """The best evaluation so far, and the step it is of."""
+    """The best evaluation so far; `best_step` is its step."""
     best_step: int = 0
     worse: int = 0
-    """Evaluations since the best one."""
+    """Number of evaluations since the best one."""
     total: int = 0
-    """Steps that the run is planned to take."""
+    """Number of steps planned for the run."""
     began: int = 0
-    """The step at which the schedule of the learning rate began, again where a run is prolonged so."""
+    """The step at which the learning-rate schedule began; it begins again if a run is prolonged with `restart`."""
     loads: LoadMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +68,7 @@ class RunState:
     def judge(
         self, evaluation: Evaluation, merit: Callable[[Mapping[str, float]], tuple[float, ...]]
     ) -> bool:
-        """Note the evaluation of this step. Returns whether it is the best so far."""
+        """Store the evaluation of this step. Returns whether it is the best so far."""
         self.evaluation, self.evaluated_at = evaluation, self.step
         better = self.best is None or merit(evaluation.metrics) > merit(self.best.metrics)
         if better:
@@ -79,11 +78,11 @@ class RunState:
 
     @property
     def lost_patience(self) -> bool:
-        """Whether so many evaluations were no better than the best that the run ends."""
+        """Whether the run must end, because too many evaluations in a row were no better than the best."""
         return 0 < self.config.recipe.patience <= self.worse
 
     def snapshot(self) -> Snapshot:
-        """The state as it is now, by reference: nothing is copied. All ranks must call it.
+        """The current state, by reference: nothing is copied. All ranks must call it.
 
         Raises:
             NumericError: names weights that are not finite, which a checkpoint must not hold.
@@ -119,11 +118,11 @@ class RunState:
         )
 
     def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
-        """Restore the state of a `snapshot`, without the stream of samples when `rewinding`. Each rank reads its own
+        """Restore the state of a `snapshot`, except the stream of samples when `rewinding`. Each rank reads its own
         part, whatever number of ranks saved it. Not collective.
 
         Raises:
-            CheckpointError: it holds the state of something else. Then a part of this state has changed.
+            CheckpointError: it holds the state of something else. Part of this state has then been changed.
         """
         with checkpoint.trusted(stored.path):
             self._restore(stored, rewinding=rewinding)
@@ -147,15 +146,13 @@ class RunState:
         self.best_step, self.worse = before.get("best_step", 0), before.get("worse", 0)
         prolonged = before.get("total", self.total) != self.total and self.config.recipe.longer == "restart"
         self.began = self.step if prolonged else before.get("began", 0)
-        # Last: building and loading may have drawn from them.
+        # Last, because building and loading may have drawn from them.
         restore_random(loaded.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
 
     def load_weights(self, stored: Checkpoint) -> Snapshot:
-        """Take the weights of a checkpoint, and the averages where there are any. Returns all that it holds for this
-        rank.
-        """
+        """Load a checkpoint's weights, and averages if there are any. Returns all that it holds for this rank."""
         built, dims = self.built, self.dims
-        # Weights that are tied have several names, and are read under each.
+        # Tied weights have several names, and are read under each.
         parameters = dict(built.model.named_parameters(remove_duplicate=False))
         names = {*built.model.state_dict(), *parameters} if dims.pp > 1 else None
         loaded = stored.load(parameters, rank=dims.rank, world=dims.size, held=names)
@@ -165,7 +162,7 @@ class RunState:
         return loaded
 
     def require_within(self, total: int) -> None:
-        """Raise ConfigError where a run has done more than `total` steps already."""
+        """Raise ConfigError if the run has already done more than `total` steps."""
         if self.step > total:
             raise ConfigError(
                 f"The run has done {self.step} steps already, and recipe.steps or recipe.epochs allow {total}; allow "
@@ -173,7 +170,7 @@ class RunState:
             )
 
     def start_from(self, path: str) -> None:
-        """Take the weights of `path`; parameters that they do not fit are drawn again, and reported."""
+        """Load the weights in `path`; parameters that they do not fit are initialised again, and reported."""
         config = self.config
         upcycling = Upcycling(noise=config.upcycle_noise, seed=config.seed)
         loaded = load_weights(self.built.model, path, new_head=True, upcycling=upcycling)
@@ -183,7 +180,7 @@ class RunState:
             starts_equal(stack) for stack in stacks(config.model) if stack.experts
         ):
             _log.warning(
-                "The experts of a token do not add up to its perceptron of before, so the loss starts higher: their "
+                "The experts of a token do not add up to the former perceptron, so the loss starts higher: their "
                 "weights add up to one with router_normalised of several, without expert_dropout or sample_capacity."
             )
         if self.built.ema:
@@ -193,8 +190,8 @@ class RunState:
 
 
 def require_finite(model: nn.Module, step: int) -> None:
-    """A loss shows a bad weight one step late, and a checkpoint must not hold one at all. Waits for the device. Of
-    sharded weights a rank sees its own rows.
+    """Raise an error if weights are not finite, which the loss would show one step later. Waits for the device. A rank
+    checks only its own part of sharded weights.
 
     Raises:
         NumericError: names the weights that are not finite after `step`.
@@ -209,7 +206,7 @@ def require_finite(model: nn.Module, step: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of all random generators a step can draw from, as a tree of tensors and numbers."""
+    """The states of all random generators that a step may use, as a tree of tensors and numbers."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
@@ -221,8 +218,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
-    """Start all generators from `seed`: of rank 0 from the seed itself, of every other rank, and of one that goes on at
-    `step` without the state it had, from its own.
+    """Seed all generators: on rank 0 with `seed` itself, on every other rank, and on a rank that resumes at `step`
+    without its earlier state, with a seed of its own.
     """
     if rank or step:
         seed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
@@ -232,7 +229,7 @@ def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the generators' states from `random_state`."""
+    """Restore the generators from a `random_state`."""
     torch.set_rng_state(state["torch"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -241,17 +238,17 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def random_states(device: torch.device) -> list[dict[str, Any]]:
-    """The `random_state` of every rank, in order of ranks; the same list on all."""
+    """The `random_state` of every rank, by rank; the same list on all."""
     return collect(lambda: random_state(device))
 
 
 def restore_random(
     states: Sequence[Mapping[str, Any]], device: torch.device, dims: ParallelDims, *, seed: int, step: int
 ) -> None:
-    """Go on with this rank's generators in their states of `random_states` at `step`.
+    """Continue with this rank's generators from `random_states` at `step`.
 
-    With another number of ranks not each has a state to go on with. Then all but rank 0 start again from `seed`, rank
-    and step, and what is drawn differs from an undisturbed run as it does between seeds.
+    If the number of ranks has changed, not every rank has a state. Then all but rank 0 are seeded from `seed`, rank and
+    step, and random draws differ from those of an uninterrupted run as they do between seeds.
     """
     if len(states) == dims.size or dims.random_rank == 0:
         set_random_state(states[dims.random_rank], device)
@@ -261,7 +258,7 @@ def restore_random(
 
 @contextmanager
 def own_random(device: torch.device) -> Iterator[None]:
-    """Inside, generators may be seeded and drawn from; afterwards they are as the caller had them."""
+    """Allow generators to be seeded and used inside; afterwards they have their earlier states again."""
     before = random_state(device)
     try:
         yield

@@ -1,8 +1,8 @@
-"""The time of a step by kinds of work, beside the least that a perfect program would need.
+"""The time of a step by kinds of work, compared with the minimum that a perfect program would need.
 
-The times are those of a trace: each operator counts with the time in which it has called no other. A GPU's kernels
-count in the row of the operator that launched them. Kernels that are called without torch's dispatcher, such as those
-in C++, count by the autograd Function that calls them: torch records it under the name of its class.
+The times are from a trace: each operator counts with the time in which it called no other operator. A GPU's kernels
+count in the row of the operator that launched them. Kernels called without torch's dispatcher, such as those in C++,
+count by the autograd Function that calls them, which torch records under the name of its class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from penstock.planner.ideal import ALONE, BETWEEN, OTHER, Least
 
 STEP = "penstock.step"
-"""Name of the mark around each step in the trace."""
+"""Name of the marker around each step in the trace."""
 HOST = "Python, autograd and launching"
 ALLOCATION = "allocation and clearing"
 COLLECTIVES = "collectives"
@@ -30,7 +30,7 @@ _INSIDE = (
     ("aten::dropout", "dropout"), ("aten::scaled_dot_product_attention", "attention"),
     ("ScaledDotProduct", "attention"),
 )  # fmt: skip
-"""Beginnings of names of operators, and the row that all that they call counts in."""
+"""Parts of operators' names, and the row in which everything that they call is counted."""
 _COMPUTING = (
     (("DirectAttention", "penstock::attend"), "attention"),
     (("_CrossEntropyInPlace", "_SplitCrossEntropy", "_ContrastLoss", "_SampleLosses", "penstock::cross_entropy",
@@ -39,8 +39,7 @@ _COMPUTING = (
     (("_DirectActivation", "penstock::bias_activation"), "activations"),
     (("penstock::kept",), "dropout"),
 )  # fmt: skip
-"""Beginnings of names of Penstock's own operators and autograd Functions, and the row of their own time and of all that
-they call."""
+"""Prefixes of names of Penstock's own operators and autograd Functions, and the row of them and their calls."""
 _OWN = (
     (("c10d::", "gloo:", "nccl:"), COLLECTIVES),
     ((_COMPILED, "triton_"), BETWEEN),
@@ -61,28 +60,28 @@ _OWN = (
       "aten::reshape", "aten::select", "aten::slice", "aten::unsqueeze", "aten::squeeze", "aten::detach",
       "aten::permute", "aten::alias", "aten::item", "aten::_local_scalar", "aten::lift", "aten::result_type"), HOST),
 )  # fmt: skip
-"""Beginnings of names of operators, and the row of their own time."""
+"""Prefixes of operators' names, and the row of their own time."""
 _EXACT = frozenset({"aten::t"})
-"""Names that must match as a whole."""
+"""Names that must match exactly."""
 
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """A line of the table: milliseconds of one step, and the least that they could be."""
+    """A row of the table: milliseconds per step, and their possible minimum."""
 
     name: str
     milliseconds: float
     share: float
     """Share of the whole step, in [0, 1]."""
     least_milliseconds: float | None = None
-    """None where a perfect program would need no such work."""
+    """None if a perfect program would need no such work."""
     gigaflops: float = 0.0
-    """Model FLOPs of this part in one step."""
+    """Model FLOPs of this row in one step."""
     gigabytes: float = 0.0
 
 
 def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
-    """The rows of a trace that has `STEP` around each step, the longest first; empty where it has none."""
+    """The rows of a trace with `STEP` around each step, the longest first; empty if the trace has none."""
     events = [
         event
         for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
@@ -102,7 +101,7 @@ def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
 
 
 def measure_rows(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:
-    """How many steps there are, and the seconds of one by row."""
+    """The number of steps, and the seconds of one step by row."""
     host = sorted((e for e in events if e["cat"] != "kernel"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
     marks = [event for event in host if event["name"] == STEP]
     kernels = [event for event in events if event["cat"] == "kernel"]
@@ -112,7 +111,7 @@ def measure_rows(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, fl
         rows_of[event.get("args", {}).get("External id")] = row
         if _within(event, marks):
             microseconds_of[row] += own_time
-    if kernels:  # the host runs ahead of the device; what counts is the device's time
+    if kernels:  # the host runs ahead of the device, so only the device's time counts
         microseconds_of = defaultdict(float)
         for kernel in kernels:
             microseconds_of[rows_of.get(kernel.get("args", {}).get("External id"), OTHER)] += kernel["dur"]
@@ -127,8 +126,8 @@ def _within(event: Mapping[str, Any], marks: list[Mapping[str, Any]]) -> bool:
 
 
 def _own_times(events: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str, float]]:
-    """Each event of some threads with its row, and the microseconds that it spent in no event inside it."""
-    # Event, row, time of its own, row of all that it calls, whether backward, whether in compiled code.
+    """Each event of several threads with its row, and the microseconds it spent outside of events within it."""
+    # Event, row, own time, row of everything it calls, whether backward, whether in compiled code.
     stack: list[list[Any]] = []
     thread: Any = None
 
@@ -159,7 +158,7 @@ def _row(name: str, computes: str, inside: str, *, backward: bool, compiled: boo
     kind = computes or _first(_OWN, name)
     if not kind:
         kind = OTHER if name.startswith(("aten::", "penstock::")) else HOST
-    # A loss that multiplies the head's weights too computes the products of the model.
+    # A loss that includes the product with the head's weights computes a product of the model.
     if inside and kind not in (HOST, COLLECTIVES) and (inside, kind) != ("loss", "products"):
         kind = inside
     if compiled and kind in (*ALONE.values(), OTHER):
@@ -169,7 +168,7 @@ def _row(name: str, computes: str, inside: str, *, backward: bool, compiled: boo
 
 
 def _first(table: Iterable[tuple[tuple[str, ...], str]], name: str) -> str:
-    """The row of the first entry that a name starts as; "" where none does."""
+    """The row of the first entry with a prefix of this name; "" if there is none."""
     return next((row for starts, row in table if _starts(name, starts)), "")
 
 

@@ -1,1 +1,1 @@
-"""Smaller models: pruning, students of a teacher, and numbers in few bits."""
+"""Smaller models: pruning, distillation from a teacher, and weights in few bits."""

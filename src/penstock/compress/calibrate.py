@@ -1,6 +1,6 @@
-"""Calibration: the inputs of a model's linears on real data, and the ends of the scales that they are rounded by.
+"""Calibration: records the inputs of a model's linears on real data, and finds the limits of their rounding scales.
 
-Shapes: T tokens that are no padding, K features, B samples, N tokens of a sample with padding.
+Shapes: T tokens without padding, K features, B samples, N tokens of a sample with padding.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
 
 Batches = Iterable[tuple[Any, ...]]
-"""Arguments of a model's forward pass, a batch at a time."""
+"""Arguments of a model's forward pass, batch by batch."""
 See = Callable[[str, Tensor], None]
-"""A function that is given the name of a linear and its inputs (T, K)."""
+"""A function that receives the name of a linear and its inputs (T, K)."""
 BINS = 2048
 PERCENTILE = 0.9999
-"""Share of magnitudes that lie within the limit `percentile`."""
+"""Share of magnitudes that are below the limit `percentile`."""
 _LEVELS = MOST + 1
 _LEAST = 1e-12
 
 
 class InputRecord:
-    """The inputs of one linear: a histogram of their magnitudes, and the largest one of each feature."""
+    """Statistics of the inputs of one linear: a histogram of their magnitudes, and the largest one of each feature."""
 
     def __init__(self, features: int) -> None:
         self.largest = torch.zeros(features)
         """The largest magnitude of each feature, (K,)."""
         self.counts = torch.zeros(BINS, dtype=torch.float64)
-        """Magnitudes in each of `BINS` equal bins from zero to `end`."""
+        """Number of magnitudes in each of `BINS` equal bins from zero to `end`."""
         self.end = 0.0
         self.rows = 0
 
     def add(self, x: Tensor) -> None:
-        """Count inputs (T, K). Raises NumericError where one is not finite."""
+        """Count inputs (T, K). Raises NumericError if one is not finite."""
         if not len(x):
             return
         sizes = x.detach().abs().float()
@@ -63,7 +63,7 @@ class InputRecord:
         self.rows += len(x)
 
     def _widen(self, top: float) -> None:
-        """Double the range of the bins until it holds a magnitude: pairs of bins become one."""
+        """Double the range of the bins until it includes a magnitude; pairs of bins are merged."""
         self.end = self.end or max(top, _LEAST)
         while top > self.end:
             pairs = self.counts.view(-1, 2).sum(1)
@@ -83,14 +83,14 @@ class InputRecord:
         return float(ends[min(range(len(losses)), key=losses.__getitem__)])
 
     def _error(self, end: float) -> float:
-        """Summed squares of what rounding with this end changes, taking each magnitude for the middle of its bin."""
+        """Sum of squared rounding errors with this end, with each magnitude approximated by the middle of its bin."""
         middles = (torch.arange(BINS, dtype=torch.float64) + 0.5) * self.end / BINS
         rounded = (middles * (MOST / end)).round().clamp(max=MOST) * (end / MOST)
         return float((self.counts * (middles - rounded).square()).sum())
 
     def _divergence(self, end: float) -> float:
-        """Relative entropy of the magnitudes and of what 128 levels up to this end leave of them (Migacz, "8-bit
-        Inference with TensorRT", GTC 2017). The first bin, of zeros, is left out."""
+        """Relative entropy between the magnitudes and their rounding to 128 levels up to this end (Migacz, "8-bit
+        Inference with TensorRT", GTC 2017). The first bin, with the zeros, is left out."""
         used = max(_LEVELS, min(BINS, math.ceil(end / self.end * BINS)))
         kept = self.counts[1:used].clone()
         levels = torch.arange(1, used) * _LEVELS // used
@@ -105,8 +105,8 @@ class InputRecord:
 
 
 def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor | None]:
-    """Masks (B, N) of each run's tokens that are no padding in a batch; None without padding. Those of a run
-    that writes end with its last target, where the arguments have targets."""
+    """Masks (B, N) of the tokens that are not padding in a batch, by run; None for a run without padding. In a run that
+    generates, a sample ends with its last target, if the arguments have targets."""
     if not isinstance(model, Model):
         return {}
     given, masks = model.given(arguments), dict[str, Tensor | None]()
@@ -118,7 +118,7 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
 
 
 def _runs_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The run whose tokens each linear reads, by its name: its own run, or the memory's for keys of cross attention."""
+    """The run whose tokens each linear reads, by name: its own, or for keys of cross attention the memory's."""
     if not isinstance(model, Model):
         return {}
     reads = {name: name.partition(".")[0] for name in names}
@@ -130,14 +130,14 @@ def _runs_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 class Enough(Exception):
-    """Ends a forward pass whose rest is of no use."""
+    """Ends a forward pass whose remaining part is not needed."""
 
 
 class _InputRows:
-    """Gives `see` the inputs of linears without padding.
+    """Passes the inputs of linears, without padding, to `see`.
 
-    Visits to experts do not say whose they are. So the inputs of a mixture are zeros where there is padding, which no
-    other token sees, and visits of zeros are left out.
+    An expert's inputs do not show which tokens they belong to. So the inputs of a mixture are set to zero at padding,
+    which no other token depends on, and rows of zeros are left out.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], see: See) -> None:
@@ -152,7 +152,7 @@ class _InputRows:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, passes of the model are recorded."""
+        """Record passes of the model inside the context."""
         visited = {f"{name}.up": module.up for name, module in self.mixtures.items()}
         hooks = [
             *((module, self._blank, name) for name, module in self.mixtures.items()),
@@ -190,10 +190,10 @@ def _named(hook: Callable[[str, tuple[Any, ...]], Any], name: str) -> Callable[.
 def watch(
     model: nn.Module, batches: Batches, names: Iterable[str], see: See, *, last: nn.Module | None = None
 ) -> int:
-    """Run a model in evaluation mode on batches, and give `see` the inputs of the named linears, without padding. Each
-    pass ends after the module `last`, if there is one. Returns how many batches there were.
+    """Run a model in evaluation mode on batches, and pass the inputs of the named linears, without padding, to `see`.
+    Each pass ends after the module `last`, if that is set. Returns the number of batches.
 
-    Raises ConfigError where there is no batch.
+    Raises ConfigError if there is no batch.
     """
     rows = _InputRows(model, names, see)
 
@@ -214,8 +214,7 @@ def watch(
 
 
 def record(model: nn.Module, batches: Batches, names: Iterable[str]) -> dict[str, InputRecord]:
-    """Statistics of the inputs of the named linears on batches, by name. Raises as `watch`, and NumericError where
-    inputs are not finite."""
+    """Statistics of the named linears' inputs, by name. Raises as `watch`, and NumericError for NaN and infinity."""
     records: dict[str, InputRecord] = {}
     for name in names:
         module = model.get_submodule(name)

@@ -1,6 +1,4 @@
-"""Accuracy control: the fewest layers stay as they are with which a model loses no more than it may, and those that
-rounding does not make faster.
-"""
+"""Accuracy control: rounds all layers but the fewest that the accuracy requires, and but those it makes no faster."""
 
 from __future__ import annotations
 
@@ -12,27 +10,27 @@ import torch
 from torch import nn
 
 ROUNDS = 7
-"""Rounds in which the ways of one shape are timed, one after the other."""
+"""Rounds in which the implementations for one shape are timed in turn."""
 _SECONDS = 2e-3
-"""Least time of one measurement, so that the clock's own noise is small beside it."""
+"""Least seconds of one measurement, so that the clock's own noise is negligible."""
 TRIES = 16
-"""Layers that are tried again at most, each for an evaluation."""
+"""Most layers that are tried again, each with one evaluation."""
 NOISE = 0.02
-"""A shape is slower where its time is larger by more than this share."""
+"""A shape counts as slower if its time is larger by more than this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Controlled:
-    """The layers of a model that stay as they are, and the score with these."""
+    """The layers of a model that are rounded, the reasons for the rest, and the scores."""
 
     before: float
-    """Score of the model as it was, in points."""
+    """Score of the original model, in points."""
     after: float
-    """Score with the other layers rounded, in points; `before` where nothing could be rounded."""
+    """Score with the chosen layers rounded, in points; `before` if none could be."""
     rounded: frozenset[str]
-    """Names of the layers that are rounded; none where no choice keeps within the bound."""
+    """Names of the layers that are rounded; empty if no choice stays within the bound."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Why each other layer is not, by name."""
+    """By name, the reason why each other layer is not rounded."""
     evaluations: int = 0
 
     @property
@@ -47,9 +45,9 @@ def keep_within(
 ) -> Controlled:  # fmt: skip
     """Choose which of the layers `names` are rounded, so that the score falls by at most `drop` points below `before`.
 
-    `score` evaluates the model with these layers rounded, `harm` says how much rounding one alone changes outputs. Of
-    layers in the order of their harm the fewest are kept, found by bisection; then each that was kept is tried again,
-    the least harmful first, and stays rounded where the bound holds.
+    `score` evaluates the model with these layers rounded, `harm` measures how much rounding a single layer changes the
+    outputs. Layers are sorted by harm, and bisection finds how few of the most harmful must stay unrounded. Then these
+    are tried again, the least harmful first, and each is rounded if the bound still holds.
     """
     count = 0
 
@@ -62,10 +60,10 @@ def keep_within(
     after = fits(names)
     if after is not None:
         return Controlled(before=before, after=after, rounded=frozenset(names), evaluations=count)
-    # From the least harmful to the most, so that those rounded are always the first ones.
+    # From the least to the most harmful: those rounded are always the first ones.
     harms = {name: harm(name) for name in names}
     order = sorted(names, key=harms.__getitem__)
-    low, high, after = 0, len(order), before  # all of the first `low` fit, those of `high` do not
+    low, high, after = 0, len(order), before  # the first `low` are within the bound, the first `high` are not
     while high - low > 1:
         middle = (low + high) // 2
         if (reached := fits(order[:middle])) is None:
@@ -73,7 +71,7 @@ def keep_within(
         else:
             low, after = middle, reached
     chosen = set(order[:low])
-    for name in order[low + 1 : low + 1 + TRIES]:  # the one at `low` was just refused
+    for name in order[low + 1 : low + 1 + TRIES]:  # the layer at `low` has just been refused
         if (reached := fits({*chosen, name})) is not None:
             chosen.add(name)
             after = reached
@@ -89,7 +87,7 @@ def keep_within(
 
 @torch.inference_mode()
 def seconds_of(ways: Sequence[nn.Module], rows: int, features: int) -> list[float]:
-    """Least seconds of each way to multiply `rows` inputs, timed in turns: other work only adds to them."""
+    """Least seconds of each module for multiplying `rows` inputs, timed in turns: other programs can only add time."""
     x = torch.randn(rows, features, generator=torch.Generator().manual_seed(0))
     for way in ways:
         way(x)

@@ -1,4 +1,4 @@
-"""How much of each block goes, by scores and shares: the pruning of a model in cuts of one kind after the other."""
+"""Decides how much of each block is removed, from scores and shares: a model is pruned in cuts, one kind at a time."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from penstock.models.model import Model
 from penstock.planner.products import VECTOR
 
 GPU_MULTIPLE = 64
-"""Hidden widths of a GPU are a multiple of it: tiles of matrix products in half precision are 64 and 128 wide."""
+"""Hidden widths on a GPU are multiples of this: tiles of matrix products in half precision are 64 and 128 wide."""
 
 
 class PruneCut(NamedTuple):
-    """One kind of parts removed."""
+    """The model after one kind of parts was removed."""
 
     words: str
-    """The parts removed, for people."""
+    """Description of the removed parts."""
     model: Model
 
 
 def multiple_of(options: Prune, device: torch.device) -> int:
-    """The multiple that hidden widths are cut to."""
+    """The number that hidden widths are cut to multiples of."""
     return options.multiple or (GPU_MULTIPLE if device.type == "cuda" else VECTOR)
 
 
 def cuts(
     model: Model, options: Prune, batches: Sequence[Any], loss: Loss, *, multiple: int
 ) -> Iterator[PruneCut]:
-    """The model after each kind of cut: layers, experts, heads, hidden features; each is scored on the model that the
-    cuts before have left.
+    """The model after each kind of cut: layers, experts, heads, hidden features. Each is scored on the model that
+    earlier cuts have left.
 
-    Raises ConfigError where a share leaves a model as it is, and as the functions of `penstock.compress.prune`.
+    Raises ConfigError if a share would remove nothing, and as the functions of `penstock.compress.prune`.
     """
     for run in model.graph.runs if options.layers else ():
         count = _left(run.stack.depth, options.layers)
@@ -77,7 +77,7 @@ def cuts(
 
 
 def sized(model: ModelConfig, options: Prune, *, multiple: int) -> ModelConfig:
-    """The model as pruning makes it if all blocks lose alike: for forecasts, before anything is scored."""
+    """The model after pruning if all blocks lose equally, for forecasts before anything is scored."""
 
     for name in (run.name for run in model.graph.runs):
         run = model.graph.run(name)
@@ -94,12 +94,12 @@ def sized(model: ModelConfig, options: Prune, *, multiple: int) -> ModelConfig:
 
 
 def _left(count: int, share: float) -> int:
-    """Parts that are left of `count`, at least one."""
+    """Number of parts that remain of `count`, at least one."""
     return max(1, count - round(count * share))
 
 
 def _experts_left(stack: Stack, share: float) -> int:
-    """Experts that are left, as many in each group, and as many as a token visits."""
+    """Number of experts that remain: equally many per group, and at least as many as a token visits."""
     if not stack.experts or stack.router == "given":
         return stack.experts
     groups = stack.router_groups
@@ -108,7 +108,7 @@ def _experts_left(stack: Stack, share: float) -> int:
 
 
 def _aligned(wanted: float, width: int, multiple: int) -> int:
-    """The multiple nearest to a wanted width; narrow layers stay as wide as they are."""
+    """The multiple nearest to a wanted width; layers narrower than that keep their width."""
     return min(width, max(multiple, round(wanted / multiple) * multiple))
 
 
@@ -132,17 +132,18 @@ def _cut_experts(
 
 
 def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
-    """The numbers of the highest scores, rising, counted from `first` on."""
+    """Numbers of the highest scores, ascending, counted from `first`."""
     return sorted(first + number for number in scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
 def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores]) -> Model:
-    """Without the share of heads that matter least."""
+    """The model without the share of heads that matter least."""
     stack = run.stack
     own = [block.heads for block in blocks]
     beside = [block.cross for block in blocks if block.cross is not None]
     if stack.biased:
-        # Blocks share the biases of their heads, and so the choice of heads; ALiBi is refused where heads are removed.
+        # Blocks share the biases of their heads, so they must keep the same heads; ALiBi is refused if heads are
+        # removed.
         count = _left(stack.layers[0].kv_heads, options.heads)
         kept = [_best(torch.stack(_comparable(own, options)).sum(0), count)] * len(own)
         return keep_heads(model, run.name, kept, [_best(row, count) for row in beside] or None)
@@ -162,7 +163,7 @@ def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockSco
 def _cut_hidden(
     model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores], multiple: int
 ) -> Model:
-    """Without the share of hidden features that matter least; each expert loses its own."""
+    """The model without the share of hidden features that matter least; each expert loses its own."""
     stack = run.stack
     if options.even:
         widths = [layer.perceptron.width for layer in stack.layers]
@@ -186,16 +187,16 @@ def _cut_hidden(
 
 
 def _comparable(scores: Sequence[Tensor], options: Prune) -> list[Tensor]:
-    """Scores that compare between blocks: those of Taylor's are changes of the loss; others are divided by the norm of
-    their block's (Molchanov et al., ICLR 2017, section 2.2)."""
+    """Scores that can be compared between blocks: Taylor scores are changes of the loss; others are divided by the norm
+    of their block's scores (Molchanov et al., ICLR 2017, section 2.2)."""
     if options.by == "taylor":
         return list(scores)
     return [block / block.norm().clamp(min=torch.finfo(block.dtype).tiny) for block in scores]
 
 
 def _counts(ranked: Sequence[Tensor], share: float, multiple: int) -> list[int]:
-    """How many parts each block keeps, where the share of all with the lowest scores goes in pieces of `multiple`; the
-    first piece of each block stays. `ranked` are the scores of each block, falling."""
+    """Number of parts that each block keeps, if the share of all with the lowest scores is removed in pieces of
+    `multiple`; the first piece of each block stays. `ranked` are the scores of each block, descending."""
     counts = [len(scores) for scores in ranked]
     wanted, removed = share * sum(counts), 0
     pieces = sorted(

@@ -1,6 +1,4 @@
-"""The data that compression runs a model on, by the task that the model does: batches to calibrate with, and a score in
-points.
-"""
+"""The data on which compression runs a model, by the model's task: batches for calibration, and a score in points."""
 
 from __future__ import annotations
 
@@ -22,30 +20,30 @@ from penstock.tasks import task_of
 from penstock.train.evaluate import evaluate
 
 _SHARES = ("exact_match", "top1", "spearman", "accuracy", "recall_at_1")
-"""Metrics that are shares, of which the first that a task has is its score."""
+"""Metrics that are shares; the score is the first of these that a task has."""
 _BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
 class QuantiseData:
-    """The data that a model is run on while it is quantised."""
+    """The data on which a model is run while it is quantised."""
 
     batches: Callable[[], Batches]
-    """Makes the batches to calibrate with, as arguments of the model: the same ones each time."""
+    """Makes the calibration batches, as arguments of the model: the same ones each time."""
     score: Callable[[nn.Module], float] | None = None
     """Evaluates a model, in points: higher is better."""
     timed: int | None = None
-    """Samples of the pass that `QuantiseOptions.speed` is to make faster; None: those of a batch."""
+    """Samples of the pass that `QuantiseOptions.speed` must make faster; None: as many as in a batch."""
 
 
 def task_data(
     model: str | Path, data: DataConfig, *, task: TaskName = "auto", samples: int = 256, batch: int = _BATCH
 ) -> QuantiseData:
-    """Batches of `samples` samples of the training split, and the score of the whole validation split, for the model in
+    """Batches of `samples` samples of the training split, and the score on the whole validation split, for the model in
     a folder.
 
-    Points are 100 times the share of samples that are right. Where a task counts no such share, they are −100 times the
-    mean loss in nats: then a point is 1 % of perplexity.
+    Points are 100 times the share of correct samples. If a task counts no such share, they are −100 times the mean loss
+    in nats: then a point is 1 % of perplexity.
 
     Raises ConfigError for a task or data that do not fit the model, and DataError for data that cannot be read.
     """
@@ -70,6 +68,6 @@ def task_data(
 
 
 def points(metrics: Any) -> float:
-    """The score of an evaluation, see `task_data`."""
+    """The score of an evaluation: see `task_data`."""
     share = next((metrics[name] for name in _SHARES if name in metrics), None)
     return float(-100 * metrics["loss"] if share is None else 100 * share)

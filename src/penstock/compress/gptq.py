@@ -1,15 +1,14 @@
-"""How weights are rounded with less harm: GPTQ, and below it SmoothQuant.
+"""Rounds weights with less harm: GPTQ, and SmoothQuant below.
 
-GPTQ: weights are rounded column by column, and each rounding's error is made up for by the columns that are not
-rounded yet (Frantar et al., "GPTQ", ICLR 2023, Algorithm 1).
+GPTQ rounds weights column by column, and changes the columns that are not yet rounded to compensate for each error
+(Frantar et al., "GPTQ", ICLR 2023, Algorithm 1).
 
-Of a linear with weight W (N, K) and inputs X (T, K), the change of the outputs, ‖X Wᵀ − X Qᵀ‖², has the Hessian
-H = 2 Xᵀ X for each row. With U the upper Cholesky factor of H⁻¹, rounding column k leaves the error
-e = (w_k − q_k) / U_kk, and columns j > k lose e · U_kj.
+For a linear with weight W (N, K) and inputs X (T, K), the change of the outputs, ‖X Wᵀ − X Qᵀ‖², has the Hessian H = 2
+Xᵀ X for each row. With U the upper Cholesky factor of H⁻¹, rounding column k leaves the error e = (w_k − q_k) / U_kk,
+and columns j > k lose e · U_kj.
 
-A model goes block by block: a block's Hessians are made of what the blocks before it, rounded already, give. Each block
-takes one pass over the data that ends behind it, so that nothing but one block's Hessians is in memory beside the
-model.
+A model is rounded block by block: a block's Hessians use the outputs of the blocks before it, which are already
+rounded. Each block takes one pass over the data that ends after it, so only one block's Hessians are in memory.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from penstock.models.roles import Attention, Experts, Norm, Perceptron
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
 
 _COLUMNS = 128
-"""Columns whose errors are passed on together (B in the paper)."""
+"""Columns whose errors are applied together (B in the paper)."""
 DAMPING = 0.01
-"""Share of the mean of H's diagonal that is added to it."""
+"""Damping: this share of the mean of H's diagonal is added to the diagonal."""
 
 
 @torch.no_grad()
 def round_by_blocks(
     model: nn.Module, batches: Callable[[], Batches], formats: Mapping[str, StoredFormat]
 ) -> dict[str, RoundedWeight]:
-    """The weights of the named linears, each in its format. The model has the rounded values afterwards.
+    """Round the weights of the named linears, each in its format. The model then has the rounded values.
 
     Raises as `watch`.
     """
@@ -69,7 +68,7 @@ def round_by_blocks(
 
 @torch.no_grad()
 def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
-    """A weight (N, K) rounded for inputs with the given Xᵀ X (K, K), which is used up."""
+    """Round a weight (N, K) for inputs with the given Xᵀ X (K, K), which is overwritten."""
     weight = weight.detach().float().clone()
     upper = _inverse_factor(weight, hessian)
     group, grids = FORMATS["int4"].group, list[RoundedWeight]()
@@ -81,7 +80,7 @@ def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
         errors = torch.zeros(len(weight), end - begin)
         for column in range(begin, end):
             if form == "int4" and column % group == 0:
-                # A group's scale is that of its weights as they are by now.
+                # A group's scale is computed from its weights as changed so far.
                 grids.append(round_groups(weight[:, column : column + group]))
             values = weight[:, column : column + 1]
             rounded = nearest(values, grids[-1].scales, grids[-1].offsets)
@@ -96,8 +95,8 @@ def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
 
 
 def _inverse_factor(weight: Tensor, hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, in the place of the Hessian. Columns of the weight
-    whose inputs were always zero become zero: they change no output."""
+    """The upper Cholesky factor of the damped Hessian's inverse, in place. Columns of the weight whose inputs were
+    always zero become zero: they change no output."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1.0
@@ -115,16 +114,16 @@ _LEAST = 1e-5
 
 
 class NormReaders(NamedTuple):
-    """A norm whose output linears alone read."""
+    """A norm and the linears that alone read its output."""
 
     norm: str
     linears: tuple[str, ...]
-    """Their names, a router and experts among them."""
+    """Names of the linears, including a router and experts."""
 
 
 def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
-    """The norms of a model's blocks that can be smoothed, by role: those with weights. Raises ConfigError for a model
-    that is not ours: roles alone do not say whether norms come first."""
+    """The norms of a model's blocks that can be smoothed, found by role: those with weights. Raises ConfigError for a
+    model that is not Penstock's: roles alone do not show whether norms come first."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"Only Penstock's own models are smoothed, because a {type(model).__name__} does not say whether its norms "
@@ -138,7 +137,7 @@ def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
 
 
 def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
-    """The norms of a block: each feeds the part behind it, or of a parallel block every part."""
+    """The norms of a block: each is read by the part that follows it, in a parallel block by every part."""
     if run.stack.placement not in ("before", "both"):
         return
     norm, names = "", list[str]()
@@ -159,14 +158,15 @@ def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
 
 
 def _read_by(part: Perceptron | Experts) -> list[str]:
-    """Names of the linears that read the same input as the part."""
+    """Names of the linears that read the part's input."""
     return [linear.name for linear in (part.up, part.gate) if linear is not None]
 
 
 @torch.no_grad()
 def smooth(model: nn.Module, records: Mapping[str, InputRecord], strength: float) -> dict[str, float]:
-    """Smooth every norm of a model, in place, by `records` of the inputs of the linears that read them; `strength` is
-    α. Returns by the norm's name how much smaller the ratio of its largest feature to its median one became.
+    """Smooth every norm of a model, in place, using `records` of the inputs of the linears that read them; `strength`
+    is α. Returns, by the norm's name, the factor by which the ratio of its largest to its median feature became
+    smaller.
 
     Raises ConfigError as `norm_readers`.
     """

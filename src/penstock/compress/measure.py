@@ -1,4 +1,4 @@
-"""Figures of a model's folder: size, latency, memory and metrics as measured, and latency as predicted."""
+"""Figures of a model's folder: measured size, latency, memory and metrics, and predicted latency."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from penstock.train.evaluate import evaluate_source, open_folder
 from penstock.train.prepare import machine_of
 
 ROUNDS, ROUND_SECONDS = 15, 0.06
-"""Rounds in which models take turns, and the least time of one in each."""
+"""Rounds in which models take turns, and the least seconds of a model's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +47,28 @@ class FolderFigures:
 
     parameters: int
     bytes: int
-    """Bytes of its files of weights."""
+    """Size of its weight files."""
     flops: float
     """Floating-point operations of a pass over `batch` samples."""
     memory_bytes: int
-    """The most that tensors take in that pass, weights included."""
+    """Peak of tensors in that pass, including weights."""
     predicted_memory_bytes: float
-    """The same by the planner."""
+    """The same, predicted by the planner."""
     predicted_seconds: float | None
-    """Latency of that pass, by the planner; None of a quantised model whose products have no rate on the machine."""
+    """Latency of that pass, predicted by the planner; None if the machine has no rate for a quantised model."""
     assumption: str
-    """A sentence that says which rate the prediction takes for one that the machine does not have; "" where none."""
+    """A sentence on the rate that the prediction uses instead of one that the machine lacks; "" if not needed."""
     metrics: dict[str, float]
-    """The task's metrics of the validation data."""
+    """The task's metrics on the validation data."""
     words: str
     """The metrics for people."""
 
 
 class Workbench:
-    """The data, the task and the device by which all models of one compression are measured."""
+    """The data, task and device with which all models of one compression are measured."""
 
     def __init__(self, config: CompressConfig, folder: Path) -> None:
-        """`folder` holds the model that is compressed. Raises ConfigError and DataError where its task cannot be
-        measured."""
+        """`folder` holds the model to compress. Raises ConfigError and DataError if its task cannot be measured."""
         self.config = config
         self.device = resolve_device(config.device)
         self.model = read_config(folder)
@@ -80,7 +79,7 @@ class Workbench:
             )
 
     def task_for(self, folder: Path) -> tuple[Task, DataConfig]:
-        """The task of the model in a folder, and the data, which the tokenizer in the folder reads."""
+        """The task of the model in a folder, and the data, to be read with the folder's tokenizer."""
         task = task_of(read_config(folder), self.config.task, init_from=str(folder))
         data = self.config.data
         return task, data if found_in(folder) is None else replace(data, tokenizer="auto")
@@ -91,7 +90,7 @@ class Workbench:
         return machine_of(RunConfig(machine=self.config.machine), self.device)
 
     def batches(self, samples: int) -> list[Any]:
-        """At least so many samples of the training data, shuffled, as evaluations take them."""
+        """At least `samples` samples of the training data, shuffled, as batches for evaluation."""
         size = min(samples, self.config.plan.micro_batch)
         source = self.task.open(self.data, self.model, "train")
         prepare = self.task.prepare(source, self.task.fit(self.model, source))
@@ -99,16 +98,16 @@ class Workbench:
             return [next(loader) for _ in range(-(-samples // size))]
 
     def open(self, folder: Path) -> Model:
-        """The model in a folder, ready for inference."""
+        """Open the model in a folder, ready for inference."""
         return open_folder(folder, self.device)
 
     def ready(self, model: Model) -> Model:
-        """A model in evaluation mode on the device, with the attention that inference uses there."""
+        """Prepare a model in evaluation mode on the device, with the attention that inference uses there."""
         setup = Setup(purpose=INFERENCE, device=self.device)
         return apply(model.eval(), setup, "device", "switches")  # type: ignore[no-any-return]
 
     def figures(self, folder: Path) -> FolderFigures:
-        """Everything but the latency, which `latencies` measures of several models in turn."""
+        """Everything but the latency, which `latencies` measures for several models in turn."""
         model = self.open(folder)
         task, data = self.task_for(folder)
         source = task.open(data, model.config, "val")
@@ -130,8 +129,8 @@ class Workbench:
         )  # fmt: skip
 
     def forecast(self, folder: Path, model: ModelConfig) -> tuple[float | None, str]:
-        """Predicted seconds of a pass of a folder's model, None where the machine has no rate of its layers, and what
-        is assumed. Where some layers stay as they were, time is split by numbers of weights."""
+        """Predicted seconds of a pass of a folder's model (None if the machine has no rate for its layers), and the
+        assumption. If some layers were not rounded, time is split by numbers of weights."""
         rounded, plain = rounded_weights(folder), self.predicted(model)
         if not rounded:
             return plain, ""
@@ -161,8 +160,8 @@ class Workbench:
 
     def latencies(self, models: Sequence[Model]) -> list[list[float]]:
         """Measured seconds of a pass of each model, by round: the fastest tenth of its passes in that round, because
-        other processes can only lengthen them. Models take turns. What a quantised model leaves in fp32 is laid out for
-        the processor, as inference does; other models multiply as torch does."""
+        other processes can only lengthen them. Models take turns. The fp32 layers of a quantised model are laid out for
+        the processor, as in inference; other models multiply as torch does."""
         for model in models:
             if stored_tensors(model):
                 setup = Setup(purpose=INFERENCE, device=self.device, weights="auto")
@@ -184,7 +183,7 @@ class Workbench:
         return seconds
 
     def drawn(self, model: ModelConfig) -> Model:
-        """A model of these sizes with drawn weights, whose latency is that of any weights."""
+        """A model of these sizes with random weights, whose latency does not depend on them."""
         with torch.random.fork_rng(devices=[]):
             return self.ready(create(model))
 
@@ -192,6 +191,6 @@ class Workbench:
         lengths, samples = model.graph.lengths, self.config.batch
         inputs = inputs_of(model, samples, lengths[0], lengths[-1])
         inputs.pop("lengths", None)  # texts without padding
-        if model.graph.routed:  # to one expert, as in a step of sampling
+        if model.graph.routed:  # all tokens to one expert, as in a decoding step
             inputs["routes"] = torch.zeros(samples, dtype=torch.int64)
         return {name: value.to(self.device) for name, value in inputs.items()}

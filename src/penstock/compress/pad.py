@@ -1,8 +1,7 @@
-"""Pruned models as transformers has them: zeros up to the widest layer, which leave the outputs as they are.
+"""Pruned models in transformers' format: padded with zeros up to the widest layer, which does not change the outputs.
 
-A head whose values are zero adds nothing, and neither does a hidden feature that `down` multiplies by zero. Layers that
-were removed stay removed. The folder computes as much as the widest layers do, so it is for other programs and not for
-speed.
+A head whose values are zero adds nothing, and neither does a hidden feature that `down` multiplies by zero. Removed
+layers stay removed. The folder computes as much as the widest layers do: it is meant for other programs, not for speed.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from penstock.models.convert.pretrained import require_theirs, rounded_weights, 
 from penstock.models.model import Model
 
 CLOSE = 1e-5
-"""The most by which padded outputs may differ, relative to their largest."""
+"""Most that padded outputs may differ, relative to the largest output."""
 
 
 def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
-    """Write the model in a folder as transformers reads it, padded where its layers are unequal, in the type that its
-    weights have; gives the folder, and by how much its outputs differ from the model's, relative to their largest.
+    """Write the model in a folder in transformers' format, padded if its layers are unequal, in the type of its
+    weights; returns the folder, and how much its outputs differ from the model's, relative to the largest.
 
-    Raises ConfigError for a model that transformers does not have, and NumericError where outputs differ.
+    Raises ConfigError for a model that transformers does not have, and NumericError if outputs differ.
     """
     model = from_pretrained(source).eval()
     written = model
@@ -46,7 +45,7 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
     require_theirs(written.config)
     folder = local_weights(source)
     types = {tensor.dtype for tensor in described(folder).values() if tensor.is_floating_point()}
-    if len(types) == 1 and not rounded_weights(folder):  # of several, fp32 holds the values of all
+    if len(types) == 1 and not rounded_weights(folder):  # fp32 can hold the values of several types
         written = copy.deepcopy(written).to(types.pop())
     save_values(written, target, source=folder)
     inputs = inputs_of(model, 3, 11, 9).values()
@@ -61,10 +60,10 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
 
 
 def padded(model: Model, *, whole: bool = False) -> Model:
-    """The model with zeros in each layer up to the widest of its run. `whole` are heads up to the width of the model,
-    for libraries whose heads always fill it.
+    """The model with each layer zero-padded up to the widest of its run. With `whole`, heads are padded to the width of
+    the model, for libraries whose heads always fill it.
 
-    Raises ConfigError where blocks share a KV head over different numbers of queries.
+    Raises ConfigError if blocks share a KV head over different numbers of queries.
     """
     for name in (run.name for run in model.graph.runs):
         model = _padded_run(model, model.graph.run(name), whole)
@@ -113,8 +112,8 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
 
 
 def _grow(state: State, name: str, dim: int, count: int, parts: int = 1) -> None:
-    """Add `count` zero outputs (dim 0) or inputs (dim 1) behind those of a linear layer, or of each expert's, in place;
-    of `parts` matrices that lie one after the other in the outputs, behind each."""
+    """Append `count` zero outputs (dim 0) or inputs (dim 1) to a linear layer, or to each expert's, in place; if the
+    outputs are of `parts` matrices in a row, to each of these."""
 
     def grown(whole: Tensor, axis: int) -> Tensor:
         behind = [0, 0] * (whole.ndim - 1 - axis % whole.ndim) + [0, count]

@@ -1,4 +1,4 @@
-"""A compression as a table for the terminal, as a self-contained page, and as the card of its export, README.md."""
+"""A compression as a table for the terminal, as a self-contained page, and as README.md, the card of its export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.train.card import page as card_page
 
 MB = 1e6
 LOWER = ("loss", "perplexity")
-"""Metrics of which less is better."""
+"""Metrics for which lower is better."""
 _REMEDIES = {
     "prune": "Remove less, or train afterwards with --distil.epochs.",
     "distil": "Try a lower --distil.lr, more --distil.epochs or another --distil.weight, or leave this step out.",
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 def table(report: Mapping[str, Any]) -> Section:
-    """Size, latency, metrics and memory after each step, predicted beside measured. Speeds are over the original's."""
+    """Size, latency, metrics and memory after each step, predicted and measured. Speeds are over the original's."""
     heads = [
         Cell("step", words=True), Cell("parameters"), Cell("MB"), Cell("latency"), Cell("predicted", rank=2),
         Cell("speed"), Cell("predicted speed", rank=1), Cell("memory, MB", rank=3),
@@ -50,7 +50,7 @@ def table(report: Mapping[str, Any]) -> Section:
 
 
 def worsening(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """A sentence where a step leaves a worse model, by three digits of its main metric; else ""."""
+    """A sentence if a step makes the model worse in the first three digits of its main metric; else ""."""
     name = "perplexity" if "perplexity" in after["metrics"] else next(iter(after["metrics"]))
     old, new = (row["metrics"][name] for row in (before, after))
     if f"{old:.3g}" == f"{new:.3g}" or (new < old) == (name in LOWER):
@@ -60,7 +60,7 @@ def worsening(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def cuts_table(report: Mapping[str, Any]) -> Section | None:
-    """The speed after each cut of pruning, predicted beside measured; None without any."""
+    """The speed after each pruning cut, predicted and measured; None without cuts."""
     heads = [Cell("cut", words=True), *map(Cell, ("latency", "predicted", "speed", "predicted speed"))]
     cuts = [cut for row in report["rows"] for cut in row.get("notes", {}).get("cuts", ()) if "speed" in cut]
     first = report["rows"][0]
@@ -69,7 +69,7 @@ def cuts_table(report: Mapping[str, Any]) -> Section | None:
 
 
 def to_html(report: Mapping[str, Any]) -> str:
-    """The report as one page, without any outside request."""
+    """The report as one page that loads nothing from outside."""
     rows, first, last = report["rows"], report["rows"][0], report["rows"][-1]
     speed, low, high, expected = _speeds(first, last)
     forecast = "" if expected is None else f", {expected:.2f}× predicted"
@@ -105,14 +105,14 @@ def to_html(report: Mapping[str, Any]) -> str:
 
 
 def _speeds(first: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[float, float, float, float | None]:
-    """Measured speed over the original's with its interval, and predicted speed; none where nothing is predicted."""
+    """Measured speed relative to the original with its interval, and predicted speed; None if nothing is predicted."""
     predicted = row["predicted_seconds"]
     value, low, high = row["speed"]
     return value, low, high, first["predicted_seconds"] / predicted if predicted else None
 
 
 def _speed_cells(first: Mapping[str, Any], row: Mapping[str, Any]) -> list[Cell]:
-    """Latency and speed over the original's, predicted beside measured; empty where nothing is predicted."""
+    """Latency and speed relative to the original, predicted and measured; empty if nothing is predicted."""
     (speed, low, high, expected), predicted = _speeds(first, row), row["predicted_seconds"]
     measured = f"{speed:.2f}×" + (f" ({low:.2f} to {high:.2f})" if row is not first else "")
     return [
@@ -122,8 +122,8 @@ def _speed_cells(first: Mapping[str, Any], row: Mapping[str, Any]) -> list[Cell]
 
 
 def card(config: CompressConfig, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown with the hub's head. `rows` are those of compress.json, from the original to the compressed model, and
-    `name` says what the original was.
+    """Markdown with the hub's header. `rows` are those of compress.json, from the original to the compressed model, and
+    `name` is the original's name.
     """
     source = config.model or ""
     head = {"library_name": "penstock", "tags": ["penstock", "compressed"], "base_model": on_hub(source)}

@@ -1,8 +1,8 @@
-"""Smaller models made of some parts of another one. Parts are removed, not masked: the configuration of the result has
-fewer or narrower layers, so that it is built, saved, trained, split and served like any other model.
+"""Smaller models made from parts of another one. Parts are removed, not masked: the configuration of the result has
+fewer or narrower layers, so it is built, saved, trained, split and served like any other model.
 
-A part that is removed leaves the same outputs as one whose contribution is multiplied by zero. Expert choice is the
-exception: fewer experts each take more tokens.
+Removing a part has the same effect on outputs as multiplying its contribution by zero. Expert choice is the exception:
+with fewer experts each takes more tokens.
 
 Shapes: D width, G KV heads, K features of a head, M hidden width of a perceptron, E experts.
 """
@@ -28,7 +28,7 @@ State = dict[str, Tensor]
 
 
 def keep_layers(model: Model, run: str, blocks: Sequence[int]) -> Model:
-    """The model with these blocks of a run alone, by their numbers, rising.
+    """The model with only these blocks of a run, by their numbers, ascending.
 
     Raises ConfigError for numbers that the run does not have.
     """
@@ -50,11 +50,11 @@ def keep_layers(model: Model, run: str, blocks: Sequence[int]) -> Model:
 def keep_heads(
     model: Model, run: str, groups: Sequence[Sequence[int]], cross: Sequence[Sequence[int]] | None = None
 ) -> Model:
-    """The model with these KV heads of each block of a run alone, each with the queries that share it. `cross` are
-    those of cross attention, as many in each block as in self-attention.
+    """The model with only these KV heads in each block of a run, with the queries that share them. `cross` are those of
+    cross attention, as many in each block as in self-attention.
 
-    Raises ConfigError where positions are biases and blocks would keep different heads, whose biases they share; and
-    for ALiBi, whose slopes follow from the number of heads.
+    Raises ConfigError if positions are biases, which blocks share, and blocks would keep different heads; and for
+    ALiBi, whose slopes follow from the number of heads.
     """
     here = _run_of(model, run)
     stack, layers = here.stack, here.stack.layers
@@ -104,8 +104,8 @@ def keep_heads(
 def keep_hidden(
     model: Model, run: str, columns: Sequence[Tensor], shared: Sequence[Tensor | None] | None = None
 ) -> Model:
-    """The model with these hidden features of the perceptron of each block of a run alone: (M',) numbers, of a mixture
-    (E, M') numbers, for each expert its own. `shared` are those of the experts that every token visits, (S · M',).
+    """The model with only these hidden features of the perceptron in each block of a run: (M',) numbers; for a mixture
+    (E, M'), separately for each expert. `shared` are those of the experts that every token visits, (S · M',).
 
     Raises ConfigError for numbers that a block does not have.
     """
@@ -138,9 +138,9 @@ def keep_hidden(
 
 
 def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]) -> Model:
-    """The model with these experts of each mixture of a run alone, as many in each; None for blocks without one.
+    """The model with only these experts in each mixture of a run, as many in each; None for blocks without a mixture.
 
-    Raises ConfigError where the data give experts, and where groups of experts would become unequal.
+    Raises ConfigError if the data select experts, and if groups of experts would become unequal.
     """
     here = _run_of(model, run)
     stack, state = here.stack, dict(model.state_dict())
@@ -172,7 +172,7 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
 
 
 def take_experts(state: State, prefix: str, stack: Stack, kept: Sequence[int]) -> None:
-    """Keep some experts of the mixture whose names begin with `prefix`, in place."""
+    """Keep only some experts of the mixture whose names begin with `prefix`, in place."""
     index = torch.tensor(list(kept))
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
@@ -181,7 +181,7 @@ def take_experts(state: State, prefix: str, stack: Stack, kept: Sequence[int]) -
 
 
 def _take_rows(state: State, name: str, numbers: Sequence[int], size: int) -> None:
-    """Keep some groups of `size` outputs of a linear layer or rows of a table, in place."""
+    """Keep only some groups of `size` outputs of a linear layer or rows of a table, in place."""
     for key in (f"{name}.weight", f"{name}.bias"):
         if key in state:
             whole = state[key]
@@ -190,7 +190,7 @@ def _take_rows(state: State, name: str, numbers: Sequence[int], size: int) -> No
 
 
 def _take_columns(state: State, name: str, numbers: Sequence[int], size: int) -> None:
-    """Keep some groups of `size` inputs of a linear layer, in place."""
+    """Keep only some groups of `size` inputs of a linear layer, in place."""
     whole = state[f"{name}.weight"]
     grouped = whole.reshape(len(whole), -1, size)
     state[f"{name}.weight"] = grouped[:, torch.tensor(list(numbers), device=whole.device)].flatten(1, 2)
@@ -213,7 +213,7 @@ def _run_of(model: Model, name: str) -> Run:
 
 
 def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
-    """Raise ConfigError unless the numbers rise from 0 on to less than `count`, and are not empty."""
+    """Raise ConfigError unless the numbers are ascending, from 0 to below `count`, and not empty."""
     kept = list(numbers)
     if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= count:
         raise ConfigError(
@@ -222,8 +222,8 @@ def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
 
 
 def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> ModelConfig:
-    """The configuration whose run has these layers, said by the sizes of its stack where they can say them. Raises
-    ConfigError where experts are whole blocks, which are as many at each depth."""
+    """The configuration in which the run has these layers, expressed by the sizes of its stack if possible. Raises
+    ConfigError if experts are whole blocks, of which each depth has the same number."""
     if run.stack.experts_in == "block":
         raise ConfigError(
             f"{run.setting}.experts_in is block, and blocks of experts cannot be pruned; prune the dense model, and "
@@ -244,7 +244,7 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
     expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width
     equal = replace(stack, depth=len(layers), unequal=(), mlp_width=width, expert_width=expert, **heads)
     pooled = any(one.pool == "attention" and one.run == run.name for one in config.graph.heads_of(ClassHead))
-    resized = pooled and equal.plain_layer != stack.plain_layer  # the sizes of the pool would follow
+    resized = pooled and equal.plain_layer != stack.plain_layer  # the pool's sizes would follow
     if equal.layers == tuple(layers) and not resized:
         return with_stack(config, run, equal)
     shared = heads if stack.biased else {}
@@ -253,7 +253,7 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
 
 
 def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:
-    """The configuration whose run has this stack. Raises ConfigError where the stack is none of its settings."""
+    """The configuration in which the run has this stack. Raises ConfigError if the stack is not one of its settings."""
     name = run.setting.removeprefix("model").removeprefix(".")
     if not name and run.stack is config:
         return stack  # type: ignore[return-value]
@@ -266,7 +266,7 @@ def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:
 
 
 def made_like(model: Model, config: ModelConfig, state: State) -> Model:
-    """A model with these weights, in the mode and on the device of another."""
+    """A model with this configuration and these weights, in the mode and on the device of `model`."""
     first = next(model.parameters())
     with torch.random.fork_rng(devices=[first.device] if first.is_cuda else []):
         smaller = create(config, device=first.device, dtype=first.dtype)

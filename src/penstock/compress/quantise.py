@@ -1,6 +1,7 @@
-"""Quantisation after training: the linears of a model's blocks in 8 or 4 bits, in a folder that opens like any other.
+"""Quantisation after training: writes the linears of a model's blocks in 8 or 4 bits, to a folder that opens like any
+other.
 
-Embeddings, norms, routers, heads and residual sums stay as they are. Experts of mixtures are rounded with a scale for
+Embeddings, norms, routers, heads and residual sums are not rounded. Experts of mixtures are rounded with a scale for
 each output of each expert.
 """
 
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 _CLIPS = tuple(share / 100 for share in range(100, 58, -2))
 """Ends of scales that `mse` tries, as shares of the largest magnitude."""
 _HARM_BATCHES = 4
-"""Batches by which the harm of rounding one layer is measured."""
+"""Number of batches on which the harm of rounding one layer is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +47,21 @@ class Quantised:
     """The result of quantising a model."""
 
     formats: Mapping[str, StoredFormat]
-    """The format of each linear layer that is rounded, by name; none where the model was left as it was."""
+    """The format of each rounded linear layer, by name; empty if the model was left unchanged."""
     kept: Mapping[str, str]
-    """Why each other linear layer is as it was, by name."""
+    """By name, the reason why each other linear layer was not rounded."""
     before: float | None = None
-    """Score of the model before, in points; None where nothing scores it."""
+    """Score of the original model, in points; None if nothing scores it."""
     after: float | None = None
     bytes_before: int = 0
     """Bytes of all weights in fp32."""
     bytes_after: int = 0
     smoothed: Mapping[str, float] = field(default_factory=dict)
-    """Factors by which smoothing brought the largest feature of each norm closer to its median feature, by name."""
+    """By norm, the factor by which smoothing brought its largest feature closer to its median feature."""
 
     @property
     def lost(self) -> float | None:
-        """Points of accuracy that were lost."""
+        """Points of accuracy that were lost; None if nothing scores the model."""
         return None if self.before is None or self.after is None else self.before - self.after
 
 
@@ -68,12 +69,12 @@ def quantise_folder(
     source: str | Path, target: str | Path, options: QuantiseOptions, data: QuantiseData | None = None
 ) -> Quantised:
     """Quantise the model in the folder `source` into the folder `target`, which `generate`, `serve`, `classify`,
-    `embed` and `from_pretrained` open; the latter gives the values of rounded weights.
+    `embed` and `from_pretrained` open; the last returns the values of rounded weights.
 
-    With `options.drop`, a model that loses more whatever is kept is written as it was; `kept` says why.
+    With `options.drop`, a model that would lose more with any choice of layers is written unchanged; `kept` says why.
 
-    Raises ConfigError for options that need data, or a score, where there is none; for a model that has nothing to
-    round or was rounded before; and what opening the folder raises.
+    Raises ConfigError for options that need missing data or a missing score; for a model that has nothing to round or
+    was rounded before; and whatever opening the folder raises.
     """
     folder = local_weights(source)
     if options.format is None:
@@ -105,7 +106,7 @@ def quantise_folder(
 
 
 def candidates(model: nn.Module, form: StoredFormat) -> tuple[dict[str, AnyLinear], dict[str, str]]:
-    """The linears of a model that a format is for, by name, experts among them; and why each other is not."""
+    """The linears of a model to which a format applies, by name, including experts; and why not to others."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
     anatomy = anatomy_of(model)
     kept = dict(left_out(linears, anatomy, PRODUCTS[form]))
@@ -114,7 +115,7 @@ def candidates(model: nn.Module, form: StoredFormat) -> tuple[dict[str, AnyLinea
 
 
 class _Work:
-    """One model on its way to few bits."""
+    """One model during its quantisation."""
 
     def __init__(self, model: nn.Module, options: QuantiseOptions, data: QuantiseData | None) -> None:
         self.model, self.options = model, options
@@ -134,7 +135,7 @@ class _Work:
         whole = sum(tensor.numel() for tensor in model.parameters()) * 4
         records = self._record()
         gains = smooth(model, records, options.smooth) if options.smooth else {}
-        if options.inputs == "static" and gains:  # what smoothed norms give has other histograms
+        if options.inputs == "static" and gains:  # smoothing changes the histograms
             records = self._record()
         self._round(records)
         for name, module in self.linears.items():
@@ -160,14 +161,14 @@ class _Work:
             return {}
         norms = norm_readers(self.model) if self.options.smooth else ()
         read = [name for norm in norms for name in norm.linears]
-        # Experts that no token visits say nothing of what their norm gives, and the router sees all of it.
+        # Experts that no token visits do not show what their norm returns, but the router sees all of it.
         return record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
 
     def _round(self, records: Mapping[str, InputRecord]) -> None:
         options = self.options
         by_gptq = {name: layer for name, layer in self.linears.items() if isinstance(layer, nn.Linear)}
         if options.weights == "gptq":
-            # Layers may stay as they are for accuracy or speed alone; a copy of all is as large as the model.
+            # Only for accuracy or speed may layers stay unrounded; a copy of all is as large as the model.
             keep = by_gptq if options.drop is not None or options.speed else {}
             before = {name: layer.weight.detach().clone() for name, layer in keep.items()}
             self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))
@@ -185,7 +186,7 @@ class _Work:
     # -- choosing
 
     def _worth(self) -> list[str]:
-        """The layers that are faster here in their format, or all where speed is not asked for."""
+        """The layers that are faster here in their format, or all if speed is not requested."""
         if not self.options.speed:
             return list(self.linears)
         rows: dict[str, int] = {}
@@ -238,13 +239,12 @@ class _Work:
             return self.data.score(self.model)
 
     def swapped(self, chosen: Collection[str]) -> AbstractContextManager[None]:
-        """Inside, the named layers multiply in their format."""
+        """Multiply in their formats in the named layers, inside the context."""
         return exchanged(self.model, {name: self.forms[name] for name in chosen})
 
 
 def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> RoundedWeight:
-    """A weight in a format by the largest magnitude of each scale; with `least`, by the end of each scale with which
-    the squared error is least."""
+    """Round a weight to a format. Scales end at the largest magnitude, or with `least` at the least squared error."""
     if form == "int4":
         groups, sides = round_groups, (*weight.shape[:-1], weight.shape[-1] // FORMATS["int4"].group)
     else:
@@ -259,7 +259,7 @@ def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> 
 
 
 def _as_opened(linear: nn.Linear) -> nn.Module:
-    """A linear that multiplies as it does where its folder is opened for inference."""
+    """A linear that multiplies as it does when its folder is opened for inference."""
     form = suited(linear, "auto", own=True)
     return linear if form == "plain" else STORED[form](linear)
 
@@ -273,7 +273,7 @@ def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: 
 
 
 def _saved(module: AnyLinear, weight: RoundedWeight) -> int:
-    """Bytes that a weight saves against fp32."""
+    """Bytes that a weight saves compared with fp32."""
     return module.weight.numel() * 4 - sum(
         part.numel() * part.element_size() for part in weight.stored("").values()
     )

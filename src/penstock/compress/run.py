@@ -1,7 +1,7 @@
-"""A whole compression: its steps in their order, resumable after any end of the process, and its report.
+"""A whole compression: its steps in order, resumable after any interruption, and its report.
 
-`compress.json` in the output folder records each step that is done. Its folder is complete by then; a step without a
-record is gone on from its own checkpoints, or done again.
+`compress.json` in the output folder records each finished step. Its folder is complete by then; a step without a record
+is resumed from its own checkpoints, or repeated.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from penstock.train.lock import RunLock
 
 RECORD, PAGE, RECIPE = "compress.json", "compress.html", "compress.toml"
 _FREE = ("output", "machine")
-"""Settings that a compression that goes on may change."""
+"""Settings that may change when a compression is resumed."""
 
 Report = dict[str, Any]
 
 
 def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: None) -> Report:
-    """Compress a model as `config` says, going on after the last step that is recorded in `config.output`.
+    """Compress a model as `config` says, resuming after the last step that is recorded in `config.output`.
 
-    `say` is told what is done, a line each. Returns the content of compress.json: `rows` with the figures of the
-    original and of each step's model. The compressed model is in `export` in the output folder, with the recipe beside
-    it.
+    `say` is called with a line on each activity. Returns the content of compress.json: `rows` with the figures of the
+    original and of each step's model. The compressed model is in `export` in the output folder, together with the
+    recipe.
 
-    Raises ConfigError for a model or steps that cannot be, and for an output folder with other settings' steps; and
-    what the steps raise.
+    Raises ConfigError for an impossible model or steps, and for an output folder with steps of other settings; and
+    whatever the steps raise.
     """
     if config.model is None:
         raise ConfigError("penstock compress needs a model: a run's folder, an export, or a name on the hub.")
@@ -57,14 +57,14 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
             f"are {', '.join(STEPS)}."
         )
     original = local_weights(config.model)
-    read_config(original)  # refuses what is no model before anything is written
+    read_config(original)  # refuses anything but a model, before a file is written
     output = Path(config.output)
     if config.plan.gpus > 1:
         raise ConfigError(
             f"plan takes {config.plan.gpus} devices, but penstock compress runs on one; give a --plan for one, or "
             "train the pruned model with penstock launch, --from and --recipe.teacher."
         )
-    if "distil" in config.order:  # what could not be trained is refused before anything is pruned
+    if "distil" in config.order:  # refuses what cannot be trained, before anything is pruned
         call = StepCall(source=original, target=output / "distil", original=original, prune=config.prune)
         require_startable(distil_run(config, call))
     if "quantise" in config.order and config.quantise.learn:
@@ -124,8 +124,8 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
 
 
 def _time(bench: Workbench, rows: list[dict[str, Any]]) -> None:
-    """Add to each row, and to each cut of its step, the latency and the speed over the original with its interval: all
-    measured in turns, so that every speed has the same base. A step's last cut is its row's model."""
+    """Add to each row, and to each cut of its step, the latency and the speed relative to the original with its
+    interval: all measured in turns, so that every speed has the same base. A step's last cut is its row's model."""
     cuts = [cut for row in rows for cut in row.get("notes", {}).get("cuts", ())[:-1] if "model" in cut]
     models = [bench.open(Path(row["folder"])) for row in rows]
     models += [bench.drawn(from_dict(ModelConfig, cut["model"])) for cut in cuts]
@@ -142,7 +142,7 @@ def _time(bench: Workbench, rows: list[dict[str, Any]]) -> None:
 
 
 def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Prune]]:
-    """Every call of a step, with the shares that it removes of what is left."""
+    """Every call of a step, with the shares that it removes of what remains."""
     for turn in range(config.rounds):
         left = {
             name: 1.0 - (1.0 - share * (turn + 1) / config.rounds) / (1.0 - share * turn / config.rounds)
@@ -155,7 +155,7 @@ def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Pru
 
 
 def _record(config: CompressConfig, output: Path) -> Report:
-    """The record in the output folder, or the beginning of a record. Raises ConfigError for other settings."""
+    """The record in the output folder, or a new one. Raises ConfigError for other settings."""
     settings = {name: value for name, value in to_dict(config).items() if name not in _FREE}
     path = output / RECORD
     if not path.exists():
@@ -176,7 +176,7 @@ def _record(config: CompressConfig, output: Path) -> Report:
 
 
 def _export(config: CompressConfig, folder: Path, output: Path, about: str) -> None:
-    """The last model, the recipe and the card, whole or not at all."""
+    """Write the last model, the recipe and the card, atomically."""
     target, partial = output / "export", own_file(output, "export.tmp")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(folder, partial)
@@ -191,29 +191,29 @@ def _export(config: CompressConfig, folder: Path, output: Path, about: str) -> N
 
 
 MOST, PARTS = 0.95, 95
-"""The largest share that is tried, and how many shares are, at equal distances."""
+"""The largest share that is tried, and the number of shares, at equal distances."""
 TRIES = 5
-"""Measurements until a search ends with what it has."""
+"""Most measurements of a search."""
 SHARES = ("layers", "heads", "hidden", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TriedShares:
-    """One choice of shares that was measured."""
+    """One measured choice of shares."""
 
     shares: dict[str, float]
     forecast: float
-    """Speed relative to the model, by the planner."""
+    """Speed relative to the model, predicted by the planner."""
     measured: float
 
 
 def reach(
     bench: Workbench, options: Prune, target: float, say: Callable[[str], None]
 ) -> tuple[Prune, list[TriedShares]]:
-    """The least shares, all raised or lowered together, with which a model of these sizes is measured `target` times as
-    fast. Each measurement corrects the forecasts that follow, so that no more is removed than it takes.
+    """The least shares, all scaled together, with which a model of these sizes is measured to be `target` times as
+    fast. Each measurement corrects the next forecasts, so that no more is removed than necessary.
 
-    Raises ConfigError where no shares are forecast, or measured, to be fast enough.
+    Raises ConfigError if no shares are forecast, or measured, to be fast enough.
     """
     usual = options if options.enabled else _alike(bench, options)
     multiple = multiple_of(options, bench.device)
@@ -251,13 +251,13 @@ def reach(
 
 
 def _alike(bench: Workbench, options: Prune) -> Prune:
-    """Equal shares of layers, heads and hidden features; heads stay where their slopes follow from their number."""
+    """Equal shares of layers, heads and hidden features; no heads if their slopes follow from their number."""
     heads = 0.0 if any(stack.positions == "alibi" for stack in stacks(bench.model)) else 0.5
     return replace(options, layers=0.5, heads=heads, hidden=0.5)
 
 
 def _scaled(options: Prune, largest: float) -> Prune:
-    """The shares in the same proportions, the largest of them as given."""
+    """The shares in the same proportions, with the given largest one."""
     most = max(getattr(options, name) for name in SHARES)
     changes: dict[str, Any] = {name: getattr(options, name) / most * largest for name in SHARES}
     return replace(options, **changes)

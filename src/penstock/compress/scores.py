@@ -36,19 +36,19 @@ from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""The mean loss of the model for a batch, 0-d."""
+"""The mean loss of the model on a batch, 0-d."""
 
 
 @dataclass(slots=True)
 class BlockScores:
-    """The scores of the parts of one block; a higher one matters more."""
+    """Scores of the parts of one block; a higher score matters more."""
 
     heads: Tensor
     """(G,): each KV head with the queries that share it."""
     hidden: Tensor
-    """(M,), or of a mixture (E, M)."""
+    """(M,), or for a mixture (E, M)."""
     cross: Tensor | None = None
-    """As `heads`, of cross attention."""
+    """The same as `heads`, for cross attention."""
     shared: Tensor | None = None
     """(S · M,): hidden features of the experts that every token visits."""
 
@@ -56,7 +56,7 @@ class BlockScores:
 def part_scores(
     model: Model, batches: Sequence[Any], loss: Loss, criterion: Criterion
 ) -> dict[str, list[BlockScores]]:
-    """The scores of heads and hidden features of each block, by run. `batches` may be empty for `magnitude`."""
+    """Scores of heads and hidden features of each block, by run. `batches` may be empty for `magnitude`."""
     gauges: dict[str, list[dict[str, _Gauge]]] = {}
     for run in model.graph.runs:
         blocks = gauges[run.name] = []
@@ -97,15 +97,15 @@ class _Gauge:
     linear: nn.Linear | ExpertLinear
     size: int
     squares: Tensor | None = None
-    """Σ x², of each feature; (features,) or (E, features)."""
+    """Σ x² of each feature; (features,) or (E, features)."""
     batch: Tensor | None = None
     """Σ x · ∂loss/∂x in this batch."""
     sums: list[Tensor] = field(default_factory=list)
-    """The same of each group, absolute, by batch."""
+    """By batch, the absolute sums of `batch` over each group."""
 
     @contextmanager
     def watching(self, *, gradients: bool) -> Iterator[None]:
-        """Inside, each pass of the layer adds to the sums."""
+        """Add each pass of the layer inside the context to the sums."""
 
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             x, experts = inputs[0], inputs[2] if isinstance(module, ExpertLinear) else None
@@ -127,7 +127,7 @@ class _Gauge:
         setattr(self, name, added if before is None else before + added)
 
     def close_batch(self) -> None:
-        """Take the sums of a batch over."""
+        """Store the sums of a batch."""
         if self.batch is not None:
             self.sums.append(self._grouped(self.batch).sum(-1).abs())
             self.batch = None
@@ -157,10 +157,10 @@ def layers_to_keep(
 ) -> list[int]:
     """The numbers of the `count` blocks of a run that matter most.
 
-    - `loss`: again and again, the block without which the loss of the batches is lowest is removed.
-    - `activation`: blocks whose outputs are least like their inputs stay: 1 − their mean cosine (Men et al., 2024,
+    - `loss`: repeatedly remove the block without which the loss on the batches is lowest.
+    - `activation`: keep blocks whose outputs are least like their inputs: 1 − their mean cosine (Men et al., 2024,
       "ShortGPT", equation 1).
-    - `even`: blocks at equal distances, the first and the last among them (Sanh et al., 2019, "DistilBERT", section 3).
+    - `even`: blocks at equal distances, including the first and the last (Sanh et al., 2019, "DistilBERT", section 3).
     """
     depth = model.graph.run(run).stack.depth
     if criterion == "even":
@@ -178,7 +178,7 @@ def layers_to_keep(
 
 
 def mean_loss(model: Model, batches: Sequence[Any], loss: Loss) -> float:
-    """The mean over batches of their losses, in evaluation mode."""
+    """Mean over batches of the model's loss, in evaluation mode."""
     with torch.no_grad(), evaluating(model):
         return sum(float(loss(model, batch)) for batch in batches) / len(batches)
 
@@ -206,8 +206,8 @@ def _influences(model: Model, run: str, batches: Sequence[Any], loss: Loss) -> l
 def expert_scores(
     model: Model, run: str, batches: Sequence[Any], loss: Loss, *, by_error: bool
 ) -> list[Tensor | None]:
-    """The scores (E,) of the experts of each mixture of a run: how many tokens visit each, or `by_error` how much the
-    mixture's outputs change without it, tokens then going to the others, relative to their size.
+    """Scores (E,) of the experts of each mixture of a run: the number of tokens that visit each, or with `by_error` the
+    relative change of the mixture's outputs without it, when its tokens go to others.
 
     Raises ConfigError for the error of experts in groups."""
     scores: list[Tensor | None] = []
@@ -243,7 +243,7 @@ def _add_errors(
     errors: Tensor, stack: Stack, sizes: Stack, layer: Layer, mixture: nn.Module, inputs: tuple[Any, ...],
     output: Tensor,
 ) -> None:  # fmt: skip
-    """Add the relative change of a mixture's outputs without each of its experts, which are made one at a time."""
+    """Add the relative change of a mixture's outputs without each of its experts, computed for one expert at a time."""
     for expert in range(stack.experts):
         state = dict(mixture.state_dict())
         take_experts(state, "", stack, [e for e in range(stack.experts) if e != expert])

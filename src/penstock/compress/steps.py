@@ -22,7 +22,7 @@ from penstock.models.convert.pretrained import read_config, save_values
 from penstock.train.loop import train
 
 NEVER = 1e6
-"""Epochs between evaluations of a distil step, which is evaluated at its end."""
+"""Epochs between evaluations of a distil step: none before its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,15 @@ class StepCall:
     source: Path
     """Folder of the model that is read."""
     target: Path
-    """Folder that is written; what an interrupted call left there is gone on from, or written again."""
+    """Folder that is written; what an interrupted call left there is resumed, or written again."""
     original: Path
-    """Folder of the model that is compressed, which teaches."""
+    """Folder of the model that is compressed, the teacher."""
     prune: Prune
-    """Shares that this call removes of the model in `source`."""
+    """Shares that this call removes from the model in `source`."""
 
 
 def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Remove the parts that matter least; returns each cut with the sizes that it left."""
+    """Remove the parts that matter least; returns each cut with the sizes after it."""
     model = from_pretrained(call.source).to(bench.device)
     batches = bench.batches(call.prune.samples)
     made = list(cuts(model, call.prune, batches, bench.task, multiple=multiple_of(call.prune, bench.device)))
@@ -58,7 +58,7 @@ def prune_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
 
 
 def distil_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Train the model with the original as its teacher; an interrupted run is gone on from its checkpoints."""
+    """Train the model with the original as its teacher; an interrupted run is resumed from its checkpoints."""
     result = train(distil_run(bench.config, call))
     return {"steps": result.steps, "loss": result.loss}
 
@@ -80,8 +80,8 @@ def distil_run(config: CompressConfig, call: StepCall) -> RunConfig:
 
 
 def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
-    """Store linear layers in few bits, calibrated and scored with the data of the compression."""
-    # The tokenizer that the steps before have left reads the data.
+    """Store linear layers in few bits, calibrated and scored on the compression's data."""
+    # The data are read with the tokenizer that earlier steps have written.
     config = replace(bench.config, data=bench.task_for(call.source)[1])
     data = task_data(call.source, config.data, task=config.task, samples=config.quantise.samples)
     data = replace(data, timed=config.batch)
@@ -106,7 +106,7 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
 
 
 def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
-    """The run in which the scales of a quantised model learn, which `call.source` holds."""
+    """The run that trains the scales of the quantised model in `call.source`."""
     run, options = distil_run(config, call), config.quantise
     recipe = replace(
         run.recipe, steps=options.learn, lr=options.learn_lr, teacher_hidden=0.0, teacher_attention=0.0,
@@ -118,4 +118,4 @@ def learning_run(config: CompressConfig, call: StepCall) -> RunConfig:
 STEPS: dict[StepName, Callable[[Workbench, StepCall], dict[str, Any]]] = {
     "prune": prune_step, "distil": distil_step, "quantise": quantise_step,
 }  # fmt: skip
-"""The steps by name. A new one is a row here, a name in `penstock.config.compress`, and a field of its settings."""
+"""The steps by name. A new step is a row here, a name in `penstock.config.compress`, and a field of its settings."""

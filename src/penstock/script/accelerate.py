@@ -38,7 +38,7 @@ from penstock.precision.settings import properties_of
 from penstock.precision.stepping import attend, gradients_beside, release
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
-"""One model, a list or a tuple of them. What goes in comes out, of the very same type."""
+"""One model, or a list or tuple of models; the same type is returned."""
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 Target = Optimizer | nn.Module | Tensor
 _log = logging.getLogger(__name__)
@@ -60,19 +60,18 @@ def accelerate(
     model: Any, optimizer: Any = None, *, precision: str = "O1", dtype: str | torch.dtype = "auto", losses: int = 1,
     scaler: Mapping[str, Any] | None = None, agree: Agree | Literal["auto"] | None = "auto", **overrides: Any,
 ) -> Any:  # fmt: skip
-    """Train a model in mixed precision: returns what was given, changed in place.
+    """Train a model in mixed precision: returns its arguments, changed in place.
 
-    `model` is any module, or a list of them; `optimizer` any optimizer over their parameters, a list, or None for
-    inference, where the model alone is returned. `precision` is a level: O0 fp32; O1 each operation in the type that
-    the op lists give it, over fp32 weights; O2 half weights with fp32 master weights and norms; O3 half throughout.
-    `dtype` is bf16, fp16 or auto. `losses` is how many losses have a scale of their own (see `scale_loss`).
-    `overrides` are single properties of the level (see
-    `penstock.precision.properties_of`); `scaler` options of the loss scale (see
-    `LossScaler`).
+    `model` is any module, or a list of modules; `optimizer` any optimizer over their parameters, a list, or None for
+    inference; then only the model is returned. `precision` is a level: O0 fp32; O1 each operation in the type that the
+    op lists assign, over fp32 weights; O2 half weights with fp32 master weights and norms; O3 half throughout. `dtype`
+    is bf16, fp16 or auto. `losses` is the number of losses with a scale of their own (see `scale_loss`). `overrides`
+    are single properties of the level (see `penstock.precision.properties_of`); `scaler` holds options of the loss
+    scale (see `LossScaler`).
 
-    With a loss scale, ranks take one decision about each step: `agree` makes it, by default over the default process
-    group if there is one. An overflowed step is skipped on the device where the optimizer's kernels can (fused,
-    contiguous), so that the host never waits; for others the host asks once a step.
+    With a loss scale, all ranks make the same decision about each step: `agree` makes it, by default over the default
+    process group if there is one. An overflowed step is skipped on the device if the optimizer's kernels can do that
+    (fused, contiguous), so that the host never waits; otherwise the host waits once a step.
 
     Accelerate after the model is on its device and the optimizer is made, and before DistributedDataParallel.
     torch.compile may come before or after.
@@ -111,8 +110,8 @@ def accelerate(
 
 def restore(model: Any, optimizer: Any = None) -> None:
     """Undo `accelerate`, in place: the model has its exact fp32 weights and computes in fp32, and the optimizer, over
-    these weights, is torch's again. Both take what `accelerate` took. For a second phase of training, make the new
-    optimizer over `model.parameters()` afterwards, and accelerate again at any level.
+    these weights, is torch's again. Both arguments are as for `accelerate`. For a second phase of training, make the
+    new optimizer over `model.parameters()` afterwards, and accelerate again at any level.
 
     Raises:
         ConfigError: the optimizer was not accelerated.
@@ -132,15 +131,15 @@ def restore(model: Any, optimizer: Any = None) -> None:
 def scale_loss(
     loss: Tensor, optimizer: Optimizer | Sequence[Optimizer], *, loss_id: int = 0
 ) -> Iterator[Tensor]:
-    """Yields the loss to call `backward()` on: multiplied by the loss scale where there is one.
+    """Yield the loss on which to call `backward()`: multiplied by the loss scale, if there is one.
 
-    `optimizer` is every optimizer that will step on these gradients. Calls add up until the step, as gradients do.
-    Losses with a `loss_id` of their own have a scale of their own: name their number to `accelerate`. Afterwards the
-    gradients are scaled until `penstock.clip_grad_norm_`, `penstock.precision.unscale_` or the step.
+    `optimizer` is every optimizer that will step on these gradients. Calls add up until the step, as gradients do. A
+    loss with its own `loss_id` has its own scale; pass the number of losses to `accelerate`. Afterwards the gradients
+    stay scaled until `penstock.clip_grad_norm_`, `penstock.precision.unscale_` or the step.
 
     Raises:
         ConfigError: an optimizer was not accelerated, or there is no such loss.
-        NumericError: gradients overflow at the lowest scale; names the layer where they begin to.
+        NumericError: gradients overflow at the lowest scale; names the layer where the overflow begins.
     """
     all_of = [gradients_beside(o) for o in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     session = all_of[0].session
@@ -179,10 +178,10 @@ def clip_grad_norm_(target: Target | Iterable[Target], max_norm: float) -> Tenso
     """Scale gradients so that their global 2-norm is at most `max_norm`; returns the norm before, 0-d, on the device,
     without loss scale.
 
-    `target` is the accelerated optimizer, the model, its parameters, or several of one kind, which are taken together.
-    Parameters find the optimizer that was accelerated for them, with its loss scale and its master weights; those that
-    none was accelerated for are clipped as they are. Gradients are unscaled once, here or in the step, in the same
-    pass. Raises ConfigError for an optimizer that was not accelerated: `penstock.optim.clip_grad_norm_` serves those.
+    `target` is the accelerated optimizer, the model, its parameters, or several of one kind, clipped together. For
+    parameters, the optimizer that was accelerated for them is found, with its loss scale and master weights; parameters
+    without one are clipped unchanged. Gradients are unscaled once, here or in the step, in the same pass. Raises
+    ConfigError for an optimizer that was not accelerated: use `penstock.optim.clip_grad_norm_` for it.
     """
     if not max_norm > 0.0:
         raise ConfigError(f"max_norm is {max_norm}, but must be above 0.")
@@ -203,20 +202,20 @@ def clip_grad_norm_(target: Target | Iterable[Target], max_norm: float) -> Tenso
 def unscale_(optimizer: Optimizer) -> None:
     """Divide the gradients by their loss scale now, once, to read or change them before the step.
 
-    With master weights the gradients are then at the optimizer's parameters (`optimizer.param_groups`), in fp32.
+    With master weights the gradients are then those of the optimizer's parameters (`optimizer.param_groups`), in fp32.
     """
     gradients_beside(optimizer).unscale()
 
 
 def scalers_of(optimizer: Optimizer) -> list[LossScaler]:
-    """The loss scalers an accelerated optimizer shares, one per loss, up to date; empty where nothing is scaled."""
+    """The loss scalers of an accelerated optimizer, one per loss, up to date; empty without a loss scale."""
     session = gradients_beside(optimizer).session
     session.move_scales()
     return session.scalers
 
 
 def master_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The fp32 weights of an accelerated model by name: masters where there are any."""
+    """The fp32 weights of an accelerated model by name; the masters, if there are any."""
     masters = gradients_beside(optimizer).session.masters
     inner = unwrapped(model)
     return dict(inner.named_parameters()) if masters is None else masters.named(inner)
@@ -227,7 +226,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _follow_weights(optimizer: Optimizer, numerics: Numerics) -> None:
-    """O3: parameters keep their identity, so that the optimizer goes on with them; its state follows their type."""
+    """For O3: parameters keep their identity, so that the optimizer keeps working; its state changes type with them."""
     _state_follows(optimizer)
     if loses_updates(optimizer):
         _log.warning(
@@ -250,11 +249,11 @@ def _state_follows(optimizer: Optimizer) -> None:
         optimizer.lay_out_again()
 
 
-# -- checks by which `accelerate` refuses before it changes anything
+# -- checks with which `accelerate` refuses arguments before it changes anything
 
 
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
-    """Refuse models that are no modules, and optimizers that are none."""
+    """Refuse models that are not modules, and optimizers that are not optimizers."""
     for value, kind, expected in [(m, "model", nn.Module) for m in models] + [
         (o, "optimizer", Optimizer) for o in optimizers
     ]:
@@ -275,7 +274,7 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
 
 
 def check_options(scaler: Any, agree: Any) -> None:
-    """Refuse options of the loss scale that it does not have, and an `agree` that cannot be called."""
+    """Refuse options that a loss scale does not have, and an `agree` that cannot be called."""
     options = [
         name
         for name in inspect.signature(LossScaler).parameters
@@ -343,7 +342,7 @@ def check(
 
 
 def _shared_weights(level: str, models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[str]:
-    """Weights of two optimizers: only one of them could have their masters."""
+    """Errors for weights of two optimizers: only one of the two could have their masters."""
     names = {id(p): name for model in models for name, p in model.named_parameters()}
     owners: dict[int, Optimizer] = {}
     for optimizer in optimizers:

@@ -1,4 +1,4 @@
-"""The changes that were made to a script, in lines that are printed once."""
+"""Reports the changes that were made to a script, each in a line that is printed once."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _COMPILED = "CompiledFunctionBackward"
 
 @dataclass(slots=True)
 class Seen:
-    """Matrix products and compiled graphs behind some backward passes, by their narrowest type."""
+    """Counts matrix products and compiled graphs in the graphs of backward passes, by their narrowest type."""
 
     products: Counter[torch.dtype] = field(default_factory=Counter)
     compiled: Counter[torch.dtype] = field(default_factory=Counter)
 
     def add(self, root: Any) -> set[int]:
-        """Look at what is behind the root of a backward pass; returns the ids of the tensors that get a gradient."""
+        """Count the graph of a backward pass from its root; returns the ids of the tensors that get a gradient."""
         leaves = set()
         for node in nodes_behind([root.grad_fn if isinstance(root, Tensor) else root.node]):
             name = node.name()
@@ -44,7 +44,7 @@ class Seen:
             if (leaf := getattr(node, "variable", None)) is not None:
                 leaves.add(id(leaf))
             elif name == _COMPILED:
-                with contextlib.suppress(RuntimeError):  # they are freed, and torch will say so
+                with contextlib.suppress(RuntimeError):  # they are freed, and torch will report that
                     dtypes += [tensor.dtype for tensor in node.saved_tensors if tensor is not None]
                 self.compiled[_narrowest(dtypes)] += 1
             elif _PRODUCTS.fullmatch(name):
@@ -53,12 +53,12 @@ class Seen:
 
     @property
     def all_wide(self) -> bool:
-        """Whether nothing of what was seen was in half precision."""
+        """Whether everything counted was in fp32 or wider."""
         everything = {*self.products, *self.compiled}
         return bool(everything) and everything.isdisjoint(HALVES)
 
     def words(self) -> str:
-        """Counts in words, such as "12 of 13 matrix products in bf16"; empty where nothing was seen."""
+        """Counts in words, such as "12 of 13 matrix products in bf16"; empty without counts."""
         parts = []
         for counts, noun in ((self.products, "matrix product"), (self.compiled, "compiled graph")):
             total = counts.total()
@@ -80,7 +80,7 @@ Say = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """Models that were accelerated, until a backward pass has shown in which type they compute."""
+    """Models that were accelerated, until a backward pass has shown in which types they compute."""
 
     words: str
     models: Sequence[nn.Module]
@@ -88,13 +88,13 @@ class _Claim:
     level: str
     plain_products: bool
     reaching: Seen = field(default_factory=Seen)
-    """Backward passes that give weights of the models a gradient."""
+    """Counts of the backward passes that give weights of the models a gradient."""
     all_passes: Seen = field(default_factory=Seen)
 
 
 class Account:
-    """Gathers what happened and reports it with `say`, on the first rank, when the next optimizer step is over.
-    `applied` is called when something was applied.
+    """Collects changes and reports them with `say`, on the first rank, after the next optimizer step. `applied` is
+    called when something was applied.
     """
 
     def __init__(self, dtype: str, say: Say, applied: Callable[[], None] = lambda: None) -> None:
@@ -110,7 +110,7 @@ class Account:
     def accelerated(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], numerics: Numerics
     ) -> None:
-        """Some models and the optimizers that train them run in mixed precision now."""
+        """Record that models and the optimizers that train them now run in mixed precision."""
         if self._header is None and not self._claims:
             self._header = numerics.describe()
             device = next((p.device for model in models for p in model.parameters()), None)
@@ -119,7 +119,7 @@ class Account:
         self._claim(models, optimizers, numerics, f"trained by {_names(optimizers)}")
 
     def joined(self, model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
-        """One more model of an accelerated optimizer was called for the first time."""
+        """Record the first call of one more model of an accelerated optimizer."""
         self._claim([model], [optimizer], numerics, "trained by the same")
 
     def _claim(
@@ -130,7 +130,7 @@ class Account:
         self._claims.append(_Claim(f"{names}, {by}", models, optimizers, numerics.level, plain))
 
     def backward(self, roots: Iterable[Any]) -> None:
-        """A backward pass begins, nested ones included: see in which types accelerated models have computed."""
+        """Count the types in the graph of a backward pass that begins, nested passes included."""
         if not self._claims:
             return
         seen = Seen()
@@ -142,7 +142,7 @@ class Account:
                 record.compiled += seen.compiled
 
     def stepped(self, optimizer: Optimizer | None = None) -> None:
-        """An optimizer, or all, have made their steps: what was seen of their models is what is reported."""
+        """After a step of an optimizer, or at the end of all, report the types counted for their models."""
         for claim in [c for c in self._claims if optimizer is None or optimizer in c.optimizers]:
             self._claims.remove(claim)
             seen = claim.reaching if claim.reaching.words() else claim.all_passes
@@ -158,7 +158,7 @@ class Account:
         self._note_applied()
 
     def switched(self, model: nn.Module, optimizers: Sequence[Optimizer], settings: Sequence[str]) -> None:
-        """Settings of a Plan beside its precision, if any, hold for a model and for the optimizers that train it."""
+        """Record settings of a Plan, besides its precision, that now hold for a model and its optimizers."""
         if settings:
             self._apply()
             self._line(
@@ -167,7 +167,7 @@ class Account:
             )
 
     def left(self, words: str, why: str) -> None:
-        """Something stays as the script made it."""
+        """Record something that is left unchanged, and why."""
         self._line(f"left alone {words}: {why}")
 
     def _line(self, line: str) -> None:
@@ -177,11 +177,11 @@ class Account:
 
     @property
     def unreported(self) -> bool:
-        """Whether `tell` has something to say, now or after a step."""
+        """Whether `tell` has something to report, now or after a step."""
         return bool(self._lines or self._claims)
 
     def tell(self) -> None:
-        """Report what has not been reported yet."""
+        """Report everything that has not been reported yet."""
         lines, self._lines = self._lines, []
         grouped = dist.is_available() and dist.is_initialized()
         if not lines or (dist.get_rank() if grouped else int(os.environ.get("RANK", "0"))) != 0:
@@ -191,7 +191,7 @@ class Account:
         self._say("\n".join(f"penstock: {line}" for line in lines))
 
     def conclude(self, trained: int) -> None:
-        """The script has ended; it made `trained` optimizers."""
+        """Report at the end of the script; it made `trained` optimizers."""
         self.stepped()
         if self._applied:
             return

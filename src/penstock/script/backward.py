@@ -1,8 +1,7 @@
-"""The backward pass of a script that knows of no loss scale: gradients are scaled while it runs, and true before and
-after.
+"""The backward pass of a script without a loss scale: gradients are scaled while it runs, and true before and after.
 
-The scale is a power of two unless the user sets another, so that multiplying what was there before and dividing the
-sum afterwards changes no bit of it.
+The scale is a power of two unless the user sets another, so multiplying the earlier gradients and dividing the sum
+afterwards changes no bit of them.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from penstock.precision.stepping import gradients_beside
 
 
 class ScaledBackward:
-    """The replacement of `torch.autograd.backward` for some accelerated optimizers."""
+    """Replaces `torch.autograd.backward` for some accelerated optimizers."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -32,10 +31,10 @@ class ScaledBackward:
     def __call__(
         self, optimizers: Sequence[Optimizer], tensors: Any, grad_tensors: Any, inputs: Any, **options: Any
     ) -> None:
-        """Run a backward pass; `tensors` to `inputs` are those of torch.autograd.backward.
+        """Run a backward pass; `tensors` to `inputs` are as for torch.autograd.backward.
 
         Raises:
-            ConfigError: the gradients are to be differentiated again, which a loss scale would have to follow.
+            ConfigError: the gradients are to be differentiated again, which a loss scale does not support.
             NumericError: gradients overflow at the lowest scale.
         """
         all_of = [gradients_beside(optimizer) for optimizer in optimizers]
@@ -72,7 +71,7 @@ class ScaledBackward:
         scale = _scale(taking)
         leaves = [*others, *(p for own in taking for p in parameters_of(own.optimizer))]
         held = _distinct(leaf.grad for leaf in leaves)
-        unscale_(held, scale.double().reciprocal())  # to divide by the inverse is to multiply
+        unscale_(held, scale.double().reciprocal())  # multiplies by the scale: it divides by its inverse
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
         for own in taking:
             own.in_backward = True
@@ -104,7 +103,7 @@ class ScaledBackward:
             gradient, version = before[id(parameter)]
             new = new or parameter.grad is not gradient or parameter.grad._version != version
             gradients.append(parameter.grad)
-        # Two optimizers may hold the same parameter; then the second only looks.
+        # Two optimizers may hold the same parameter; the second then only checks it.
         fresh = [g for g in gradients if id(g) not in done]
         again = [g for g in gradients if id(g) in done]
         overflow = unscale_(fresh, scale)
@@ -142,7 +141,7 @@ class ScaledBackward:
 
 
 def _leaves_of(own: Gradients) -> set[int]:
-    """The ids of the leaves at which an optimizer's gradients accumulate."""
+    """Ids of the leaves at which an optimizer's gradients accumulate."""
     leaves = {id(p) for p in parameters_of(own.optimizer)}
     if own.session.masters is not None:
         leaves |= {id(half) for half in own.session.masters.weights_of(own.optimizer)}
@@ -150,10 +149,10 @@ def _leaves_of(own: Gradients) -> set[int]:
 
 
 def _scale(taking: list[Gradients]) -> Tensor:
-    """The smallest loss scale of the optimizers that take part, after they have moved by the last steps' overflows."""
+    """The smallest loss scale of these optimizers, after the scales have been updated by the last steps' overflows."""
     for own in taking:
         if own.prepared and not any(p.grad is not None for p in parameters_of(own.optimizer)):
-            own.discard()  # the script threw its gradients away by itself
+            own.discard()  # the script cleared its gradients itself
     sessions = {id(own.session): own.session for own in taking}
     for session in sessions.values():
         if not any(own.prepared for own in session.gradients):
@@ -163,8 +162,8 @@ def _scale(taking: list[Gradients]) -> Tensor:
 
 
 def leaves_behind(starts: Iterable[Any]) -> tuple[dict[int, Tensor], bool]:
-    """Every tensor that a backward pass from some nodes gives a gradient, by id, and whether one of the nodes may run
-    a backward pass of its own, as checkpointing does, whose leaves are not to be seen from here.
+    """By id, every tensor that gets a gradient from a backward pass from these nodes; and whether one of the nodes may
+    run its own backward pass, as checkpointing does, whose leaves cannot be found from here.
     """
     nodes = list(nodes_behind(starts))
     leaves = (getattr(node, "variable", None) for node in nodes)
@@ -189,7 +188,7 @@ def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
 
 
 def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Roots in fp32 at least and the gradients they start with; None where torch itself has something to say."""
+    """Roots in at least fp32 and the gradients they start with; None if torch itself will report an error."""
     given = [None] * len(roots) if grad_tensors is None else listed(grad_tensors)
     if len(given) != len(roots):
         return None
@@ -200,7 +199,7 @@ def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Te
             return None
         if gradient is None and (root.numel() != 1 or not root.is_floating_point()):
             return None
-        # 65,536, the first scale, is not a number of fp16.
+        # The first scale, 65,536, cannot be represented in fp16.
         half = is_half(root)
         wide.append(root.float() if half else root)
         start = torch.ones_like(root) if gradient is None else gradient

@@ -1,4 +1,4 @@
-"""The places where a running script meets mixed precision."""
+"""Replaces the functions of torch through which a running script gets mixed precision."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _EXPORTERS: Any = (
 
 
 class Interception:
-    """From `install` to `remove`, models that a script trains are accelerated by themselves.
+    """Accelerates the models that a script trains automatically, from `install` to `remove`.
 
-    `precision`, `dtype` and `overrides` are those of `penstock.accelerate`; `say` is called with what was done, once,
-    after the first optimizer step (and again should the script start on another model), on rank 0; `applied` each time
-    that something was. Which models and optimizers belong together is found when a model is first called with
+    `precision`, `dtype` and `overrides` are those of `penstock.accelerate`. `say` is called on rank 0 with the changes,
+    once after the first optimizer step (and again if the script starts on another model); `applied` each time that
+    something was applied. Which models and optimizers belong together is found when a model is first called with
     gradients; see `pairing`. `switches` change more than the precision.
 
     Raises:
-        ConfigError: the level or its properties make no sense, or the script does what cannot work, when it does.
+        ConfigError: the level or its properties are impossible, or the script does something unsupported, when it does.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Interception:
         self._in_backward = False
         self._step_hook: RemovableHandle | None = None
         self._stepping: set[type] = set()
-        """Classes of optimizers whose step is patched."""
+        """Optimizer classes whose step is patched."""
 
     def install(self) -> Interception:
-        """Begin; O0 changes nothing at all. Raises ConfigError while another is installed."""
+        """Begin; O0 changes nothing. Raises ConfigError while another one is installed."""
         global _installed
         if _installed is not None:
             raise ConfigError("The script already runs under `penstock run`; run it once.")
@@ -94,7 +94,7 @@ class Interception:
         return self
 
     def remove(self, *, finished: bool = True) -> None:
-        """Undo `install`, and say what was not said yet; of a script that `finished`, also that nothing was applied."""
+        """Undo `install`, and report the rest; after a script that `finished`, also that nothing was applied."""
         global _installed
         if _installed is not self:
             return
@@ -129,9 +129,9 @@ class Interception:
         self._update_hooks()
 
     def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The step of a class of optimizers. A closure that may make the first forward pass, as Lightning's does, is
-        called before the step, so that the step is already that of an accelerated optimizer. So is the one of a script
-        that has held `optimizer.step` since before.
+        """The step of an optimizer class. A closure that may make the first forward pass, as Lightning's does, is
+        called before the step, so that the step is already an accelerated optimizer's. So is the step of a script that
+        has stored `optimizer.step` earlier.
         """
 
         @functools.wraps(original)
@@ -174,7 +174,7 @@ class Interception:
                 options["grad_variables"] = grad_variables
             self._account.backward(listed(tensors))
             optimizers = [o for o in self._pairing.accelerated if _attended(o)]
-            # A backward pass inside another, as checkpointing runs it, is part of that one.
+            # A backward pass inside another, as in checkpointing, is part of that other.
             if not optimizers or grad_variables is not None or self._in_backward:
                 original(tensors, grad_tensors, inputs=inputs, **options)
                 return
@@ -189,7 +189,7 @@ class Interception:
     # -- only while an optimizer waits
 
     def _update_hooks(self) -> None:
-        """Be told of modules' calls and of steps while there is something to see, and no longer."""
+        """Watch calls of modules and steps only while that is needed."""
         if self._step_hook is None and (self._pairing.waits or self._account.unreported):
             self._step_hook = register_optimizer_step_post_hook(self._stepped)
         if self._pairing.waits and not self._watches:
@@ -209,13 +209,13 @@ class Interception:
 
 
 def _patch(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replace an attribute of a class or a module until the stack is closed."""
+    """Replace an attribute of a class or module until the stack is closed."""
     stack.callback(setattr, owner, name, vars(owner)[name])
     setattr(owner, name, value)
 
 
 def _before(original: Callable[..., Any], hook: Callable[..., None]) -> Callable[..., Any]:
-    """`original`, whose arguments `hook` is given first."""
+    """`original`, but `hook` is first called with its arguments."""
 
     @functools.wraps(original)
     def both(*args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,7 @@ def _before(original: Callable[..., Any], hook: Callable[..., None]) -> Callable
 
 
 def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callable[..., Any]:
-    """A method `original`, after which `hook` is given the object."""
+    """A method `original`; afterwards `hook` is called with the object."""
 
     @functools.wraps(original)
     def both(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ def _after(original: Callable[..., Any], hook: Callable[[Any], None]) -> Callabl
 
 
 def _of_plain(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that records a model: given an accelerated one, it gets what plain Python would have given it."""
+    """A function that records a model: for an accelerated model it gets the form that plain Python would pass."""
     deeper = "_frames_up" in inspect.signature(original).parameters  # where torch.jit.script looks up names
 
     def as_plain(value: Any) -> Any:
@@ -256,7 +256,7 @@ def _of_plain(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Called:
-    """A closure that was called already: the first call returns that loss."""
+    """A closure that has already been called: the first call returns that loss."""
 
     def __init__(self, closure: Callable[[], Any]) -> None:
         self._closure = closure

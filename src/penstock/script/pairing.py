@@ -1,7 +1,7 @@
-"""Which model an optimizer trains, found while a script runs; and the moment when both are accelerated.
+"""Finds while a script runs which model an optimizer trains, and the moment to accelerate both.
 
-An optimizer waits from its construction until a module that owns its parameters is called, with gradients, from
-outside any other module. Then the model is where the script wants it, and nothing has been computed yet.
+An optimizer waits from its construction until a module that owns its parameters is called, with gradients, from outside
+any other module. At that time the script has placed the model, and nothing has been computed yet.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from penstock.script.accelerate import accelerate
 from penstock.script.account import Account
 
 _PATIENCE = 50
-"""Steps that an optimizer waits for models of its that have not been called: watching costs microseconds a call."""
+"""Steps for which an optimizer waits for models that have not been called: watching costs microseconds per call."""
 _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
 
 
 class Switches(Protocol):
-    """Changes to a script beside its precision."""
+    """Changes to a script besides its precision."""
 
     @property
     def asks(self) -> bool:
-        """Whether the user asked for any, and has to hear where none was made."""
+        """Whether the user asked for changes, and must be told if none was made."""
 
     def prepare(self, optimizer: Optimizer) -> None:
-        """Change an optimizer that the script has just made. Raises ConfigError where it cannot be."""
+        """Change an optimizer that the script has just made. Raises ConfigError if that is impossible."""
 
     def apply(self, model: nn.Module, *, compiled: bool) -> list[str]:
-        """Change a model before it is first called with gradients, and say what was changed, its optimizers included;
-        `compiled` says that the script compiles by itself. Raises ConfigError where it cannot be.
+        """Change a model before it is first called with gradients, and return the changes, its optimizers' included;
+        `compiled` says that the script itself compiles. Raises ConfigError if that is impossible.
         """
 
     def remove(self) -> None:
-        """Undo what was changed for the whole process."""
+        """Undo the changes that apply to the whole process."""
 
 
 class Pairing:
-    """Optimizers of a script, those that wait for a model and those that have theirs."""
+    """The optimizers of a script: those that wait for a model, and those that have one."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Pairing:
         account: Account,
         switches: Switches | None = None,
     ) -> None:
-        self._given = {"precision": precision, "dtype": dtype, **overrides}
+        self._arguments = {"precision": precision, "dtype": dtype, **overrides}
         self._account = account
         self._switches = switches
         self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -81,7 +81,7 @@ class Pairing:
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.made_count = 0
         self.compiles = False
-        """Whether the script has asked for compiled code."""
+        """Whether the script has called torch.compile."""
 
     @property
     def waits(self) -> bool:
@@ -89,12 +89,12 @@ class Pairing:
         return bool(self._waiting or self._partly)
 
     def waits_for(self, optimizer: Optimizer) -> bool:
-        """Whether no model of an optimizer has been called yet."""
+        """Whether none of an optimizer's models has been called yet."""
         return optimizer in self._waiting
 
     @property
     def accelerated(self) -> list[Optimizer]:
-        """Optimizers, still alive, whose backward passes have to be attended."""
+        """Living optimizers whose backward passes must be handled."""
         return list(self._accelerated)
 
     # -- what the script does
@@ -106,7 +106,7 @@ class Pairing:
         self._seen.clear()
 
     def extended(self, optimizer: Optimizer, param_group: Any) -> None:
-        """The script adds a group of parameters. Raises ConfigError where they cannot have master weights any more."""
+        """The script adds a group of parameters. Raises ConfigError if it can no longer have master weights."""
         own = optimizer.__dict__.get("_penstock")
         if own is not None and own.session.masters is not None:
             raise ConfigError(
@@ -115,7 +115,7 @@ class Pairing:
             )
 
     def scaler_made(self, scaler: Any) -> None:
-        """The script constructed a GradScaler. Raises ConfigError if the loss is already scaled for it."""
+        """The script constructed a GradScaler. Raises ConfigError if Penstock already scales the loss."""
         if not scaler.is_enabled():
             return
         self._scalers.add(scaler)
@@ -126,11 +126,11 @@ class Pairing:
             )
 
     def owns(self, module: nn.Module, optimizer: Optimizer) -> bool:
-        """Whether all that an optimizer trains is part of a module."""
+        """Whether a module contains everything that an optimizer trains."""
         return _ids(optimizer) <= self._owned(module)
 
     def called(self, module: nn.Module) -> None:
-        """A module is about to be called; the outermost is announced first."""
+        """A module is about to be called; the outermost module is reported first."""
         if not torch.is_grad_enabled():
             return
         root = unwrapped(module)
@@ -150,7 +150,7 @@ class Pairing:
             self._seen.update(root.modules())
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has made a step."""
+        """An optimizer has taken a step."""
         if optimizer in self._partly:
             self._wait_on(optimizer)
         if optimizer not in self._waiting:
@@ -162,7 +162,7 @@ class Pairing:
         if not owners:
             self._leave(name, [optimizer], "it trains no module's weights")
         elif self.compiles:
-            # Compiled code called the model by itself; its class changes now, which makes it compile again.
+            # Compiled code called the model itself; the change of its class makes it compile again.
             self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
         else:
             models = ", ".join(type(owner).__name__ for owner in owners)
@@ -172,17 +172,17 @@ class Pairing:
                 f"{models} was trained without being called, as model(…), after {name} was made",
             )
 
-    # -- what comes of it
+    # -- consequences
 
     def _wait_on(self, optimizer: Optimizer) -> None:
-        """See after a step whether the rest of an optimizer's parameters may still be called."""
+        """Decide after a step whether to keep waiting for the rest of an optimizer's parameters."""
         steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if steps not in (1, _PATIENCE):
             return
         owners = roots_owning(self._partly[optimizer])
         if steps == 1 and owners:
             return
-        del self._partly[optimizer]  # nothing to wait for: what is left belongs to no module
+        del self._partly[optimizer]  # the rest belongs to no module, or is not called
         for owner in owners:
             self._account.left(
                 type(owner).__name__, f"weights of its own that it was not called with in {_PATIENCE} steps"
@@ -200,7 +200,7 @@ class Pairing:
         self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
     ) -> None:
         models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
-        if self._given["precision"] == "O0":
+        if self._arguments["precision"] == "O0":
             self._done(takers)
             self._note_rest(models, takers)
         elif (why := self._mixed_already(root)) is not None:
@@ -221,14 +221,16 @@ class Pairing:
         self, module: nn.Module, root: nn.Module, models: list[nn.Module], takers: list[Optimizer]
     ) -> None:
         device = next(root.parameters()).device
-        given = dict(self._given)
-        numerics = properties_of(given.pop("precision"), dtype=given.pop("dtype"), device=device, **given)
+        options = dict(self._arguments)
+        numerics = properties_of(
+            options.pop("precision"), dtype=options.pop("dtype"), device=device, **options
+        )
         self._refuse(module, root, numerics)
         if root in self._own_models:
-            unwrap_forward(root)  # another optimizer of the same model: fp32 weights take any number of them
+            unwrap_forward(root)  # another optimizer of this model: fp32 weights allow any number
         if numerics.weights != "fp32":
             self._require_one(root, takers, numerics.level)
-        accelerate(models, takers, **self._given)
+        accelerate(models, takers, **self._arguments)
         self._accelerated.update(dict.fromkeys(takers))
         self._done(takers)
         self._own_models.update(models)
@@ -239,42 +241,42 @@ class Pairing:
         self._note_rest(models, takers)
 
     def _note_rest(self, models: list[nn.Module], takers: list[Optimizer]) -> None:
-        """Note which parameters of some optimizers belong to models that have not been called yet."""
+        """Record which parameters of these optimizers belong to models that have not been called yet."""
         owned = {key for model in models for key in self._owned(model)}
         for optimizer in takers:
-            left = _ids(optimizer) - owned
-            if left:
-                self._partly[optimizer] = left
+            uncalled = _ids(optimizer) - owned
+            if uncalled:
+                self._partly[optimizer] = uncalled
 
     def _join(self, root: nn.Module, owned: set[int]) -> bool:
-        """Wrap one more model of an optimizer that has others already."""
-        for optimizer, left in list(self._partly.items()):
-            if owned.isdisjoint(left):
+        """Accelerate one more model of an optimizer that already has others."""
+        for optimizer, uncalled in list(self._partly.items()):
+            if owned.isdisjoint(uncalled):
                 continue
-            if self._given["precision"] != "O0":
-                accelerate(root, **self._given)
+            if self._arguments["precision"] != "O0":
+                accelerate(root, **self._arguments)
                 gradients_beside(optimizer).session.models.append(root)
                 self._own_models.add(root)
                 self._account.joined(root, optimizer, gradients_beside(optimizer).session.numerics)
             self._seen.update(root.modules())
             self._switch(root, [optimizer])
-            for other in list(self._partly):
-                self._partly[other] -= owned
-                if not self._partly[other]:
-                    del self._partly[other]
+            for waiting in list(self._partly):
+                self._partly[waiting] -= owned
+                if not self._partly[waiting]:
+                    del self._partly[waiting]
             return True
         return False
 
     def _owned(self, root: nn.Module) -> set[int]:
-        """The ids by which optimizers know a module's parameters: those of masters where there are any."""
+        """The ids under which optimizers know a module's parameters: those of the masters, if there are any."""
         all_masters = (gradients_beside(optimizer).session.masters for optimizer in self.accelerated)
-        masters = next(filter(None, all_masters), None)  # one at most: see `_require_one`
+        masters = next(filter(None, all_masters), None)  # at most one: see `_require_one`
         return {id(p if masters is None else masters.master_of(p)) for p in root.parameters()}
 
-    # -- what cannot be, or need not
+    # -- cases that are impossible or unnecessary
 
     def _mixed_already(self, root: nn.Module) -> str | None:
-        """Why a model is the script's own business."""
+        """Why a model's precision is left to the script."""
         device = next(root.parameters()).device
         if torch.is_autocast_enabled(device.type):
             return "it runs under the script's own torch.autocast"
@@ -296,12 +298,12 @@ class Pairing:
         return None
 
     def _is_accelerated(self, root: nn.Module) -> bool:
-        """Whether some weights of a module are those of a model that was accelerated."""
-        known = {id(p) for model in self._own_models for p in model.parameters()}
-        return any(id(p) in known for p in root.parameters())
+        """Whether some weights of a module belong to an accelerated model."""
+        accelerated = {id(p) for model in self._own_models for p in model.parameters()}
+        return any(id(p) in accelerated for p in root.parameters())
 
     def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:
-        """Raise ConfigError unless a model that gets half weights, and one optimizer of it, are all that is trained."""
+        """Raise ConfigError unless only one model, which gets half weights, with only one optimizer is trained."""
         others = {*self._waiting, *self._accelerated} - {*takers}
         other_models = roots_owning(_ids(takers[0]) - {id(p) for p in root.parameters()})
         why = ""
@@ -358,7 +360,7 @@ def roots_owning(wanted: set[int]) -> list[nn.Module]:
     return [
         module
         for module, _ in owning
-        if not any(id(module) in within and other is not module for other, within in owning)
+        if not any(id(module) in within and outer is not module for outer, within in owning)
     ]
 
 

@@ -1,1 +1,1 @@
-"""Tables, figures and pages. Drawn by a few hundred lines of our own; nothing in here imports torch."""
+"""Tables, figures and pages, drawn by a few hundred lines of Penstock's own; nothing here imports torch."""

@@ -1,8 +1,8 @@
-"""A chart, written straight as SVG: shapes, scales, axes, a legend, and text that fits its place.
+"""A chart, written directly as SVG: shapes, scales, axes, a legend, and text that fits its place.
 
-Lengths are in SVG user units, which a page shows as about one CSS pixel each; y grows downwards. A figure is drawn anew
-for each width it is shown at, so that its text never shrinks. Colours are the CSS variables of `style`, so one figure
-reads on a light and a dark page, inlined in HTML or by itself.
+Lengths are in SVG user units, which a page shows as about one CSS pixel each; y grows downwards. A figure is drawn
+separately for each width at which it is shown, so that its text never shrinks. Colours are the CSS variables of
+`style`, so one figure works on a light and a dark page, inlined in HTML or by itself.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from html import escape
 from typing import Literal, TypedDict, Unpack
 
 WIDE, NARROW = 800.0, 340.0
-"""Widths that pages draw every figure at: for a screen, and for a telephone."""
+"""Widths at which pages draw every figure: for a screen, and for a phone."""
 SMALL = 11.5
-"""Size of the numbers along an axis."""
-# Light and dark. One hue for what was gained, one for what was predicted, one for trouble; everything else is ink in
-# shades. Each pair of ink on paper has a contrast of at least 4.5 : 1. The colours of curves have 3 : 1 at least, and
-# were searched for so that any two of them also differ for eyes that lack red or green.
+"""Font size of the numbers along an axis."""
+# Light and dark. One hue for gains, one for predictions, one for trouble; everything else is ink in shades. Each pair
+# of ink on paper has a contrast of at least 4.5 : 1. The colours of curves have at least 3 : 1, and were chosen by a
+# search so that any two of them also differ for eyes without red or green cones.
 _COLORS = {
     "paper": "#fbfbf9 #12161c", "card": "#ffffff #1a2029", "ink": "#1c2430 #e8ecf1", "muted": "#5b6675 #a2adbb",
     "line": "#e2e5e9 #2c3541", "accent": "#0f766e #2dd4bf", "soft": "#b5dcd7 #1d5a55", "base": "#2b3340 #64748b",
@@ -36,8 +36,8 @@ svg.figure .halo{paint-order:stroke;stroke:var(--card);stroke-width:3.5px}
 
 
 def style(root: str) -> str:
-    """The colours as variables of the elements that the selector `root` names: light, or dark where the reader's system
-    is, or as an element around them says (a page's own switch, Jupyter, VS Code).
+    """The colours as variables of the elements that the selector `root` names: light, or dark if the reader's system is
+    dark or a surrounding element says so (a page's own switch, Jupyter, VS Code).
     """
     light, dark = (
         f"color-scheme:{name};" + ";".join(f"--{key}:{both.split()[which]}" for key, both in _COLORS.items())
@@ -74,8 +74,8 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.stop - self.start)
 
     def marks(self, about: int = 5) -> list[float]:
-        """Round numbers, `about` of them or so; on a logarithmic scale 1, 2 and 5 of each decade, more on a short one,
-        and the decades alone on a long one."""
+        """Round numbers, about `about` of them; on a logarithmic scale 1, 2 and 5 of each decade, more on a short one,
+        and only the decades on a long one."""
         if not self.log:
             near = 1e-9 * (self.high - self.low)
             return [m for m in ticks(self.low, self.high, about) if self.low - near <= m <= self.high + near]
@@ -89,7 +89,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a legend: what it means, the colour, and the mark."""
+    """A line of a legend: its meaning, colour and mark."""
 
     words: str
     color: str
@@ -99,7 +99,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A line of text and its corners, the upper left one first."""
+    """A line of text with its corners, the upper left one first."""
 
     words: str
     x1: float
@@ -117,7 +117,7 @@ class Label:
 
 
 class Look(TypedDict, total=False):
-    """How a shape is drawn. A colour is a variable of `style` or any CSS colour; a shape without one is not filled."""
+    """Style of a shape. A colour is a variable of `style` or any CSS colour; a shape without one is not filled."""
 
     fill: str
     opacity: float
@@ -127,10 +127,10 @@ class Look(TypedDict, total=False):
 
 
 class Chart:
-    """A drawing with one rectangle to draw points in: `x` runs from left to right there, `y` from the bottom up.
+    """A drawing with one rectangular plot for points: there `x` runs from left to right, `y` from the bottom up.
 
-    Shapes are placed in units of the drawing, which the two scales give. `svg` gives the text; scales and height may be
-    set after the legend, whose rows they have to leave room for.
+    Shapes are placed in units of the drawing, which the two scales return. `svg` returns the text; scales and height
+    may be set after the legend, because they depend on its rows.
     """
 
     x: Scale
@@ -139,14 +139,14 @@ class Chart:
     def __init__(self, width: float = WIDE, height: float = 0.0) -> None:
         self.width, self.height = width, height
         self.labels: list[Label] = []
-        """Where there is text so far."""
+        """Rectangles of all text so far."""
         self._parts: list[str] = []
         self._on_top: list[str] = []
         self._series = ""
 
     @property
     def narrow(self) -> bool:
-        """Whether there is no room for labels beside the plot."""
+        """Whether labels have no room next to the plot."""
         return self.width < (NARROW + WIDE) / 2
 
     @contextmanager
@@ -185,7 +185,7 @@ class Chart:
         self, points: Iterable[tuple[float, float]], *, closed: bool = False, tips: Sequence[str] = (), tip: str = "",
         **look: Unpack[Look],
     ) -> None:  # fmt: skip
-        """A line through points; `closed` makes it a polygon. `tips` say what a pointer near each point is shown."""
+        """A line through points; `closed` makes it a polygon. `tips` are shown to a pointer near each point."""
         listed = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         shown_tips = f' data-tips="{escape("|".join(tips))}"' if tips else ""
         self._add("polygon" if closed else "polyline", f'points="{listed}"{shown_tips}', look, tip)
@@ -199,10 +199,10 @@ class Chart:
         anchor: Literal["start", "middle", "end"] = "start", halo: bool = False, optional: bool = False,
         inside: bool = False,
     ) -> bool:  # fmt: skip
-        """One line of text with its baseline at y; whether it was drawn.
+        """Draw one line of text with its baseline at y; returns whether it was drawn.
 
-        A `halo` puts it above all shapes and keeps lines off it. An `optional` text is left out where other text
-        stands already, and one `inside` the drawing is moved sideways until it is.
+        A `halo` puts it above all shapes and separates it from lines. An `optional` text is left out if it would
+        overlap other text, and one `inside` the drawing is moved sideways until it fits.
         """
         wide = text_width(words, size, bold=bold)
         left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
@@ -221,9 +221,10 @@ class Chart:
         self, label: str, marks: Sequence[float], write: Callable[[float], str] | None = None, *,
         grid: bool = False,
     ) -> float:  # fmt: skip
-        """Numbers below the plot, each with a tick or, with `grid`, a line across; the label below them.
+        """Draw numbers below the plot, each with a tick or, with `grid`, a line across the plot; the label is below
+        them.
 
-        Returns how low it reaches. Numbers without room are left out.
+        Returns the y of its lower end. Numbers without room are left out.
         """
         bottom = self.y.start
         for mark in marks:
@@ -242,18 +243,18 @@ class Chart:
         return bottom + 24 + (5 + 15 * len(lines) if lines else 0)
 
     def y_axis(self, marks: Sequence[float], write: Callable[[float], str] | None = None) -> None:
-        """A line across the plot for each number, with the number at its left."""
+        """Draw a line across the plot for each number, with the number to the left."""
         for mark in marks:
             at, words = self.y(mark), number(mark, marks) if write is None else write(mark)
             self.line(self.x.start, at, self.x.stop, at, stroke="--line")
             self.text(self.x.start - 8, at + 4, words, size=SMALL, anchor="end", fill="--muted")
 
     def points(self, values: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-        """The places of points (x, y)."""
+        """Positions of points (x, y) in the drawing."""
         return [(self.x(x), self.y(y)) for x, y in values]
 
     def head(self, label: str, entries: Sequence[Entry], title: str = "") -> float:
-        """A title, the label of the vertical axis, and the legend; returns where the plot may begin."""
+        """Draw a title, the label of the vertical axis, and the legend; returns where the plot may begin."""
         y = 16.0
         for line in wrap(title, self.width - 4, 15, bold=True) if title else ():
             self.text(2, y + 2, line, size=15, bold=True)
@@ -266,9 +267,9 @@ class Chart:
         return self.legend(entries, left, y, self.width - left) - 4
 
     def legend(self, entries: Sequence[Entry], x: float, y: float, width: float) -> float:
-        """Draw entries from (x, y) on in rows of at most `width`, in at most three lines each.
+        """Draw entries from (x, y) on in rows of at most `width`, each entry in at most three lines.
 
-        y is the baseline of the first row; what is returned is that of the row after the last.
+        y is the baseline of the first row; returns that of the row after the last.
         """
         space, row, at = 20.0, 19.0, x
         for entry in entries:
@@ -286,7 +287,7 @@ class Chart:
         return y + (row if entries else 0.0)
 
     def svg(self, title: str, description: str = "", *, alone: bool = False) -> str:
-        """The drawing as an `<svg>` element; with `alone` also the styles that a file of its own needs."""
+        """The drawing as an `<svg>` element; with `alone` it includes the styles that a separate file needs."""
         margin = 14 if alone else 0
         size = f"{self.width + 2 * margin:g} {self.height + 2 * margin:g}"
         head = f'viewBox="{-margin} {-margin} {size}" role="img" class="figure"'
@@ -308,7 +309,7 @@ def _color(name: str) -> str:
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers that span [low, high], about as many as asked, a round step apart."""
+    """Round numbers that span [low, high], in equal round steps, about as many as requested."""
     if not math.isfinite(low) or not math.isfinite(high) or high <= low:
         raise ValueError(f"An axis must rise between finite numbers, not from {low} to {high}.")
     rough = (high - low) / max(about, 1)
@@ -323,7 +324,7 @@ def number(value: float, steps: Sequence[float] = ()) -> str:
     if len(steps) > 1:
         step = steps[1] - steps[0]
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-        if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:  # steps of 2.5
+        if abs(step * 10**decimals - round(step * 10**decimals)) > 1e-6:  # for steps such as 2.5
             decimals += 1
         return f"{value:.{decimals}f}"
     if value == 0 or not math.isfinite(value):
@@ -333,13 +334,13 @@ def number(value: float, steps: Sequence[float] = ()) -> str:
 
 
 def signed(value: float, decimals: int) -> str:
-    """A difference with its sign, which one that rounds to nothing does not have."""
+    """A difference with its sign; one that rounds to zero has none."""
     rounded = round(value, decimals)
     return f"{rounded:+.{decimals}f}" if rounded else f"{0:.{decimals}f}"
 
 
 def text_width(words: str, size: float = 12.0, *, bold: bool = False) -> float:
-    """About how wide a line of text is, in the wider of the fonts that a page may be shown in."""
+    """Approximate width of a line of text, in the wider of the fonts that a page may use."""
     ems = sum(0.36 if c in _NARROW else 0.92 if c in _WIDE else 0.71 if c.isupper() else 0.62 for c in words)
     return ems * size * (1.16 if bold else 1.0)
 
@@ -347,7 +348,7 @@ def text_width(words: str, size: float = 12.0, *, bold: bool = False) -> float:
 def wrap(
     words: str, width: float, size: float = 12.0, *, bold: bool = False, most: int | None = None
 ) -> list[str]:
-    """A label broken between words into lines of at most `width`; what is beyond `most` lines ends in an ellipsis."""
+    """A label broken between words into lines of at most `width`; beyond `most` lines it ends in an ellipsis."""
     lines: list[str] = []
     for word in words.split():
         if lines and text_width(f"{lines[-1]} {word}", size, bold=bold) <= width:

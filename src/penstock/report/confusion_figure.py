@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from penstock.report.chart import SMALL, WIDE, Chart, Scale, text_width, wrap
 
 MOST_CLASSES = 40
-"""More are too small to be read."""
+"""Most classes; cells of more would be too small to read."""
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, width: float = WIDE) -> str:
-    """One `<svg>` element of samples by true and predicted class, each cell shaded by its share of the row. Right ones
-    are on the diagonal, in another colour.
+    """One `<svg>` element of samples by true and predicted class, each cell shaded by its share of the row. Correct
+    samples are on the diagonal, in another colour.
     """
     chart = Chart(width)
     left = min(0.3 * width, 14 + max(text_width(name, SMALL) for name in names))

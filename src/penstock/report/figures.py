@@ -1,8 +1,8 @@
-"""The figures of ladders and plans: rows of bars, bars made of parts, and lines.
+"""Figures of ladders and plans: rows of bars, bars made of parts, and lines.
 
-Each takes plain numbers and returns one `<svg>` element, drawn for a `width`. Bars lie in rows, so that every name and
-every value has a line of its own. A missing measurement has no row and is never drawn as zero. Axes reach as far as
-what was measured: a prediction or limit far beyond it is stated, not drawn.
+Each function takes plain numbers and returns one `<svg>` element, drawn for a `width`. Bars are in rows, so that every
+name and value has its own line. A missing measurement has no row and is never drawn as zero. Axes reach as far as the
+measurements: a prediction or limit far beyond is written, not drawn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.report.chart import (
 )
 
 State = Literal["baseline", "kept", "unproven", "offered", "not kept", "higher", "lower"]
-"""Later steps build on a `kept` one, and on an `unproven` one, whose own gain is within the noise. An `offered` one
+"""Later steps build on a `kept` one, and on an `unproven` one, whose own gain is within the noise. An `offered` step
 pays at a price, and a `not kept` one does not pay. `higher` and `lower` are outside the noise."""
 
 _COLORS = {"baseline": "--base", "kept": "--accent", "offered": "--c1", "higher": "--bad", "lower": "--c1"}
@@ -34,7 +34,7 @@ _BASELINE, _UNKEPT = Entry("baseline", "--base"), Entry("measured, not kept", "-
 _UNPROVEN = Entry("within the noise", "--idle")
 _OFFERED, _PREDICTED = Entry("pays, but changes results", "--c1"), Entry("predicted", "--mark", "diamond")
 _BEYOND = 1.25
-"""A prediction is drawn up to this many times the largest value; an arrow at the axis' end stands for one beyond it."""
+"""A prediction is drawn up to this many times the largest value; beyond that an arrow at the axis' end replaces it."""
 _FAR_LIMIT = 2.5
 """A limit is drawn up to this many times the longest bar."""
 
@@ -53,7 +53,7 @@ class Bar:
     """The value before the step; the gain is the rest of the bar."""
     predicted: float | None = None
     note: str = ""
-    """A few words behind the value."""
+    """A few words after the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Line:
     points: Sequence[tuple[float, float]]
     bold: bool = False
     tips: Sequence[str] = ()
-    """Shown to a pointer at each point, in place of its numbers. Points with tips are marked, and those of a bold line
+    """Shown to a pointer at each point instead of its numbers. Points with tips are marked, and points of a bold line
     have their values above them."""
 
 
@@ -86,11 +86,11 @@ def waterfall(
     parts: tuple[str, str] = ("where the step starts", "what it gains"), marked: str = "predicted", width: float = WIDE,
     alone: bool = False,
 ) -> str:  # fmt: skip
-    """Relative speed step by step; the baseline is 1. A step's gain is drawn behind its `floor`: the steps before it,
-    or whatever the first of `parts` names, of which the second names the rest of a bar.
+    """Relative speed step by step; the baseline is 1. A step's gain is drawn after its `floor`: the speed of earlier
+    steps, or whatever the first of `parts` names; the second of `parts` names the rest of a bar.
 
     `predicted` is drawn as a diamond, named `marked`; `heading` is written above and `notes` below. Raises ValueError
-    without any bar.
+    without bars.
     """
     baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
     entries = [*baseline, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), *_others(bars, marked)]
@@ -106,7 +106,7 @@ def waterfall(
 def memory_bars(
     bars: Sequence[Bar], *, title: str, x_label: str, kept: str = "kept", width: float = WIDE
 ) -> str:
-    """Peak memory step by step, measured as bars and predicted as diamonds. `kept` names bars of that state."""
+    """Peak memory step by step, measured as bars and predicted as diamonds. `kept` names the bars of that state."""
     baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
     entries = [*baseline, Entry(kept, "--accent"), *_others(bars)]
     description = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
@@ -127,7 +127,7 @@ def difference_bars(
 
 
 def _others(bars: Sequence[Bar], marked: str = "predicted") -> list[Entry]:
-    """Legend entries for bars that were not kept, so far as there are any."""
+    """Legend entries for bars that were not kept, for the states that occur."""
     states = {bar.state for bar in bars}
     entries = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
     states_shown = [entry for state, entry in entries.items() if state in states]
@@ -139,7 +139,7 @@ def _others(bars: Sequence[Bar], marked: str = "predicted") -> list[Entry]:
 
 
 class _Rows(Chart):
-    """A chart with a row for each label: beside its bar, or above it where the chart is narrow. y counts rows."""
+    """A chart with a row for each label: next to its bar, or above it if the chart is narrow. y counts rows."""
 
     def __init__(
         self, labels: Sequence[str], values: Sequence[str], reach: tuple[float, float], x_label: str,
@@ -176,7 +176,7 @@ class _Rows(Chart):
         return y, y + self.thick
 
     def rule(self, value: float, **look: Unpack[Look]) -> None:
-        """A line across all rows, but for names above bars."""
+        """A line across all rows, interrupted by names above bars."""
         at = self.x(value)
         spans = map(self.span, range(len(self.tops) - 1)) if self.narrow else [(self.y.stop, self.y.start)]
         for y1, y2 in spans:
@@ -187,7 +187,7 @@ def _bars(
     bars: Sequence[Bar], x_label: str, entries: Sequence[Entry], write: Callable[[float], str], width: float,
     *, heading: str = "", ruler: float | None = None, band: float | None = None,
 ) -> _Rows:  # fmt: skip
-    """A row for each bar with its spread, prediction and value; a `band` lies around 0, a `ruler` across all."""
+    """A row for each bar with its spread, prediction and value; a `band` is drawn around 0, a `ruler` across all."""
     if not bars:
         raise ValueError("A figure needs at least one measured bar.")
     reach = [0.0] if band is None else [-band, band, -1e-4, 1e-4]
@@ -203,7 +203,7 @@ def _bars(
     rows.line(rows.x(0), rows.y.stop, rows.x(0), rows.y.start, stroke="--edge")
     before, level = 0, 0.0
     for index, bar in enumerate(bars):
-        if bar.floor == level:  # from the step that this one builds on
+        if bar.floor == level:  # from the step on which this one builds
             rows.line(
                 rows.x(level), rows.span(before)[1], rows.x(level), rows.span(index)[0], stroke="--edge"
             )
@@ -215,7 +215,7 @@ def _bars(
 
 
 def _bar(rows: _Rows, index: int, bar: Bar, write: Callable[[float], str]) -> None:
-    """A step: where it started in a soft colour, its gain behind that, then whiskers and prediction."""
+    """Draw a step: its start in a soft colour, then its gain, then whiskers and prediction."""
     value, x, (y1, y2), ink = bar.value, rows.x, rows.span(index), "--ink"
     middle, look = (y1 + y2) / 2, _COLORS.get(bar.state, "--idle")
     edge, dash = ("--edge", "3 3") if bar.state == "not kept" else (None, None)
@@ -246,10 +246,10 @@ def lines(
     band: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     band_label: str = "", width: float = WIDE, alone: bool = False,
 ) -> str:  # fmt: skip
-    """Lines, a colour each and the bold ones in black, on the band between a lower and an upper line.
+    """Lines, each in its colour and bold ones in black, over a band between a lower and an upper line.
 
-    With `log` both axes are logarithmic. Points that are no finite numbers are left out, and a line that leaves the
-    bold ones and the band by more than their whole height runs along the axis' end. Raises ValueError without points.
+    With `log` both axes are logarithmic. Points that are not finite are left out, and a line that is outside of bold
+    lines and band by more than their whole height runs along the axis' end. Raises ValueError without points.
     """
     drawn = [_finite(line) for line in drawn]
     drawn = [line for line in drawn if line.points]
@@ -294,7 +294,7 @@ def _finite(line: Line) -> Line:
 
 
 def _looks(drawn: Sequence[Line]) -> list[Entry]:
-    """A colour for each line; every second one is dashed, so that neighbours differ without colour too."""
+    """A colour for each line; every second one is dashed, so that neighbours differ even without colour."""
     looks, index = [], 0
     for line in drawn:
         if line.bold:
@@ -307,7 +307,7 @@ def _looks(drawn: Sequence[Line]) -> list[Entry]:
 
 
 def _reach(drawn: Sequence[Line], ys: Sequence[float], band: object) -> tuple[float, float]:
-    """The lowest and the highest value of a linear axis, with a little room."""
+    """The lowest and the highest value of a linear axis, with a small margin."""
     low, high = min(ys), max(ys)
     steady = [value for line in drawn if line.bold for _, value in line.points]
     if band is not None and steady:
@@ -334,9 +334,9 @@ def stacked_bars(
     stacks: Sequence[Stack], *, title: str, unit: str, limit: float | None = None,
     words: Mapping[str, str] | None = None, width: float = WIDE,
 ) -> str:  # fmt: skip
-    """Horizontal bars of one scale, the largest parts first, each part with its colour; `limit` is a line across.
+    """Horizontal bars on one scale, the largest parts first, each part with its colour; `limit` is a line across.
 
-    Parts below half a per cent of the longest bar are summed up as "other". Raises ValueError without any bar.
+    Parts below half a per cent of the longest bar are combined as "other". Raises ValueError without bars.
     """
     longest = max((stack.total for stack in stacks), default=0.0)
     if longest <= 0:
@@ -374,7 +374,7 @@ def stacked_bars(
 
 
 def _large(stacks: Sequence[Stack], longest: float) -> list[str]:
-    """Parts worth a colour of their own, the largest first, at most as many as there are colours less one."""
+    """Parts that get a colour of their own, the largest first, at most one fewer than there are colours."""
     size: dict[str, float] = {}
     for stack in stacks:
         for name, value in stack.parts.items():

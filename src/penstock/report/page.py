@@ -1,7 +1,7 @@
-"""A verb's report in sections: as tables for a terminal, as one self-contained HTML page, and for a notebook.
+"""A command's report in sections: as tables for a terminal, as one self-contained HTML page, and for a notebook.
 
-A page makes no outside request; it is for light and dark screens of any width and for paper. All pages share `page.css`
-and `page.js`, a hundred lines that sort tables, copy code and show the tip of the shape under the pointer.
+A page loads nothing from outside; it works on light and dark screens of any width and on paper. All pages share
+`page.css` and `page.js`, a hundred lines that sort tables, copy code and show the tip of the shape under the pointer.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_WIDTH = 1000
-"""Width in columns of output to a file or a pipe: so wide that a table leaves no column out, and a row is one line."""
+"""Width in columns of output to a file or a pipe: wide enough for all columns of a table, and for a row in one line."""
 
 _STYLES = {"strong": "green", "faint": "dim"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """One number worth reading first."""
+    """One of the most important numbers."""
 
     value: str
     words: str
@@ -41,10 +41,10 @@ class Cell:
     value: str
     small: str = ""
     words: bool = False
-    """Aligned to the left, as text is."""
+    """Whether it is text, which is aligned to the left."""
     rank: int = 0
-    """Rank of a column's head, 0 to 7: where a terminal or a window is too narrow, columns of the highest rank are left
-    out first, and those of rank 0 never."""
+    """Rank of a column's head, 0 to 7: if a terminal or window is too narrow, columns of the highest rank are left out
+    first, and those of rank 0 never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,43 +54,43 @@ class Picture:
     png: bytes
     words: str
     look: str = ""
-    """`wrong` of what is to be noticed, else empty."""
+    """`wrong` for a picture to be noticed, else empty."""
 
     @property
     def source(self) -> str:
-        """The image as an address, so that a page needs no other file."""
+        """The image as a data address, so that a page needs no other file."""
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A heading with what belongs under it, in this order: warning, text, code, pictures, figures, table, facts."""
+    """A heading with its content in this order: warning, text, code, pictures, figures, table, facts."""
 
     title: str
     text: str = ""
     warning: str = ""
-    """A caution for the reader, before the rest is believed."""
+    """A caution to read before the rest."""
     code: str = ""
     pictures: Sequence[Picture] = ()
     figures: Sequence[Callable[..., str]] = ()
-    """Each is called with `width=`, once for a screen and once for a telephone, and returns an `<svg>` element, which
-    is taken as it is."""
+    """Each is called with `width=`, once for a screen and once for a phone, and returns an `<svg>` element, which is
+    inserted unescaped."""
     columns: Sequence[Cell] = ()
     rows: Sequence[tuple[str, Sequence[Cell]]] = ()
-    """Each a look (`strong`, `faint` or empty) and its cells."""
+    """Each row is a look (`strong`, `faint` or empty) and its cells."""
     facts: Mapping[str, str] = field(default_factory=dict)
     folded: bool = False
-    """Whether the reader opens what is under the heading, as of a long list to look things up in."""
+    """Whether the reader must open the section, as for a long reference list."""
 
 
 def page(
     title: str, lead: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str = "", *, whole: bool = True,
     refresh: int = 0,
 ) -> str:  # fmt: skip
-    """A whole HTML document as text, or without `whole` the same for a cell of a notebook, which has no script. A
-    browser reads it again every `refresh` seconds; 0: never.
+    """A whole HTML document as text, or without `whole` the same for a notebook's cell, which has no script. A browser
+    reloads it every `refresh` seconds; 0: never.
 
-    All words are escaped here; only figures are taken as they are.
+    All words are escaped here; only figures are inserted unescaped.
     """
     template, css, script = _template()
     html: str = template.render(
@@ -103,7 +103,7 @@ def page(
 @functools.cache
 def _template() -> tuple[Any, str, str]:
     """The template of pages, their styles and their script."""
-    # Imported here, because they take a tenth of a second.
+    # Imported here, because they take a tenth of a second to import.
     from importlib.resources import files
 
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -122,13 +122,13 @@ def origin(
     environment: Mapping[str, Any], *, title: str = "Where this was measured", command: str = "",
     more: Mapping[str, str] | None = None,
 ) -> Section:  # fmt: skip
-    """The last section of every page: the command that makes it again, date, versions and machine."""
+    """The last section of every page: the command that reproduces it, date, versions and machine."""
     again = command or str(environment.get("command") or "")
     return Section(title=title, code=again, facts=facts(environment) | dict(more or {}))
 
 
 def _filled(section: Section) -> Section:
-    """The section without columns of its table that have no value."""
+    """The section without table columns that have no value."""
     if not section.columns:
         return section
     kept = [i for i in range(len(section.columns)) if any(cells[i].value for _, cells in section.rows)]
@@ -139,9 +139,9 @@ def _filled(section: Section) -> Section:
 def terminal_table(section: Section, width: int) -> Table:
     """The table of a section for a terminal of `width` columns: the first line of each cell.
 
-    Columns without any value are left out, and those of the highest rank until the others fit.
+    Columns without values are left out, then those of the highest rank until the rest fits.
     """
-    # Imported here, because the tables of pages do without it.
+    # Imported here, because pages do not need it for their tables.
     from rich.table import Table
 
     section = _filled(section)
@@ -161,7 +161,7 @@ def terminal_table(section: Section, width: int) -> Table:
 
 
 def plain_console() -> Console:
-    """A console for words as they are, wide where it is no terminal."""
+    """A console that prints words unchanged, and is wide if it is not a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -170,6 +170,6 @@ def plain_console() -> Console:
 
 @functools.singledispatch
 def cell(result: object) -> str:
-    """A result as a notebook shows it. What knows how a kind of result looks registers here, so that results carry no
-    HTML themselves."""
+    """A result as a notebook shows it. The function that formats a kind of result registers here, so that results
+    contain no HTML themselves."""
     raise TypeError(f"Nobody has registered how a {type(result).__name__} looks in a notebook.")

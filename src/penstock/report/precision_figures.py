@@ -1,4 +1,4 @@
-"""Gradients by power of two beside what fp16 can hold, as in Micikevicius et al., ICLR 2018, figure 3."""
+"""Gradients by power of two compared with the range of fp16, as in Micikevicius et al., ICLR 2018, figure 3."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from penstock.precision.histogram import Histogram
 
 _LOWEST, _HIGHEST = -40, 16
-"""The first and the end of the exponents with a bin each; what is outside shares one bin at each end."""
+"""The first exponent with a bin and the end of these exponents; values outside share one bin at each end."""
 _FARTHEST = -100
 _SMALLEST, _NORMAL, _LARGEST = -24, -14, 16
-"""Exponents at which fp16 ends: its smallest number, its smallest with all 11 bits, and (65,504) its largest."""
+"""Limits of fp16 as exponents: its smallest number, its smallest with all 11 bits, and (65,504) its largest."""
 _ROUNDS_AWAY = -25
 """Below this exponent fp16 rounds to zero."""
 _FLOOR = 1e-7
@@ -24,10 +24,10 @@ _POWERS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def gradient_figure(histogram: Histogram, *, scale: float, title: str) -> str:
-    """Share of the values in each bin, on a logarithmic axis, coloured by what becomes of them in fp16, and by what a
-    loss scale, a power of two, saves; two bands show what fp16 holds without it and with it.
+    """Share of the values in each bin, on a logarithmic axis, coloured by what happens to them in fp16, and by whether
+    a loss scale, a power of two, saves them; two bands show the range of fp16 without and with it.
 
-    One `<svg>` that is a file of its own. Raises ValueError where there are no values.
+    One `<svg>` as a separate file. Raises ValueError if there are no values.
     """
     values = histogram.values
     if not values:
@@ -43,7 +43,7 @@ def gradient_figure(histogram: Histogram, *, scale: float, title: str) -> str:
         Entry("zero in fp32 too", "--base"),
     ]  # fmt: skip
     top = chart.head("share of the values", entries) + 34
-    # Left of the bins are the zeros, a gap, and a bar of all values that are smaller than the bins.
+    # To the left of the bins: the zeros, a gap, and a bar of all values that are smaller than the bins.
     chart.x = Scale(low - 3, _HIGHEST + (3 if histogram.wrong else 1), 92.0, WIDE - 16.0)
     chart.y = Scale(min(floor, 0.01), 1.0, top + 270, top, log=True)
     decades = [10.0**-d for d in range(round(-math.log10(chart.y.low)) + 1)]
@@ -81,7 +81,7 @@ def _bins(chart: Chart, histogram: Histogram, low: int, shift: int) -> None:
 
 
 def _fate(exponent: int, shift: int) -> str:
-    """The colour of a bin: lost or infinite, saved by the scale, short of bits, or whole."""
+    """Colour of a bin: lost or infinite, saved by the scale, short of bits, or exact."""
     if not _ROUNDS_AWAY <= exponent + shift < _LARGEST:
         return "--bad"
     if not _ROUNDS_AWAY <= exponent < _LARGEST:
@@ -100,7 +100,7 @@ def _limits(chart: Chart) -> None:
 
 
 def _band(chart: Chart, low: int, shift: int, words: str, y: float) -> None:
-    """Draw the range of unscaled values that fp16 holds, when they are multiplied by 2^shift first."""
+    """Draw the range of unscaled values that fp16 can represent if they are first multiplied by 2^shift."""
 
     def x(exponent: int) -> float:
         return chart.x(min(max(exponent - shift, low - 1), _HIGHEST + 1))
@@ -135,7 +135,7 @@ def _power(exponent: int) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, with two decimals or as many as its first digit needs: what is not zero never reads so."""
+    """A share in per cent, with two decimals or as many as its first digit needs: only zero is written as zero."""
     if share == 0.0:
         return "0 %"
     decimals = max(2, math.ceil(-math.log10(abs(100 * share)) - 1e-9))

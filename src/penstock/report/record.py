@@ -1,4 +1,4 @@
-"""Origin of a number: machine, versions, commit and command. Every result file has this."""
+"""The origin of a number: machine, versions, commit and command, for every result file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of each installed package of `PACKAGES`, and of CUDA where torch is loaded."""
+    """Versions of Python, of each installed package of `PACKAGES`, and of CUDA if torch is loaded."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def facts(recorded: Mapping[str, Any]) -> dict[str, str]:
-    """An `environment` in words for a page; its command is left out."""
+    """An `environment` in words for a page, without its command."""
     machine = recorded.get("machine", {})
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
     return {
@@ -72,7 +72,7 @@ def facts(recorded: Mapping[str, Any]) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process, to be typed again: without the paths of this machine."""
+    """The command line of this process, to be typed again, without paths of this machine."""
     program, *arguments = sys.argv or [""]
     path = Path(program)
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
@@ -90,7 +90,7 @@ def commit() -> str | None:
     here = Path(__file__).resolve().parent
     name = _output(["git", "rev-parse", "--short=12", "HEAD"], here)
     tracked = _output(["git", "ls-files", "--", Path(__file__).name], here)
-    if not name or not tracked:  # a virtual environment inside somebody else's repository is not our commit
+    if not name or not tracked:  # a virtual environment inside another repository is not our commit
         return None
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"], here)
     return f"{name}+changes" if changed else name
@@ -122,7 +122,7 @@ def _cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory of this computer, or less where its container limits it."""
+    """Memory of this computer, or the limit of its container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,7 +1,7 @@
-"""A pipeline schedule drawn as ranks by time, the figure of every paper on the subject.
+"""A pipeline schedule drawn as ranks by time, as in every paper on the subject.
 
 Forward, backward and weight gradient have a colour each. A cell shows its micro-batch's number if it is wide enough. A
-rank's second and later model chunks are tints of the same colours. What stays empty is the bubble.
+rank's second and later model chunks have tints of the same colours. Empty space is the bubble.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from penstock.schedules import Kind, Simulation, Span
 
 MOST_CELLS = 20_000
 _LEFT, _RIGHT = 56.0, 62.0
-_SMALLEST = 7.5  # a number smaller than this is left out; resting on the cell still shows it
+_SMALLEST = 7.5  # a smaller number is left out; a pointer on the cell still shows it
 
-# The whole backward and its first half share a colour: they are the same work seen by the stage before.
+# The whole backward and its first half share a colour: for the previous stage they are the same work.
 _KINDS: dict[Kind, Entry] = {
     "F": Entry("F: forward", "--c1"),
     "B": Entry("B: backward", "--c0"),
     "I": Entry("I: backward, input gradient", "--c0"),
     "W": Entry("W: weight gradient", "--c2"),
 }
-# Per cent of the colour in a rank's second and its last chunk; ink on them has a contrast of 4.5 : 1 and more.
+# Per cent of the colour in a rank's second and its last chunk; ink on them has a contrast of at least 4.5 : 1.
 _TINTS = (42, 24)
 
 
@@ -29,9 +29,10 @@ def schedule_figure(
     simulation: Simulation, *, title: str, unit: str = "", memory_unit: str = "", width: float = WIDE,
     alone: bool = False,
 ) -> str:  # fmt: skip
-    """One `<svg>` element; `alone` makes it a file of its own. `unit` and `memory_unit` name those of the costs.
+    """One `<svg>` element; `alone` makes it a separate file. `unit` and `memory_unit` are the names of the costs'
+    units.
 
-    Raises `ConfigError` for more than 20,000 actions, which no page shows.
+    Raises `ConfigError` for more than 20,000 actions, which no page can show.
     """
     shown = simulation.timeline()
     if len(shown) > MOST_CELLS:
@@ -69,7 +70,7 @@ def schedule_figure(
 
 
 def _tints(simulation: Simulation) -> list[int]:
-    """Per stage, the per cent of its colour: 100 for a rank's first chunk, less for each one after it."""
+    """For each stage, the per cent of its colour: 100 for a rank's first chunk, less for each later one."""
     seen = [0] * len(simulation.schedule.ranks)
     chunk = []
     for rank in simulation.schedule.placement:
@@ -98,7 +99,7 @@ def _cell(chart: Chart, span: Span, row: float, tint: int) -> None:
 
 
 def _rows(chart: Chart, simulation: Simulation, row: float, memory_unit: str) -> None:
-    """Each rank's name, its empty time line, and the most it holds."""
+    """Each rank's name, its empty time line, and its peak memory."""
     size, right = min(12.0, row - 2), chart.x.stop + 8
     chart.text(right, chart.y.stop - 6, f"holds {memory_unit}".rstrip(), size=11, fill="--muted", inside=True)
     for rank, peak in enumerate(map(float, simulation.peak_memory)):

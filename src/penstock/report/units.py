@@ -1,4 +1,4 @@
-"""Figures in the units that people use: 6.9 h and not 0.2863 days, 38 kWh and not 0.03848 MWh."""
+"""Figures in everyday units: 6.9 h and not 0.2863 days, 38 kWh and not 0.03848 MWh."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _MASSES = {"t": 1e6, "kg": 1e3, "g": 1}
 
 
 def rounded(value: float, digits: int = 2) -> str:
-    """Two digits, or more, and all digits before the decimal point: 6.9, 38, 203,709."""
+    """Two digits, or as many as requested, and all digits before the decimal point: 6.9, 38, 203,709."""
     return f"{value:.{digits}g}" if abs(value) < 10 ** (digits - 1) - 0.05 else f"{value:,.0f}"
 
 
 def duration(seconds: float, digits: int = 2) -> str:
-    """Seconds in the largest unit of which there is at least one: `6.9 h`, `8.3 days`. Up to 48 hours are hours."""
+    """Seconds in the largest unit in which they are at least one: `6.9 h`, `8.3 days`. Up to 48 hours are hours."""
     longest = (unit for unit, size in _TIMES.items() if seconds >= size * (1 + (unit in ("days", "years"))))
     unit = next(longest, "ms")
     return f"{rounded(seconds / _TIMES[unit], digits)} {unit}"
 
 
 def energy(watt_hours: float) -> str:
-    """Watt hours in the largest unit of which there is at least one: `38 kWh`."""
+    """Watt hours in the largest unit in which they are at least one: `38 kWh`."""
     return _in_units(watt_hours, _ENERGIES)
 
 
 def mass(grams: float) -> str:
-    """Grams in the largest unit of which there is at least one: `1.2 t`."""
+    """Grams in the largest unit in which they are at least one: `1.2 t`."""
     return _in_units(grams, _MASSES)
 
 

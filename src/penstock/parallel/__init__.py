@@ -1,4 +1,4 @@
-"""Parallel: several processes train one model. `__init__.pyi` lists the names, which are imported on first use."""
+"""Training of one model by several processes. `__init__.pyi` lists the names, which are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that ranks agree on: sums, means, the slowest, and the largest that any of them reports."""
+"""Numbers that ranks agree on: sums, means, the slowest, and the largest that any rank reports."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from penstock.parallel.dims import LOSS, ParallelDims
 
 @torch.no_grad()
 def average(values: Tensor, dims: ParallelDims) -> Tensor:
-    """`values` averaged over the ranks that see other samples or tokens, in place; fp32 or wider, on the device."""
+    """Average `values` over the ranks with different samples or tokens, in place; fp32 or wider, on the device."""
     return add_up(values, dims).div_(dims.degree(*LOSS))  # gloo has no mean
 
 
 @torch.no_grad()
 def add_up(values: Tensor, dims: ParallelDims) -> Tensor:
-    """`values` summed over the ranks that see other samples or tokens, in place."""
+    """Sum `values` over the ranks with different samples or tokens, in place."""
     if dims.degree(*LOSS) > 1:
         distributed.all_reduce(values, group=dims.group(*LOSS))
     return values
 
 
 def slowest(value: float, dims: ParallelDims) -> float:
-    """The largest of all ranks' values, on all of them, which meet here. Alone: the value."""
+    """The largest of all ranks' values, on all of them, which wait for each other here; alone, the value itself."""
     if dims.alone:
         return value
     largest = torch.tensor(value, dtype=torch.float64)
@@ -34,10 +34,10 @@ def slowest(value: float, dims: ParallelDims) -> float:
 
 
 class Ballot:
-    """Each rank reports one number per turn; one turn later all ranks get the largest of them.
+    """Collects one number per turn from each rank; one turn later all ranks get the largest of them.
 
     The all-reduce runs during the following step and is read at the next turn, so a rank waits only if a peer is a
-    whole step behind. Everything is on the host; no device is waited for. All ranks must take the same turns.
+    whole step late. Everything is on the host; no device is waited for. All ranks must take the same turns.
     """
 
     def __init__(self, dims: ParallelDims) -> None:
@@ -45,7 +45,7 @@ class Ballot:
         self._pending: tuple[Any, Tensor] | None = None
 
     def turn(self, value: int) -> int:
-        """Cast this rank's value for this turn; returns the largest of the turn before (alone: of this turn)."""
+        """Submit this rank's value for this turn; returns the largest of the previous turn (alone: of this one)."""
         if self._dims.alone:
             return value
         before = self.result()
@@ -54,7 +54,7 @@ class Ballot:
         return before
 
     def result(self) -> int:
-        """The largest value of the last turn, waited for; 0 where there was none."""
+        """Wait for the largest value of the last turn; 0 if there was none."""
         if self._pending is None:
             return 0
         work, ballot = self._pending

@@ -1,7 +1,7 @@
-"""Context parallelism: each rank computes some of the tokens of every sample, and keys and values travel between them.
+"""Context parallelism: each rank computes some tokens of every sample, and ranks exchange keys and values.
 
-Ranks of one group get the same samples. `penstock.kernels.token_cut` says how tokens are cut, `context` beside it
-how attention is put together, and the model's family how its parts take a share of the tokens.
+Ranks of one group get the same samples. `penstock.kernels.token_cut` defines how tokens are split, `context` next to it
+how attention is combined, and the model's family how its parts work on a share of the tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.parallel.experts import Neighbours
 
 
 def split_tokens(model: nn.Module, plan: Plan, dims: ParallelDims) -> None:
-    """Let a model compute this rank's tokens alone, in place; its outputs stay what they are. Gradients of weights are
-    to be averaged over the ranks. Raises ConfigError for a model that does not know how.
+    """Make a model compute only this rank's tokens, in place; its outputs stay the same. Gradients of weights must be
+    averaged over the ranks. Raises ConfigError for a model that does not support this.
     """
     if plan.cp == 1:
         return

@@ -1,8 +1,8 @@
-"""Data parallelism: every rank sees other samples, and gradients are averaged over the ranks.
+"""Data parallelism: every rank has different samples, and gradients are averaged over the ranks.
 
 `replicate` keeps the whole model on each rank (Li et al., "PyTorch Distributed", VLDB 2020: gradients are all-reduced
-in buckets while the backward pass goes on). `penstock.parallel.fsdp` splits the weights among the ranks. With both the
-module stays the same object, with the same names in its state dict, and is called as before.
+in buckets during the backward pass). `penstock.parallel.fsdp` shards the weights over the ranks. With both the module
+stays the same object, with the same names in its state dict, and is called as before.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ BUCKET_MB = 25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """The work of a training step on a model whose gradients are averaged over ranks."""
+    """The tasks of a training step on a model whose gradients are averaged over ranks."""
 
     model: Any
     dims: ParallelDims
     buffers: Sequence[Tensor] = field(default_factory=list)
-    """Values that each rank computes from its own samples besides gradients: the running statistics of batch norms."""
+    """Values besides gradients that each rank computes from its own samples: the running statistics of batch norms."""
     late: Callable[[], Sequence[Tensor]] | None = None
-    """Gradients to average after the last backward pass, where the backward pass does not average them itself."""
+    """Gradients to average after the last backward pass, if the backward pass does not average them itself."""
     partial: Callable[[], Sequence[Tensor]] | None = None
-    """Gradients to add up over the ranks that split each layer, after the last backward pass."""
+    """Gradients to sum over the tensor-parallel ranks after the last backward pass."""
 
     def begin(self, micro_batch: int, count: int) -> None:
         """Micro-batch `micro_batch` (from 0) of `count` begins. Only the last one's backward pass reduces gradients;
-        those before it add up on the rank.
+        until then they accumulate on the rank.
         """
         if self.late is None:
             self.model.set_requires_gradient_sync(micro_batch == count - 1)
 
     def drop_copies(self) -> None:
-        """Free copies of weights, which may be out of date: before a forward pass outside of steps, and after it."""
+        """Free copies of weights, which may be outdated: call it before and after a forward pass outside of steps."""
 
     @torch.no_grad()
     def end(self) -> None:
-        """After the last backward pass: average what it has not averaged, so that all ranks keep the same model."""
+        """After the last backward pass, average what it has not averaged, so that all ranks keep the same model."""
         if self.partial is not None:
             add_up_all(self.partial(), self.dims.group("tp"))
         if self.late is not None:
@@ -55,9 +55,8 @@ class DataParallel:
         average_all(self.buffers, self.dims)
 
     def held_bytes(self) -> int:
-        """Bytes that stay allocated between steps besides weights and gradients: the buckets that the backward pass
-        copies gradients into.
-        """
+        """Bytes held between steps besides weights and gradients: the buckets into which the backward pass copies
+        gradients."""
         if self.late is not None:
             return 0
         return sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
@@ -69,33 +68,33 @@ def replicate(
 ) -> DataParallel:  # fmt: skip
     """Make `model` one of `dims.size` replicas, in place; all ranks get rank 0's weights and buffers.
 
-    Must follow everything that replaces parameters. Names stay as they are. The backward pass of the last micro-batch
-    averages gradients over the ranks. Where something else collects gradients in between, `late` returns them, and
-    `DataParallel.end` averages those instead.
+    Call it after everything that replaces parameters. Names stay the same. The backward pass of the last micro-batch
+    averages gradients over the ranks. If gradients are collected elsewhere, `late` returns those that
+    `DataParallel.end` averages instead.
     """
     if late is not None:
         broadcast(model, dims)
         return DataParallel(model=model, dims=dims, buffers=running_statistics(model), late=late)
     from torch.distributed._composable.replicate import replicate as torch_replicate
 
-    # Torch itself would send rank 0's buffers before every forward pass, evaluation too, where ranks may have
-    # different numbers of batches; `DataParallel.end` averages them instead.
-    # The option has a new name since torch 2.13, under which the old one warns.
+    # Torch itself would send rank 0's buffers before every forward pass, in evaluation too, where ranks may have
+    # different numbers of batches; `DataParallel.end` averages them instead. The option has a new name since torch
+    # 2.13, which warns about the old one.
     parameters = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     silent = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     for buffer in model.buffers():
         distributed.broadcast(buffer, src=0)
     options: dict[str, Any] = {silent: False, "bucket_cap_mb": BUCKET_MB}
     torch_replicate(model, device_id=device, **options)
-    # At once and not at the first forward pass, which on one rank may come in an evaluation that others sit out.
+    # Now and not at the first forward pass, which on one rank may be in an evaluation that other ranks skip.
     torch_replicate.state(model).lazy_init()
     return DataParallel(model=model, dims=dims, buffers=running_statistics(model))
 
 
 @torch.no_grad()
 def broadcast(model: nn.Module, dims: ParallelDims, names: tuple[str, ...] = LOSS) -> None:
-    """Give all ranks along some dimensions, those that see other samples or tokens, the parameters and buffers of the
-    first of them.
+    """Copy the parameters and buffers of the first rank along some dimensions (by default those with different samples
+    or tokens) to all ranks along them.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         distributed.broadcast(tensor.detach(), group=dims.group(*names), group_src=0)
@@ -103,8 +102,8 @@ def broadcast(model: nn.Module, dims: ParallelDims, names: tuple[str, ...] = LOS
 
 @torch.no_grad()
 def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
-    """Average tensors over the ranks that see other samples or tokens, in place. All of them give tensors of the same
-    shapes. Those of experts that are split are added up over the ranks that hold the same, and divided alike.
+    """Average tensors over the ranks with different samples or tokens, in place. All ranks pass tensors of the same
+    shapes. Those of split experts are summed over the ranks that hold the same experts, and divided by the same number.
     """
     ranks = dims.degree(*LOSS)
     experts = [tensor for tensor in tensors if is_of_split_experts(tensor)]
@@ -117,7 +116,7 @@ def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
 
 
 def is_of_split_experts(tensor: Tensor) -> bool:
-    """Whether a tensor is of experts that ranks split."""
+    """Whether a tensor belongs to experts that are split over ranks."""
     names = getattr(mesh_of(tensor), "mesh_dim_names", None)
     return names is not None and EXPERT in names
 
@@ -126,7 +125,7 @@ def is_of_split_experts(tensor: Tensor) -> bool:
 def add_up_all(
     tensors: Sequence[Tensor], group: distributed.ProcessGroup | None, *, divisor: int = 1
 ) -> None:
-    """Add up tensors over a group and divide them, in place, some megabytes at a time."""
+    """Sum tensors over a group and divide them, in place, some megabytes at a time."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in map(local, tensors):
         by_type.setdefault(tensor.dtype, []).append(tensor)
@@ -147,7 +146,7 @@ def add_up_all(
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Floating buffers that modules update while training."""
+    """Floating-point buffers that modules update during training."""
     return [
         buffer
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""The degrees of parallelism, this rank's place among them, and the ranks that it shares sums with.
+"""The degrees of parallelism, this rank's coordinates, and the groups of ranks over which it sums.
 
 Ranks are numbered row by row of a mesh with the dimensions
 
@@ -9,14 +9,14 @@ Ranks are numbered row by row of a mesh with the dimensions
     tp             parts of each layer
 
 so that the ranks that communicate most are neighbours, on one node if it is large enough. Experts are split over the
-ranks of a stage by a mesh of their own: `ep` neighbours hold every expert once, whatever they share of other weights.
+ranks of a stage by a separate mesh: `ep` neighbours hold every expert once, however they split other weights.
 
-| what | ranks that add it up |
+| quantity | ranks over which it is summed |
 |---|---|
-| a loss, gradients, counts of an evaluation | `LOSS`: they see other samples, or other tokens |
-| the norm of the gradients | those that hold other gradients: `dp_shard` and `tp` through DTensor, then `pp` |
-| gradients of experts | `REPLICAS_OF_EXPERTS`: they hold the same ones; each has added up its group's tokens |
-| samples | none: ranks with the same place in `DATA` see the same samples |
+| a loss, gradients, counts of an evaluation | `LOSS`: they have different samples, or different tokens |
+| the norm of the gradients | those with different gradients: `dp_shard` and `tp` through DTensor, then `pp` |
+| gradients of experts | `REPLICAS_OF_EXPERTS`: they hold the same ones; each has summed its group's tokens |
+| samples | none: ranks with the same coordinates in `DATA` have the same samples |
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Dimensions of the mesh, from the outermost to the innermost."""
 DATA = ("dp_replicate", "dp_shard")
-"""Ranks that see different samples."""
+"""Ranks with different samples."""
 SHARD = ("dp_shard", "cp")
 """Ranks that shard one copy of the model."""
 LOSS = (*DATA, "cp")
@@ -51,7 +51,7 @@ REPLICAS_OF_EXPERTS = ("expert_replicate", "expert_shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelDims:
-    """The degrees of one run, as one of its ranks sees them."""
+    """The degrees of one run, with the coordinates of one of its ranks."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -60,19 +60,19 @@ class ParallelDims:
     tp: int = 1
     ep: int = 1
     expert_shard: int = 1
-    """Ranks that shard the experts that they all hold."""
+    """Ranks that shard the experts that each of them holds."""
     rank: int = 0
     mesh: DeviceMesh | None = None
-    """Both data parallel dimensions, and the others whose degree is above 1; None where one process trains alone."""
+    """Both data parallel dimensions, and the others with a degree above 1; None if a single process trains."""
     expert_mesh: DeviceMesh | None = None
-    """The ranks of `mesh` with the dimensions pp, `REPLICAS_OF_EXPERTS` and `EXPERT`; None where ep is 1."""
+    """The ranks of `mesh` with the dimensions pp, `REPLICAS_OF_EXPERTS` and `EXPERT`; None if ep is 1."""
     groups: Mapping[tuple[str, ...], distributed.ProcessGroup] = field(default_factory=dict)
-    """Groups of several dimensions at once, where these are not all there are."""
+    """Groups over several dimensions, except over all."""
 
     @classmethod
     def of(cls, plan: Plan, *, rank: int = 0) -> ParallelDims:
-        """The degrees of a Plan, with no processes behind them yet."""
-        # Ranks that split a sample's tokens are among those of `plan.shard`.
+        """The degrees of a Plan, not yet connected to processes."""
+        # Ranks that split a sample's tokens count in `plan.shard`.
         shard = {"ddp": 1, "hsdp": plan.shard // plan.cp}.get(plan.sharding, plan.dp)
         sharing = 1 if plan.sharding == "ddp" else shard * plan.cp * plan.tp
         return cls(
@@ -82,28 +82,28 @@ class ParallelDims:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.degree(*DIMENSIONS)
 
     @property
     def alone(self) -> bool:
-        """Whether this process trains by itself."""
+        """Whether a single process trains."""
         return self.size == 1
 
     @property
     def main(self) -> bool:
-        """Whether this rank is the one that writes and displays."""
+        """Whether this is the rank that writes and displays."""
         return self.rank == 0
 
     @property
     def data_rank(self) -> int:
-        """Which share of the samples is this rank's, of `data_world`."""
+        """This rank's share of the samples, a number below `data_world`."""
         place = self.place()
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     @property
     def random_rank(self) -> int:
-        """Which stream of random numbers this rank draws: those that split each layer draw the same."""
+        """Number of this rank's stream of random numbers; ranks that split each layer share a stream."""
         return self.rank - self.place()["tp"]
 
     @property
@@ -112,20 +112,19 @@ class ParallelDims:
         return self.degree(*DATA)
 
     def degree(self, *names: str) -> int:
-        """The product of some dimensions' degrees."""
+        """Product of some dimensions' degrees."""
         return math.prod(int(getattr(self, name)) for name in names)
 
     def place(self) -> dict[str, int]:
-        """This rank's place in each dimension."""
+        """This rank's coordinates, by dimension."""
         place, number = {}, self.rank
         for name in reversed(DIMENSIONS):
             number, place[name] = divmod(number, self.degree(name))
         return place
 
     def group(self, *names: str) -> distributed.ProcessGroup | None:
-        """The ranks that differ from this one in these dimensions alone; there must be some. None means all ranks, as
-        in torch.
-        """
+        """The group of ranks that differ from this one only in these dimensions, which must have several; None for all
+        ranks."""
         wide = tuple(name for name in names if self.degree(name) > 1)
         if self.degree(*wide) == self.size:
             return None
@@ -135,15 +134,15 @@ class ParallelDims:
         return self.mesh.get_group(wide[0])
 
     def shard_mesh(self) -> DeviceMesh:
-        """The ranks that shard one copy of the model: those of `dp_shard`, and of `cp` with them."""
+        """The ranks that shard one copy of the model: along `dp_shard`, and along `cp` if that is used."""
         assert self.mesh is not None
         if self.cp == 1:
             return self.mesh["dp_shard"]
-        # Kept by the mesh under its name, so that asking again makes no other groups.
+        # The mesh stores it under its name, so later calls make no further groups.
         return self.mesh[SHARD]._flatten("shard")
 
     def replicas_mesh(self) -> DeviceMesh:
-        """Two dimensions: whole copies of the model, and the ranks that shard each of them."""
+        """A mesh of two dimensions: whole copies of the model, and the ranks that shard each."""
         assert self.mesh is not None
         if self.cp == 1:
             return self.mesh[DATA]
@@ -152,14 +151,14 @@ class ParallelDims:
         return DeviceMesh._concatenate([self.mesh["dp_replicate"], self.shard_mesh()])
 
     def expert_replicas_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same experts, in the form that `fully_shard` takes."""
+        """The ranks that hold the same experts, as a mesh for `fully_shard`."""
         assert self.expert_mesh is not None
         copies = self.size // (self.pp * self.ep * self.expert_shard)
         return self.expert_mesh[REPLICAS_OF_EXPERTS if copies > 1 else REPLICAS_OF_EXPERTS[1]]
 
     def connect(self, device: torch.device) -> ParallelDims:
         """A copy with mesh and groups, made from the existing process group. All ranks must call this. The same degrees
-        get the same groups again: each has threads of its own, and torch frees none.
+        reuse the same groups: each group has its own threads, and torch frees none.
         """
         if self.alone:
             return self
@@ -175,7 +174,7 @@ class ParallelDims:
     ) -> tuple[DeviceMesh, dict[tuple[str, ...], distributed.ProcessGroup], DeviceMesh | None]:
         from torch.distributed.device_mesh import init_device_mesh
 
-        # A dimension costs a process group even where its degree is 1; sharding asks for these two by name.
+        # A dimension costs a process group even if its degree is 1; sharding refers to these two by name.
         names = tuple(name for name in DIMENSIONS if name in DATA or self.degree(name) > 1)
         shape = tuple(self.degree(name) for name in names)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
@@ -192,7 +191,7 @@ class ParallelDims:
         return mesh, groups, experts
 
     def _ranks_by(self, names: tuple[str, ...]) -> list[list[int]]:
-        """All ranks, in the sets that differ in these dimensions alone."""
+        """All ranks, grouped into sets that differ only in these dimensions."""
         sets: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
             place = replace(self, rank=rank).place()
@@ -201,17 +200,17 @@ class ParallelDims:
 
 
 _CONNECTED: dict[tuple[Any, ...], tuple[Any, Any, Any, Any]] = {}
-"""By device and degrees: the process group of all ranks, the mesh out of it, its groups of several dimensions, and the
-mesh of experts."""
+"""By device and degrees: the process group of all ranks, the mesh made from it, its groups over several dimensions, the
+experts' mesh."""
 
 ALONE = ParallelDims()
-"""A process that trains by itself."""
+"""The dims of a process that trains alone."""
 
 
 def require_size(plan: Plan, size: int) -> None:
-    """Raise `ConfigError` unless the Plan needs `size` processes; it names Plans that these could run.
+    """Raise `ConfigError` unless the Plan needs `size` processes, naming Plans for that number.
 
-    A Plan that cannot be run at all is refused for that reason: no number of processes would help.
+    A Plan that cannot run at all is refused for that reason: no number of processes would help.
     """
     require(plan, run=True)
     if plan.gpus == size:
@@ -228,7 +227,7 @@ def require_size(plan: Plan, size: int) -> None:
 
 
 def _degrees(plan: Plan) -> str:
-    """The degrees that take processes."""
+    """The degrees that need several processes, in words."""
     degrees = [f"plan.{name}={value}" for name in ("pp", "cp", "tp") if (value := getattr(plan, name)) > 1]
     return " × ".join([*degrees, f"plan.dp={plan.dp}"] if plan.dp > 1 or not degrees else degrees)
 
@@ -246,11 +245,11 @@ def _remedy(plan: Plan, size: int) -> str:
 
 
 def fit_to_ranks(plan: Plan, size: int) -> Plan:
-    """The Plan for another number of ranks that keeps the global batch, so that a run can go on with as many as are
-    left: with more or fewer replicas, each of which takes as many ranks as before. Micro-batches stay as large as they
-    are where that divides, else shrink to what does.
+    """The Plan for another number of ranks with the same global batch, so that a run can continue with the remaining
+    ranks: it has more or fewer replicas of as many ranks each as before. Micro-batches keep their size if that divides
+    the batch, else they shrink to a size that does.
 
-    Raises `ConfigError` with the numbers of ranks that do divide the batch, if `size` does not.
+    Raises `ConfigError` with the numbers of ranks that divide the batch, if `size` does not.
     """
     batch, each_replica = plan.global_batch, plan.gpus // plan.dp
     fits = valid_sizes(plan, up_to=max(size, plan.gpus))

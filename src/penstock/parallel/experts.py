@@ -45,19 +45,19 @@ from penstock.shards import EXPERT
 
 
 class Visits:
-    """Experts are whole, and tokens travel to the rank that holds them. See `Exchange`."""
+    """Sends tokens to the ranks that hold the experts they visit; experts are whole. See `Exchange`."""
 
     line: Line | None = None
-    """The ranks that have the same samples, and whether their tokens are split already."""
+    """The ranks with the same samples, and whether these ranks already split the tokens."""
     splits_tokens = False
     _flat: Line | None = None
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.group = group
-        """The ranks that hold all experts together."""
+        """The ranks that together hold all experts."""
 
     def split_over(self, line: Line) -> None:
-        """Let each rank of `line` route a part of the tokens that all of them have."""
+        """Make each rank of `line` route a part of the tokens that they all have."""
         self.line, self.splits_tokens, self._flat = line, True, line.sibling()
         self._flat.dim = 0
 
@@ -72,7 +72,7 @@ class Visits:
         if line.sequence:
             shape[line.dim] = line.tokens
         if shares is None:
-            # Rows of zeros that make parts equally long must not count.
+            # Rows of zeros that pad parts to equal lengths must not count.
             shares = _even(x, shape)
         if line.sequence:
             parts = [
@@ -95,7 +95,7 @@ class Visits:
         rows = _Departed.apply(rows, way)  # type: ignore[no-untyped-call]
         meanwhile()
         rows = _Arrived.apply(rows, way)  # type: ignore[no-untyped-call]
-        # They came sorted by rank and expert; products want them sorted by expert.
+        # They arrive sorted by rank and expert; products need them sorted by expert.
         kinds = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
         here, order = kinds.repeat_interleave(counts.flatten(), output_size=sum(came)).sort(stable=True)
         made = compute(spread(rows, order, 1), here, counts.sum(0))
@@ -103,14 +103,14 @@ class Visits:
         return _Arrived.apply(_Departed.apply(put_rows(made, order, len(order)), back), back)  # type: ignore[no-any-return, no-untyped-call]
 
     def _counts(self, loads: Tensor) -> Tensor:
-        """How many visits come from each rank to each expert here, (ranks, E / ranks)."""
+        """Number of visits from each rank to each expert held here, (ranks, E / ranks)."""
         counts = torch.empty_like(loads)
         distributed.all_to_all_single(counts, loads, group=self.group)
         return counts.view(distributed.get_world_size(self.group), -1)
 
 
 class Slices:
-    """Each rank has a part of the hidden features of every expert, and all tokens. See `Exchange`."""
+    """Splits the hidden features of every expert over ranks, each of which has all tokens. See `Exchange`."""
 
     splits_tokens = False
 
@@ -123,7 +123,7 @@ class Slices:
     def enter(self, x: Tensor, shares: Tensor | None, *facts: Tensor | None) -> tuple[Tensor, Facts]:
         x = gather(x, self.line) if self.line.sequence else copy(x, self.line)
         self._shape = x.shape
-        # All ranks see the whole gradient of the balance losses, and what they send back is added up.
+        # All ranks compute the whole gradient of the balance losses, and their results are summed.
         shares = (_even(x, x.shape[:2]) if shares is None else shares) / self.line.count
         return x.flatten(0, 1), [_flat(shares), *map(_flat, facts)]
 
@@ -138,12 +138,12 @@ class Slices:
 
 
 class Neighbours:
-    """Ranks that have other tokens of the same samples, with which the experts' room is shared. See
+    """Ranks with other tokens of the same samples, which share the experts' capacity. See
     `MixtureOfExperts.neighbours`."""
 
     def __init__(self, line: Line | None = None, group: distributed.ProcessGroup | None = None) -> None:
         self.line, self.group = line, group
-        """The ranks that split one rank's tokens evenly, and those that split samples."""
+        """The ranks that split one rank's tokens evenly, and the ranks that split samples."""
 
     def __deepcopy__(self, memo: Any) -> Neighbours:
         return self
@@ -153,7 +153,7 @@ class Neighbours:
             numbers = all_gather(numbers, self.line, 0)
         if self.group is None:
             return numbers
-        # Without padding, each of these ranks has as many as are real.
+        # Without padding, these ranks may have different numbers of tokens.
         own_count = torch.tensor([len(numbers)], device=numbers.device)
         counts = [torch.empty_like(own_count) for _ in range(distributed.get_world_size(self.group))]
         distributed.all_gather(counts, own_count, group=self.group)
@@ -169,19 +169,19 @@ def _flat(value: Tensor | None) -> Tensor | None:
 
 
 def _even(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Alike shares of the tokens of `shape`."""
+    """Equal weights for the tokens of `shape`."""
     return x.new_full(shape, 1.0 / max(1, math.prod(shape)), dtype=torch.float64)
 
 
 class _Way:
-    """Rows on their way between the ranks of a group: `came` and `sent` are how many from and to each."""
+    """An exchange of rows between the ranks of a group: `came` and `sent` are the numbers from and to each rank."""
 
     def __init__(self, came: list[int], sent: list[int], group: distributed.ProcessGroup) -> None:
         self.came, self.sent, self.group = came, sent, group
         self._arriving: Any = None
 
     def depart(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Begin to send rows, or with `back` as many as came: the tensor that `arrive` returns."""
+        """Begin to send rows, with `back` in the reverse direction; returns the tensor that `arrive` completes."""
         came, sent = (self.sent, self.came) if back else (self.came, self.sent)
         rows, arrived = rows.contiguous(), rows.new_empty(sum(came), rows.shape[1])
         work = distributed.all_to_all_single(arrived, rows, came, sent, group=self.group, async_op=True)
@@ -189,7 +189,7 @@ class _Way:
         return arrived
 
     def arrive(self) -> Tensor:
-        """The others' rows; on a GPU its stream waits for them, and the host goes on."""
+        """Wait for the rows of other ranks; on a GPU only the stream waits, not the host."""
         work, arrived, _ = self._arriving
         work.wait()
         self._arriving = None
@@ -197,8 +197,8 @@ class _Way:
 
 
 class _Departed(torch.autograd.Function):
-    """Rows that begin to travel; the backward pass waits for their gradients. What is computed between this and
-    `_Arrived` hides the exchange in both passes, because autograd goes backwards through what was computed."""
+    """Begins to send rows; the backward pass waits for their gradients. Work between this and `_Arrived` overlaps with
+    the exchange in both passes, because autograd runs it in reverse order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, way: _Way) -> Tensor:
@@ -220,13 +220,13 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.way.depart(grad, back=True)
-        return grad, None  # of the shape that autograd wants, and not read
+        return grad, None  # autograd needs its shape; its values are not read
 
 
 def split_experts(model: nn.Module, dims: ParallelDims) -> None:
     """Split the experts of every mixture of `model` over the ranks of `dims`, in place: same object, same names.
 
-    All ranks have the same weights before. They become DTensors on the mesh dimension `ep`.
+    All ranks must have the same weights before. They become DTensors on the mesh dimension `ep`.
     """
     assert dims.expert_mesh is not None
     mesh = dims.expert_mesh[EXPERT]
@@ -241,7 +241,7 @@ def split_experts(model: nn.Module, dims: ParallelDims) -> None:
 
 
 def split_linears(model: nn.Module) -> Iterator[ExpertLinear]:
-    """The linears of experts that are split over ranks, each expert as a whole."""
+    """The linears of experts that are split over ranks as whole experts."""
     for mixture in mixtures_of(model):
         if isinstance(mixture.exchange, Visits):
             yield from mixture.linears

@@ -1,16 +1,15 @@
 """Sharding of weights, gradients and optimizer states over ranks (Rajbhandari et al., "ZeRO", SC 2020; Zhao et al.,
 "PyTorch FSDP", VLDB 2023), through torch's `fully_shard`.
 
-A unit is gathered as a whole. The model's Anatomy says what the units are: each block is one, gathered while the block
-before it computes, and the root is one with everything outside the blocks. Experts that are split are units of their
-own, over the ranks that hold the same. `plan.sharding` says what happens to a unit:
+A unit is gathered as a whole. The model's Anatomy defines the units: each block is one, gathered while the previous one
+computes, and the root is one with everything outside the blocks. Split experts are separate units, over the ranks that
+hold the same experts. `plan.sharding` determines what happens to a unit:
 
-| sharding | weights after a forward pass | gradients of a micro-batch that is not the last |
-|---|---|---|
-| zero1 | stay whole until the step's last backward pass | stay whole on each rank, and add up there |
-| zero2 | stay whole until the step's last backward pass | are reduced, so that each rank keeps its share |
-| fsdp | are freed, and gathered again for the backward pass | are reduced |
-| hsdp | as fsdp, within a group | are reduced within the group; the last micro-batch adds up the groups' shares |
+| sharding | weights after a forward pass | gradients of a micro-batch that is not the last | |---|---|---| | zero1 |
+stay whole until the step's last backward pass | stay whole on each rank, and accumulate there | | zero2 | stay whole
+until the step's last backward pass | are reduced, so that each rank keeps its share | | fsdp | are freed, and gathered
+again for the backward pass | are reduced | | hsdp | as fsdp, within a group | are reduced within the group; the last
+micro-batch sums the groups' shares |
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from penstock.shards import whole_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded(DataParallel):
-    """The work of a training step on a model whose weights are sharded."""
+    """The tasks of a training step on a model whose weights are sharded."""
 
     plan: Plan
     units: Sequence[Any] = field(default_factory=list)
-    """Every module that is gathered by itself, the root last."""
+    """Every module that is gathered separately; the root is last."""
 
     def begin(self, micro_batch: int, count: int) -> None:
-        """See `DataParallel`. The table above says what waits for the last micro-batch."""
+        """See `DataParallel`. The table above shows what is deferred to the last micro-batch."""
         last = micro_batch == count - 1
         if micro_batch == 0:
             self.drop_copies()
@@ -65,19 +64,19 @@ class Sharded(DataParallel):
 
     @torch.no_grad()
     def end(self) -> None:
-        """See `DataParallel`. Gradients of split experts are those of a group's tokens, averaged over the groups."""
+        """See `DataParallel`. Gradients of split experts are sums over a group's tokens, averaged over the groups."""
         for parameter in (p for linear in split_linears(self.model) for p in linear.parameters()):
             if parameter.grad is not None:
                 local(parameter.grad).mul_(self.dims.tp / self.dims.ep)
         DataParallel.end(self)
 
     def drop_copies(self) -> None:
-        """Free the whole weights that a forward pass without a backward pass leaves, as an evaluation does."""
+        """Free the whole weights that remain after a forward pass without a backward pass, as in an evaluation."""
         for unit in self.units:
             unit.reshard()
 
     def held_bytes(self) -> int:
-        """None: what is gathered is freed within the step."""
+        """0: gathered weights are freed within the step."""
         return 0
 
 
@@ -87,11 +86,11 @@ def shard(
 ) -> Sharded:  # fmt: skip
     """Shard `model` over the ranks as `plan.sharding` says, in place: same object, same names, same call.
 
-    Parameters become DTensors of the type they have, of which each rank holds its rows. Those on the meta device get
-    memory for this rank's rows alone, with the values of `shares` by name. A model that has its weights gets those of
-    rank 0 everywhere first. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices, and all
-    but norms with O2, are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32. `optimizers`
-    over the model's parameters, with or without state, go on over the shards.
+    Parameters become DTensors with the same type, of which each rank holds its rows. Parameters on the meta device get
+    memory for this rank's rows only, with the values in `shares` by name. Other models first get rank 0's weights on
+    all ranks. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices, and everything except
+    norms with O2, are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32. `optimizers` over
+    the model's parameters, with or without state, continue with the shards.
 
     Raises:
         ConfigError: the model's blocks cannot be found, or a parameter cannot be sharded.
@@ -106,7 +105,7 @@ def shard(
             f"The parameter {scalars[0]} of {type(model).__name__} is a single number without dimensions, which "
             "cannot be sharded by rows; give it the shape (1,), or use plan.sharding=ddp."
         )
-    if shares is None and dims.tp == dims.ep == 1:  # else that was done before layers were split
+    if shares is None and dims.tp == dims.ep == 1:  # else this was done before layers were split
         broadcast(model, dims)
     before = dict(model.named_parameters())
     options = _options(plan, dims, device)
@@ -144,8 +143,8 @@ def shard(
 def shard_frozen(
     model: nn.Module, plan: Plan, dims: ParallelDims, device: torch.device, shares: Mapping[str, Tensor]
 ) -> Callable[[], None]:
-    """Shard a model that does not learn, in place, as `shard` does one that does. Weights of a block are whole during
-    its forward pass, those outside the blocks until the function that is returned is called.
+    """Shard a model that is not trained, in place, as `shard` does. Weights of a block are whole during its forward
+    pass, weights outside the blocks until the returned function is called.
 
     Raises ConfigError as `shard` does.
     """
@@ -184,7 +183,7 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
 
 
 def _even_placement(ranks: int, parameter: nn.Parameter) -> Any:
-    """Shard whole experts, or where these are too few the outputs of each, if that is even."""
+    """Shard whole experts or, if there are too few, the outputs of each, if that is even."""
     from torch.distributed.tensor import Shard
 
     experts, outputs = local(parameter.detach()).shape[:2]
@@ -196,9 +195,8 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
-    """Gather one block ahead in both directions: torch learns the backward pass's order from the forward pass, and here
-    it is known.
-    """
+    """Gather one block ahead in both directions: torch would learn the backward order from the forward pass; here it is
+    known."""
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([block])
@@ -210,7 +208,7 @@ def _prefetch(model: nn.Module, blocks: Sequence[Any]) -> None:
 def _materialise(
     model: nn.Module, units: Sequence[Any], device: torch.device, shares: Mapping[str, Tensor]
 ) -> None:
-    """Give parameters without memory this rank's rows. They become their storage, so nothing is held twice."""
+    """Allocate this rank's rows for parameters without memory. Rows become their storage, so nothing is held twice."""
     missing = {id(parameter): name for name, parameter in model.named_parameters() if parameter.is_meta}
     if not missing:
         return
@@ -239,8 +237,8 @@ def _materialise(
 
 
 def _follow_moves(units: Sequence[Any]) -> None:
-    """Update torch's record of a shard's memory after an optimizer has moved it into its own flat buffer: torch gathers
-    from an address that it keeps beside the parameter.
+    """Update torch's record of a shard's memory after an optimizer has moved the shard into its own flat buffer: torch
+    gathers from an address that it stores beside the parameter.
     """
     for entry in entries_of(units):
         setattr(entry.sharded_param, MOVED, functools.partial(_set_memory, weakref.ref(entry)))
@@ -253,8 +251,8 @@ def _set_memory(entry: weakref.ref[Any], slot: Tensor) -> None:
 
 
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
-    """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; the others get
-    an empty dict. One tensor is gathered at a time; stages of a pipeline give theirs one after the other.
+    """The model's state dict with every tensor whole, on the host of rank 0. All ranks must call this; other ranks get
+    an empty dict. One tensor is gathered at a time; stages of a pipeline send theirs one after the other.
     """
     state: dict[str, Tensor] = {}
     first = all(at == 0 for name, at in dims.place().items() if name != "pp")
@@ -266,7 +264,7 @@ def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
 
 
 def _collect_stages(state: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
-    """The tensors that the first rank of each stage holds, on rank 0; those that several hold, once."""
+    """The tensors that the first rank of each stage holds, on rank 0; those held by several, once."""
     if dims.pp == 1 or not first:
         return state
     group, place = dims.group("pp"), dims.place()["pp"]
@@ -288,10 +286,10 @@ def _collect_stages(state: dict[str, Tensor], dims: ParallelDims, *, first: bool
 
 @torch.no_grad()
 def _rebind(optimizer: Optimizer, before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Put the parameters of `model` in the places that those of `before` have in `optimizer`, name by name.
+    """Replace the parameters of `before` by those of `model` in `optimizer`, name by name.
 
-    Groups keep their order and settings, and what the optimizer remembers of a weight follows it, sharded as the
-    weight is. Raises ConfigError for a parameter that is not the model's.
+    Groups keep their order and settings. The optimizer's state of a weight is kept, sharded like the weight. Raises
+    ConfigError for a parameter that is not the model's.
     """
     names = {id(parameter): name for name, parameter in before.items()}
     after = dict(model.named_parameters())

@@ -1,8 +1,8 @@
-"""The type in which each sharded parameter is gathered, where those of one unit differ.
+"""Sets the type in which each sharded parameter is gathered, if types differ within a unit.
 
 torch's `fully_shard` has one type per unit. Under mixed precision the matrices of a block should be gathered in half
 precision, which halves what is sent and held, and its norms in fp32. Autocast would cast the matrices anyway, but only
-after they were gathered in fp32, and it keeps each copy until the backward pass: the whole model in half precision, on
+after they were gathered in fp32, and it keeps each copy until the backward pass: the whole half-precision model, on
 every rank.
 """
 
@@ -32,7 +32,7 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Co
 
 
 def groups_of(units: Sequence[Any]) -> Iterator[Any]:
-    """The groups of parameters that torch gathers and reduces at once, one for each unit with parameters of its own."""
+    """The groups of parameters that torch gathers and reduces together, one for each unit with its own parameters."""
     from torch.distributed.fsdp import fully_shard
 
     for unit in units:
@@ -42,31 +42,31 @@ def groups_of(units: Sequence[Any]) -> Iterator[Any]:
 
 
 def entries_of(units: Sequence[Any]) -> Iterator[Any]:
-    """The record that torch keeps beside each sharded parameter."""
+    """The records that torch keeps for each sharded parameter."""
     for group in groups_of(units):
         yield from group.fsdp_params
 
 
 def mixed_policy(plan: Plan) -> Any:
-    """How units are gathered and reduced: with O1 and O2 they are gathered in half precision, except for what
-    `gather_mixed` says, and gradients are reduced in fp32.
+    """The policy for units: with O1 and O2 they are gathered in half precision, except as set by `gather_mixed`, and
+    gradients are reduced in fp32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     numerics = numerics_of(plan)
     half = half_type(numerics) if numerics.by_lists else None
-    # The forward pass runs under autocast, which casts what needs it: inputs of norms, say, do not.
+    # The forward pass runs under autocast, which casts where needed; inputs of norms, for example, are not cast.
     return MixedPrecisionPolicy(
         param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
     )
 
 
 def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
-    """Let each parameter of freshly sharded `units` be gathered in the type that the level computes with.
+    """Gather each parameter of freshly sharded `units` in the type that the level computes with.
 
-    O1: what only matrix products read, which autocast would cast, in half precision; everything else in fp32. O2: norms
-    in fp32, everything else in half precision. Values are the same to the bit as if all were gathered in fp32 and cast
-    later, except that weights in fp8 or int8 are rounded to bf16 first.
+    O1: parameters read only by matrix products, which autocast would cast, in half precision; all others in fp32. O2:
+    norms in fp32, all others in half precision. Values are bit-identical to gathering all in fp32 and casting later,
+    except that weights in fp8 or int8 are rounded to bf16 first.
     """
     numerics = numerics_of(plan)
     if not numerics.by_lists:
@@ -74,7 +74,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
     anatomy = anatomy_of(model)
     roles = () if anatomy.unknown else anatomy.parts(Linear)
     modules = dict(model.named_modules())
-    # Linears of experts are parameters, and no modules.
+    # Linears of experts are parameters, not modules.
     linears = {modules[linear.name] for linear in roles if linear.name in modules}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in modules.values():
@@ -87,7 +87,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
         if module in wide:
             return False
         if numerics.residual == "fp32":
-            # Where operations have other lists, products may be computed in fp32 too.
+            # If operations have other lists, products may also be computed in fp32.
             return not relisted(own) and _multiplied(module, name, module in linears)
         return own.norms != "fp32" or not is_norm(module)
 
@@ -95,7 +95,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
         kinds = set()
         for entry in group.fsdp_params:
             holders = owners[id(entry.sharded_param)]
-            # Numbers of weights in few bits, which older versions of torch would cast too, have no gradients.
+            # Integer weights in few bits, which older versions of torch would cast too, have no gradients.
             whole = not entry.sharded_param.is_floating_point()
             half = not whole and all(in_half(module, name) for module, name in holders)
             kinds |= set() if whole else {half}
@@ -106,25 +106,25 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
 
 
 def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
-    """Whether half precision is all that is taken of this parameter, by autocast or 8 bits, and for one use only.
+    """Whether this parameter is only used in half precision, by autocast or 8-bit products, and only once.
 
     `linear`: the model's anatomy calls the module a linear.
     """
     if isinstance(module, RoundedLinear):
-        # Rounded from bf16, which is fp32's eight leading bits where fp8 has four and int8 seven, at half the traffic.
-        # With learned clips they are rounded as they will be deployed, from fp32.
+        # Rounded from bf16, fp32's eight leading bits, because fp8 has four and int8 seven, at half the traffic. With
+        # learned clips they are rounded from fp32, as they will be when deployed.
         return not PRODUCTS[module.products].clips
     if isinstance(module, nn.MultiheadAttention):
         return name.endswith(("proj_weight", "in_proj_bias"))
     roles_known = [base for base in _PRODUCTS if isinstance(module, base)]
     if not roles_known:
         return linear and next(module.children(), None) is None
-    # A class with a forward of its own may do more with its weight, such as standardise it.
+    # A class with its own forward may use its weight otherwise, for example standardise it.
     return any(class_under(module, OfRanks).forward is base.forward for base in roles_known)
 
 
 def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
-    """Replaces torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered in the type that is stored."""
+    """Replaces torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered in the stored type."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     alive = entry()
@@ -134,8 +134,8 @@ def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _reduced_alike(group: weakref.ref[Any], *unused: Any) -> None:
-    """Replaces torch's `FSDPParamGroup.post_backward`, which needs all gradients of a unit in one type: those of half
-    weights become fp32 first, as they would for their reduction anyway.
+    """Replaces torch's `FSDPParamGroup.post_backward`, which needs all gradients of a unit in one type: gradients of
+    half weights are first cast to fp32, as they would be for their reduction anyway.
     """
     alive = group()
     if alive is None:

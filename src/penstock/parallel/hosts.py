@@ -2,14 +2,14 @@
 
 Neighbours form a group of `ep` ranks. Each hosts some experts, and an expert may have several replicas. A training step
 visits every mixture on all ranks at the same time. Ranks that generate have other texts, of other lengths, or none. So
-exchanges go in rounds, in which all ranks of a group take part:
+exchanges are made in rounds, in which all ranks of a group take part:
 
-1. Every rank reports the mixture that it stands at, and how many of its tokens visit each expert.
-2. The round is for the first mixture that anyone stands at. Ranks further on send nothing, and come again.
+1. Every rank reports the mixture that it has reached, and how many of its tokens visit each expert.
+2. The round is for the first mixture that any rank has reached. Ranks further on send nothing, and report again.
 3. Tokens travel to hosts of their experts, and results back.
 
-A rank that has made its own texts reports so, and hosts its experts until all ranks have. A rank that lags behind so
-catches up with the others, and from then on their tokens share a round: as many exchanges as in a training step.
+A rank that has finished its own texts reports that, and hosts its experts until all ranks have finished. A rank that
+lags thus catches up with the others, and from then on their tokens share a round: as many exchanges as in training.
 
 Note: what a placement changes. The tokens that visit an expert have one order, by rank and then by place, and are
 multiplied `ROWS` at a time. A replica gets whole products. So every product has the same factors wherever it is
@@ -38,20 +38,20 @@ ROWS = 128
 """Most rows of one product: few enough that replicas can share an expert's visits. On a CPU 512 rows in four products
 took 1.13 to 1.16 times as long as in one, in eight up to 1.32 times."""
 _DONE = 1 << 40
-"""Reported by a rank that has no tokens left, in place of the number of a mixture."""
+"""Reported instead of a mixture's number by a rank without remaining tokens."""
 _OWN = "penstock_rounds"
 """Attribute of a model whose experts are hosted."""
 
 Slots = tuple[tuple[int, ...], ...]
-"""The experts that each rank of a group hosts, slot by slot."""
+"""The experts that each rank of a group hosts, by slot."""
 
 
 class Expert:
-    """One expert's weights, one after the other in one piece of memory."""
+    """One expert's weights, flattened into one piece of memory."""
 
     def __init__(self, flat: Tensor, shapes: Sequence[torch.Size]) -> None:
-        """`flat` (n,) holds weights of these shapes: of up (R, D) and down (D, H), and their biases, if there are any.
-        An empty shape stands for a bias that is not there."""
+        """`flat` (n,) holds weights of these shapes: up (R, D) and down (D, H), each followed by its bias. A missing
+        bias has an empty shape."""
         self.flat = flat
         ends = [0, *np.cumsum([math.prod(shape) if shape else 0 for shape in shapes]).tolist()]
         self.parts = [
@@ -60,7 +60,7 @@ class Expert:
         ]
 
     def __call__(self, x: Tensor, mixture: MixtureOfExperts) -> Tensor:
-        """x (n, D) to the same."""
+        """Compute the expert: x (n, D) to (n, D)."""
         up, up_bias, down, down_bias = self.parts
         assert up is not None
         assert down is not None
@@ -76,14 +76,14 @@ class Rounds:
         self.group = group
         self.index, self.count = distributed.get_rank(group), distributed.get_world_size(group)
         self.hosts: list[Hosts] = []
-        """One for each mixture, in the order in which a pass visits them."""
+        """The hosts of each mixture, in the order in which a pass visits them."""
         self.state = 0
-        """A number that other ranks get to know with the next round."""
+        """A number that is sent to the other ranks in the next round."""
         self.states = np.zeros(self.count, np.int64)
-        """The numbers of all ranks, as of the last round: the same on all."""
+        """The numbers of all ranks in the last round: the same on all."""
 
     def visit(self, rows: Tensor, loads: Tensor, hosts: Hosts) -> Tensor:
-        """The results of rows (V, D), sorted by expert, of which `loads` (E,) visit each."""
+        """Results of rows (V, D), sorted by expert, of which `loads` (E,) visit each."""
         while True:
             made = self._round(hosts.number, rows, loads)
             if made is not None:
@@ -96,8 +96,8 @@ class Rounds:
             pass
 
     def _round(self, number: int, rows: Tensor, loads: Tensor) -> Tensor | None:
-        """The results of this rank's rows, if the round was for the mixture that it stands at: of none, if all ranks
-        are done."""
+        """One round: the results of this rank's rows, or None if the round was for another mixture; if all ranks are
+        done, the rows themselves."""
         # Mixtures may differ in their number of experts.
         most = max(len(one.visits) for one in self.hosts)
         report = torch.zeros(2 + most, dtype=torch.int64, device=self.hosts[0].no_rows.device)
@@ -105,7 +105,7 @@ class Rounds:
         report[2 : 2 + len(loads)] = loads
         reports = [torch.empty_like(report) for _ in range(self.count)]
         distributed.all_gather(reports, report, group=self.group)
-        table = torch.stack(reports).cpu().numpy()  # on a GPU this waits
+        table = torch.stack(reports).cpu().numpy()  # on a GPU the host waits here
         first, self.states = int(table[:, 0].min()), table[:, 1]
         if first == _DONE:
             return rows
@@ -118,10 +118,10 @@ class Rounds:
 
 
 class Hosts(Visits):
-    """One mixture's experts on the ranks that host them. See `penstock.models.experts.Exchange`."""
+    """One mixture's experts, on the ranks that host them. See `penstock.models.experts.Exchange`."""
 
     def __init__(self, mixture: MixtureOfExperts, rounds: Rounds, slots: Slots, device: torch.device) -> None:
-        """Takes this rank's experts out of a mixture that holds all; the others' memory is freed."""
+        """Take this rank's experts from a mixture that holds all; the memory of the others is freed."""
         super().__init__(rounds.group)
         self.rounds, self.number = rounds, len(rounds.hosts)
         rounds.hosts.append(self)
@@ -130,7 +130,7 @@ class Hosts(Visits):
         self.shapes = [torch.Size(()) if each is None else each.shape[1:] for each in weights]
         self.no_rows = mixture.up.weight.new_empty(0, mixture.up.in_features, device=device)
         self.visits = np.zeros(mixture.experts, np.int64)
-        """(E,), visits of all ranks' tokens so far; those of padding between prompts count too."""
+        """(E,), number of visits by all ranks' tokens so far, including padding between prompts."""
         self.experts = {
             expert: Expert(
                 torch.cat([each.detach()[expert].flatten() for each in weights if each is not None]).to(
@@ -148,7 +148,7 @@ class Hosts(Visits):
                 setattr(linear, name, nn.Parameter(each.new_empty(0, *each.shape[1:]), requires_grad=False))
 
     def place(self, slots: Slots) -> None:
-        """Route by this placement from now on. This rank must hold its experts; others that it holds are let go of."""
+        """Route by this placement from now on. This rank must already hold its experts; it frees all others."""
         self.slots = slots
         self.experts = {expert: self.experts[expert] for expert in slots[self.rounds.index]}
         holders: list[list[int]] = [[] for _ in self.visits]
@@ -164,8 +164,8 @@ class Hosts(Visits):
         return self.rounds.visit(rows, loads, self)
 
     def hosting(self, counts: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """The host of each product, and the number of the first product of each expert, (E + 1,). The visits of rank r
-        to expert e are `counts`[r, e]. Products of an expert with several hosts go to the one with the fewest rows."""
+        """The host of each product, and the number of the first product of each expert, (E + 1,). `counts`[r, e] is the
+        number of visits of rank r to expert e. Products of an expert with several hosts go where rows are fewest."""
         totals = counts.sum(0)
         products = -(-totals // ROWS)
         first = np.concatenate([[0], products.cumsum()])
@@ -183,11 +183,11 @@ class Hosts(Visits):
         return host, first
 
     def exchanged(self, rows: Tensor, counts: np.ndarray[Any, Any]) -> Tensor:
-        """The results of this rank's rows (V, D), sorted by expert, in a round with `counts` (ranks, E)."""
+        """Results of this rank's rows (V, D), sorted by expert, in a round with `counts` (ranks, E)."""
         here, ranks = self.rounds.index, self.rounds.count
         host, first = self.hosting(counts)
         totals = counts.sum(0)
-        # All rows of the round, by expert, then by the rank that has them.
+        # All rows of the round, by expert, then by the rank that owns them.
         expert = np.arange(len(totals)).repeat(totals)
         rank = np.tile(np.arange(ranks), len(totals)).repeat(counts.T.ravel())
         place = np.arange(len(expert)) - (totals.cumsum() - totals).repeat(totals)
@@ -204,13 +204,13 @@ class Hosts(Visits):
         return put_rows(self._sent(made.index_select(0, arrival), sent, came), order, len(order))
 
     def _sent(self, rows: Tensor, came: list[int], sent: list[int]) -> Tensor:
-        """Rows that come from other ranks for those that are sent to them."""
+        """Send rows to other ranks, and return the rows received from them."""
         arrived = rows.new_empty(sum(came), rows.shape[1])
         distributed.all_to_all_single(arrived, rows.to(arrived.dtype), came, sent, group=self.group)
         return arrived
 
     def _products(self, rows: Tensor, expert: np.ndarray[Any, Any], product: np.ndarray[Any, Any]) -> Tensor:
-        """The outputs of this rank's experts for rows, in the order of their products."""
+        """Outputs of this rank's experts for rows, in the order of their products."""
         ends = [0, *(np.flatnonzero(np.diff(product)) + 1).tolist(), len(product)] if len(product) else [0]
         made = [
             self.experts[int(expert[begin])](rows[begin:end], self.mixture) for begin, end in pairwise(ends)
@@ -219,7 +219,7 @@ class Hosts(Visits):
 
 
 def even_slots(experts: int, ranks: int) -> Slots:
-    """As many consecutive experts on each rank, or one fewer."""
+    """Consecutive experts on each rank, as evenly as possible."""
     bounds = [experts * rank // ranks for rank in range(ranks + 1)]
     return tuple(tuple(range(begin, end)) for begin, end in pairwise(bounds))
 
@@ -228,11 +228,11 @@ def host_experts(
     model: nn.Module, dims: ParallelDims, device: torch.device, *, slots: Sequence[Slots] = (),
     beside: nn.Module | None = None,
 ) -> None:  # fmt: skip
-    """Let the ranks of `dims` host the experts of a model, in place, for inference alone. All ranks have the same
-    weights before; afterwards those of experts lie on the hosts, on `device`, and in no parameter.
+    """Host the experts of a model on the ranks of `dims`, in place, for inference only. All ranks must have the same
+    weights before; afterwards experts' weights are on their hosts, on `device`, and no longer parameters.
 
-    `slots` are the experts of each rank, for each mixture; none: as many on each. A model `beside` is served together
-    with this one, such as the one that it drafts for: their exchanges go in the same rounds.
+    `slots` are the experts of each rank, for each mixture; by default equally many per rank. A model `beside` is served
+    together with this one, for example the model it drafts for: their exchanges share the same rounds.
     """
     assert dims.expert_mesh is not None
     rounds = None if beside is None else rounds_of(beside)
@@ -251,7 +251,7 @@ def rounds_of(model: nn.Module) -> Rounds | None:
 
 
 def attend(model: nn.Module) -> None:
-    """Once a rank has made its own texts: host experts for the other ranks until all are done."""
+    """Host experts for the other ranks until all are done; called by a rank that has finished its own texts."""
     rounds = rounds_of(model)
     if rounds is not None:
         rounds.attend()

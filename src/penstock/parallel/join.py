@@ -1,4 +1,4 @@
-"""How this process joins the others that train with it, and finds its device among theirs."""
+"""Joins this process to the others that train with it, and finds its device among theirs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.parallel.dims import ALONE, ParallelDims, require_size
 
 
 def launched() -> int:
-    """How many processes the launcher started, from `WORLD_SIZE`; 1 where there is no launcher."""
+    """Number of processes that the launcher started, from `WORLD_SIZE`; 1 without a launcher."""
     if "RANK" not in os.environ:
         return 1
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_device(device: torch.device) -> torch.device:
-    """The device of this rank on its node: with a launcher, `cuda` means the GPU whose number is `LOCAL_RANK`."""
-    if str(device) != "cuda" or launched() == 1:  # a GPU given by number is that GPU
+    """The device of this rank on its node: under a launcher, `cuda` means the GPU with the number `LOCAL_RANK`."""
+    if str(device) != "cuda" or launched() == 1:  # a GPU with a number is that GPU
         return device
     local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if local >= gpus:
@@ -42,20 +42,20 @@ def local_device(device: torch.device) -> torch.device:
 
 _PACKAGE = Path(__file__).parents[1]
 _IN_VAIN = re.compile("timed out waiting", re.IGNORECASE)
-"""gloo's words; nccl's own watchdog ends the process."""
+"""Words of gloo's error; nccl's own watchdog ends the process."""
 
 
 @contextmanager
 def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -> Iterator[ParallelDims]:
-    """Inside, this process belongs to the ranks that `torchrun` or `penstock launch` started, and is one of them.
+    """Make this process one of the ranks that `torchrun` or `penstock launch` started, inside the context.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. An existing process group is used and kept;
-    otherwise one is made (gloo, and nccl beside it for tensors on GPUs) and ended. `timeout` seconds
-    without an answer from a peer end a collective of any group that is made inside.
+    otherwise one is made (gloo, plus nccl for tensors on GPUs) and destroyed. A collective of any group made inside
+    ends after `timeout` seconds without an answer from a peer.
 
     Raises:
         Hang: another rank did not answer.
-        ConfigError: the Plan's degrees are not those of the ranks there are.
+        ConfigError: the Plan's degrees do not match the number of ranks.
     """
     size = distributed.get_world_size() if distributed.is_initialized() else launched()
     require_size(plan, size)
@@ -75,7 +75,7 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -
         with _timeouts(timeout) if creates else nullcontext():
             yield dims_of(plan, device)
             if creates:
-                distributed.barrier()  # a rank that leaves first breaks the connections of the others
+                distributed.barrier()  # else a rank that leaves first breaks the connections of the others
     finally:
         if creates:
             distributed.destroy_process_group()
@@ -83,9 +83,8 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -
 
 @contextmanager
 def _timeouts(seconds: float) -> Iterator[None]:
-    """Inside, new groups wait for `seconds`, which torch's functions for meshes and their groups have no argument for;
-    a rank that has waited in vain reports where.
-    """
+    """Set the timeout of new groups inside, an argument that torch's meshes lack; a rank whose wait times out reports
+    where."""
     torchs = vars(distributed_c10d)
     usual = {name: torchs[name] for name in ("default_pg_timeout", "default_pg_nccl_timeout")}
     try:
@@ -108,7 +107,7 @@ def _timeouts(seconds: float) -> Iterator[None]:
 
 
 def dims_of(plan: Plan, device: torch.device | str) -> ParallelDims:
-    """This rank's place in the existing process group, for code that made one itself. Raises as `joined` does."""
+    """This rank's dims in an existing process group, for code that made the group itself. Raises as `joined` does."""
     size = distributed.get_world_size() if distributed.is_initialized() else 1
     require_size(plan, size)
     if size == 1:

@@ -1,6 +1,6 @@
-"""Messages between the stages of a pipeline: tensors whose shapes both ends know, in one order per pair of ranks.
+"""Messages between the stages of a pipeline: tensors whose shapes both ends know, in a fixed order per pair of ranks.
 
-The type of what goes over a boundary is sent once, before the first tensors; it stays.
+The type of tensors at a boundary is sent once, before the first tensors; it does not change.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from penstock.dtypes import FLOATS
 from penstock.parallel.dims import ParallelDims
 
 _MOST = 8
-"""Tensors that may be under way at a time."""
+"""Most tensors in transfer at a time."""
 
 
 class Links:
-    """This rank's transfers within one step. Nothing is waited for before it is used, or before `finish`."""
+    """This rank's transfers within one step. It waits for a tensor only when that is used, or in `finish`."""
 
     def __init__(
         self, dims: ParallelDims, device: torch.device,
@@ -33,7 +33,7 @@ class Links:
         self._coming: dict[int, Any] = {}
 
     def send(self, boundary: int, to: int, values: tuple[Tensor, ...]) -> None:
-        """Send activations over the boundary after stage `boundary` to the rank at place `to`."""
+        """Send activations over the boundary after stage `boundary` to the rank at pipeline coordinate `to`."""
         key = (boundary, True)
         if values and key not in self._types:
             self._types[key] = values[0].dtype
@@ -43,12 +43,12 @@ class Links:
             self._post(value, to)
 
     def send_back(self, to: int, values: tuple[Tensor, ...]) -> None:
-        """Send gradients to the rank at place `to`."""
+        """Send gradients to the rank at pipeline coordinate `to`."""
         for value in values:
             self._post(value, to)
 
     def receive(self, boundary: int, source: int, shapes: list[torch.Size]) -> tuple[Tensor, ...]:
-        """Tensors that will hold the activations that come over the boundary after stage `boundary`: see `wait`."""
+        """Tensors that will receive the activations from the boundary after stage `boundary`: see `wait`."""
         key = (boundary, False)
         if not shapes:
             return ()
@@ -59,7 +59,7 @@ class Links:
         return self._receive(source, shapes, self._types[key])
 
     def receive_back(self, source: int, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors that will hold the gradients of what was sent."""
+        """Tensors that will receive the gradients of tensors that were sent."""
         return self._receive(source, [value.shape for value in like], like[0].dtype)
 
     def wait(self, values: tuple[Tensor, ...]) -> None:
@@ -75,7 +75,7 @@ class Links:
             self._sent.popleft()[0].wait()
 
     def everywhere(self, outputs: Any, source: int) -> Any:
-        """The outputs of the rank at place `source`, on all of them: any nest of tensors."""
+        """Copy the outputs of the rank at pipeline coordinate `source` to all ranks: any nest of tensors."""
         is_source = self._place == source
         described: list[Any] = [replaced(outputs, lambda t: t.detach().to("meta")) if is_source else None]
         distributed.broadcast_object_list(described, group=self._group, group_src=source)
@@ -89,7 +89,8 @@ class Links:
     def _post(self, value: Tensor, to: int) -> None:
         value = value.detach().contiguous()
         self._sent.append((distributed.isend(value, group=self._group, group_dst=to), value))
-        # What was sent stays in memory until it is waited for. The order of a schedule's transfers lets any wait end.
+        # Sent tensors stay in memory until they are waited for. The order of a schedule's transfers lets every wait
+        # end.
         if len(self._sent) > _MOST:
             self._sent.popleft()[0].wait()
 

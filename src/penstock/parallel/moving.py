@@ -1,8 +1,8 @@
 """Experts that move to other ranks while these serve.
 
-A move changes the placement of one mixture. Weights of experts that come to a rank travel in pieces, one of each source
-in a step, by threads beside the steps and over a group of their own. Until all ranks switch, at the same step, tokens
-go to the old places. What has arrived is reported along with each round of exchanges, so nobody waits for it.
+A move changes the placement of one mixture. Weights of experts travel in pieces, one from each source per step, by
+threads that run beside the steps and use their own group. Until all ranks switch, at the same step, tokens are sent to
+the old places. Arrivals are reported with each round of exchanges, so no rank waits for them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from penstock.parallel.hosts import Expert, Hosts, Rounds, Slots
 
 log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 18
-"""Bytes of weights that a rank sends in a step: so few that the step takes hardly longer."""
+"""Bytes of weights that a rank sends per step: few enough not to slow the step down noticeably."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One expert that goes from a rank that hosts it to one that is to."""
+    """One expert that is sent from a rank that hosts it to a new host."""
 
     expert: int
     source: int
@@ -31,7 +31,7 @@ class Transfer:
 
 
 def transfers_of(before: Slots, after: Slots) -> list[Transfer]:
-    """All that must be sent for another placement, in one order on all ranks; sources take turns among replicas."""
+    """All transfers for a new placement, in the same order on all ranks; replicas take turns as sources."""
     transfers: list[Transfer] = []
     busy = [0] * len(before)
     for target, (now, then) in enumerate(zip(after, before, strict=True)):
@@ -45,23 +45,22 @@ def transfers_of(before: Slots, after: Slots) -> list[Transfer]:
 
 @dataclass(eq=False)
 class _Under:
-    """A move under way, as one rank sees it."""
+    """A move in progress, on one rank."""
 
     hosts: Hosts
     after: Slots
     transfers: list[Transfer]
     permit: threading.Event = field(default_factory=threading.Event)
-    """Allows one piece to be sent. Steps in which this rank sends nothing save up no permits: pieces would all go at
-    once in the step after them."""
+    """Permission to send one piece. Unused permits are not saved up: else one later step would send all pieces."""
     arrived: dict[int, Tensor] = field(default_factory=dict)
-    """Weights of experts that have come whole."""
+    """Weights of experts that have fully arrived."""
     pieces: int = 0
-    """Pieces that have come."""
+    """Number of pieces that have arrived."""
     given_up: bool = False
 
 
 class Mover:
-    """This rank's part in moves, of which there is one at a time. All ranks call the same methods at the same steps."""
+    """This rank's part in moves, one at a time. All ranks call the same methods at the same steps."""
 
     def __init__(self, rounds: Rounds, piece_bytes: int = PIECE_BYTES) -> None:
         self.rounds, self.piece_bytes = rounds, piece_bytes
@@ -72,12 +71,12 @@ class Mover:
 
     @property
     def busy(self) -> bool:
-        """Whether a move is under way."""
+        """Whether a move is in progress."""
         return self._under is not None
 
     @property
     def pieces(self) -> int:
-        """Pieces that have come to all ranks, as the last round reported them."""
+        """Number of pieces that have arrived on all ranks, as reported in the last round."""
         return int(self.rounds.states.sum())
 
     def begin(self, number: int, after: Slots) -> None:
@@ -92,12 +91,12 @@ class Mover:
             threading.Thread(target=self._transfer, args=(under, self._count), daemon=True).start()
 
     def step(self) -> None:
-        """Let one more piece of this rank's experts go."""
+        """Allow this rank to send one more piece."""
         if self._under is not None:
             self._under.permit.set()
 
     def complete(self) -> bool:
-        """Whether all ranks have what comes to them, by the last round; the same on all ranks."""
+        """Whether all ranks have their new experts, as of the last round; the same on all ranks."""
         if self._under is None:
             return False
         size, step = self._sizes(self._under)
@@ -114,24 +113,24 @@ class Mover:
         self._under = None
 
     def give_up(self) -> None:
-        """Leave experts where they are, and forget what has come of the move."""
+        """Leave experts where they are, and discard arrived pieces."""
         if self._under is not None:
             self._under.given_up = True
             self._under.permit.set()
         self._under = None
 
     def _sizes(self, under: _Under) -> tuple[int, int]:
-        """Elements of an expert, and of one piece."""
+        """Number of elements of an expert, and of one piece."""
         each = under.hosts.no_rows.element_size()
         return under.hosts.expert_bytes // each, max(1, self.piece_bytes // each)
 
     def _transfer(self, under: _Under, move: int) -> None:
-        """Send and receive this rank's part, in the order of all transfers: no two ranks wait for each other."""
+        """Send and receive this rank's part, in the order of all transfers, so no two ranks wait for each other."""
         like = under.hosts.no_rows
         size, step = self._sizes(under)
         try:
             for number, one in enumerate(under.transfers):
-                # Pieces of a move that was given up may still come: those of another have other tags.
+                # Pieces of an abandoned move may still arrive: each move has its own tags.
                 tag = move * 4096 + number
                 if one.source == self.rounds.index:
                     weights = under.hosts.experts[one.expert].flat
@@ -158,6 +157,6 @@ class Mover:
         under.permit.wait()
         under.permit.clear()
         if under.given_up:
-            under.permit.set()  # the other pieces need not wait either
+            under.permit.set()  # no need to wait with the remaining pieces
         else:
             distributed.send(piece.cpu(), group=self._group, group_dst=one.target, tag=tag)

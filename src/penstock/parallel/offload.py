@@ -1,9 +1,10 @@
-"""Activations wait in host memory: what a block's backward pass needs goes there while the next block computes, and
-comes back while the block after it runs backward (Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5.2).
+"""Activations wait in host memory: the tensors that a block saves for its backward pass go there while the next block
+computes, and come back during the backward pass of the block after it (Rajbhandari et al., "ZeRO-Infinity", SC 2021,
+section 5.2).
 
-On the device stay what two blocks keep, and all of the last one, whose backward pass comes first. Weights stay too:
-they are no activations. Copies run on streams of their own; memory is given back only behind a copy's end, so that the
-device's allocator needs to know of one stream alone.
+The device keeps the saved tensors of two blocks, and all of the last one, whose backward pass comes first. Weights stay
+too: they are not activations. Copies run on separate streams; memory is freed only after a copy's end, so that the
+device's allocator needs to know one stream only.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from penstock.models.wrap import Around, put_around
 from penstock.optim.tensors import local
 
 LEAST_BYTES = 1 << 16
-"""Smaller tensors stay: a copy costs more than it frees."""
+"""Smaller tensors stay on the device: a copy costs more than it frees."""
 ON_DEVICE = 2
-"""Blocks whose activations are on the device while the forward pass runs: the one that computes, and the one before, on
-its way."""
+"""Blocks whose activations are on the device during the forward pass: the one that computes, and the previous one,
+whose copy is in progress."""
 
 
 def offload_blocks(
     model: nn.Module, device: torch.device, *, keep_last: bool = True, least_bytes: int | None = None
 ) -> None:
-    """Let the activations of each block wait in host memory, in place. Results stay as they are, bit by bit.
+    """Keep the activations of each block in host memory, in place. Results stay bit-identical.
 
-    With `keep_last` those of the last block stay on the device, as is best where its backward pass comes next. Raises
-    ConfigError where the blocks of a foreign model cannot be found.
+    With `keep_last` those of the last block stay on the device, which is best if its backward pass comes next. Raises
+    ConfigError if the blocks of a foreign model cannot be found.
     """
     least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
     blocks = [block for stack in anatomy_of(model).stacks for block in stack.blocks]
@@ -51,12 +52,12 @@ class Transfers:
     """Copies between a device and its host, for all blocks of a model."""
 
     def __init__(self, device: torch.device, least_bytes: int) -> None:
-        # By its number too, as tensors name it.
+        # With its number too, as in tensors' devices.
         self.device, self.least_bytes = torch.empty(0, device=device).device, least_bytes
         self.last: _Shelf | None = None
-        """Shelf of the block before in this pass."""
+        """Shelf of the previous block in this pass."""
         self.on_device: deque[_Shelf] = deque()
-        """Shelves whose tensors are on the device still, the oldest first."""
+        """Shelves whose tensors are still on the device, oldest first."""
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def __deepcopy__(self, memo: Any) -> Transfers:
@@ -66,7 +67,7 @@ class Transfers:
         return Transfers, (self.device, self.least_bytes)
 
     def aside(self, name: str) -> AbstractContextManager[Any]:
-        """Inside, work goes to a stream of its own, behind all work that is queued so far."""
+        """Run work inside on a separate stream, after all work queued so far."""
         if self.device.type != "cuda":
             return nullcontext()
         if name not in self._streams:
@@ -80,12 +81,12 @@ class Transfers:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Let the current stream wait for it; the host does not."""
+        """Make the current stream wait for the event; the host does not wait."""
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
     def make_room(self, shelves: int) -> None:
-        """Free the memory of all but the newest shelves."""
+        """Free the device memory of all but the newest shelves."""
         while len(self.on_device) > shelves:
             self.on_device.popleft().let_go()
 
@@ -106,20 +107,20 @@ class _SavedTensor:
 
 
 class _Shelf:
-    """The tensors that one block keeps of one pass. It lives as long as the backward pass needs one of them."""
+    """The tensors that one block saves in one pass. It lives as long as the backward pass needs any of them."""
 
     def __init__(self, transfers: Transfers, before: _Shelf | None, weights: set[int]) -> None:
         self.transfers, self.weights = transfers, weights
         self.before = None if before is None else weakref.ref(before)
         self.saved: list[weakref.ref[_SavedTensor]] = []
         self.by_place: dict[Any, weakref.ref[_SavedTensor]] = {}
-        """Kept tensors by place in memory, so that what several operators keep is copied once."""
+        """Saved tensors by memory location, so that a tensor saved by several operators is copied once."""
         self.copied_away: torch.cuda.Event | None = None
         self.copied_back: torch.cuda.Event | None = None
         self.away = False
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedTensor:
-        """Replace a tensor that autograd saves; one that stays on the device is returned as it is."""
+        """Replace a tensor that autograd saves; a tensor that stays on the device is returned unchanged."""
         memory = tensor.untyped_storage().data_ptr()
         small = tensor.nbytes < self.transfers.least_bytes
         if small or tensor.device != self.transfers.device or memory in self.weights:
@@ -137,7 +138,7 @@ class _Shelf:
         return [saved for reference in self.saved if (saved := reference()) is not None]
 
     def send(self) -> None:
-        """Start to copy the shelf's tensors to the host."""
+        """Start copying the shelf's tensors to the host."""
         self.by_place.clear()
         pinned = self.transfers.device.type == "cuda"
         with self.transfers.aside("away"):
@@ -154,7 +155,7 @@ class _Shelf:
         self.transfers.on_device.append(self)
 
     def let_go(self) -> None:
-        """Free the device's memory, behind the copy's end."""
+        """Free the device's memory after the copy's end."""
         self.transfers.wait(self.copied_away)
         for saved in self._alive():
             if saved.host is not None:
@@ -162,14 +163,14 @@ class _Shelf:
         self.away = True
 
     def fetch(self) -> None:
-        """Start to copy the shelf's tensors back, if they are on the host."""
+        """Start copying the shelf's tensors back, if they are on the host."""
         if not self.away:
             return
         self.away = False
         coming: list[tuple[Tensor, Tensor]] = []
         for saved in self._alive():
             if saved.device_tensor is None and saved.host is not None:
-                # Memory of the stream that computes, which reuses it in its own order.
+                # Allocated on the computing stream, which reuses memory in its own order.
                 saved.device_tensor = _memory_like(saved.host, self.transfers.device)
                 coming.append((saved.device_tensor, saved.host))
                 saved.host = None
@@ -180,7 +181,7 @@ class _Shelf:
             self.copied_back = self.transfers.mark()
 
     def take(self, saved: _SavedTensor) -> Tensor:
-        """A tensor for the backward pass; the block before is on its way from then on."""
+        """A saved tensor for the backward pass; also starts copying the previous block's tensors back."""
         self.fetch()
         before = None if self.before is None else self.before()
         if before is not None:
@@ -191,7 +192,7 @@ class _Shelf:
 
 
 class _Offloaded(Around):
-    """A block's forward pass, whose activations wait in host memory."""
+    """A block's forward pass, with activations offloaded to host memory."""
 
     kind = "offload"
 
@@ -215,8 +216,8 @@ class _Offloaded(Around):
 
 
 def _memory_like(tensor: Tensor, device: torch.device, pinned: bool = False) -> Tensor:
-    """Memory for a tensor on a device, which lies there as it does here: kernels of attention demand rows of masks that
-    begin at multiples of 16 bytes, so that those of odd length have gaps. Elements that share memory get their own."""
+    """Memory for a tensor on a device, with the same layout: attention kernels need rows of masks that begin at
+    multiples of 16 bytes, so that odd rows have gaps. Elements that share memory get their own."""
     sides = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape) if size > 1)
     if any(low * size > high for (low, size), (high, _) in itertools.pairwise(sides)):
         return torch.empty_like(tensor, device=device, pin_memory=pinned)

@@ -1,7 +1,7 @@
-"""Modules of which each rank of a tensor parallel group computes a part: what `penstock.parallel.tensor` makes of them.
+"""Modules of which each rank of a tensor parallel group computes a part, made by `penstock.parallel.tensor`.
 
-The class of a module is swapped for a subclass of it. Its parameters stay DTensors under their names, and read as this
-rank's parts where the module computes.
+The class of a module is swapped for a subclass. Its parameters stay DTensors under the same names, and read as this
+rank's parts inside the module's computation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def as_dtensor(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
-    """This rank's part of a tensor that lies whole on each rank, as a DTensor over `mesh`."""
+    """This rank's part of a tensor that every rank has whole, as a DTensor over `mesh`."""
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -43,7 +43,7 @@ def as_dtensor(tensor: Tensor, dim: int, pieces: int, mesh: Any) -> Tensor:
 
 
 def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before loading, take this rank's part of tensors that come whole, the same on all ranks."""
+    """Before loading, reduce whole tensors, which are the same on all ranks, to this rank's part."""
     for key, parameter in module._parameters.items():
         value: Any = state.get(prefix + key)
         sharded: Any = parameter
@@ -53,21 +53,21 @@ def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
             or hasattr(value, "placements")
         ):
             continue
-        if value.shape == sharded.shape:  # else torch reports it
+        if value.shape == sharded.shape:  # else torch reports the mismatch
             part = cut_like(sharded, value.to(local(sharded.detach()).device))
             state[prefix + key] = whole(sharded, part)
 
 
 class OfRanks:
-    """The base of all that is laid over a module of which each rank computes a part."""
+    """Base of all classes for modules of which each rank computes a part."""
 
     _parameters: dict[str, Any]
     penstock_line: Line
     forward: Callable[..., Any]
 
     def replaced_by(self, new: M) -> M:
-        """Let `new`, which keeps this rank's part of a split linear's weights in another form, add up or gather over
-        ranks what it gives, as this module does. Where this one does neither, `new` stays as it is.
+        """Make `new`, which holds this rank's part of a split linear's weights in another form, sum or gather its
+        outputs over ranks as this module does. If this module does neither, `new` is unchanged.
         """
         kinds: tuple[Any, ...] = (AddedUp, Gathered)
         for kind in kinds:
@@ -83,15 +83,15 @@ class OfRanks:
 def rounded_parts(
     model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], dims: ParallelDims
 ) -> dict[str, tuple[StoredFormat, RoundedWeight]]:
-    """This rank's parts of the weights in few bits of a model's linears, by name. Raises ConfigError where ranks cannot
-    split them."""
+    """This rank's parts of a model's weights in few bits, by linears' names. Raises ConfigError for any that cannot be
+    split."""
     if dims.ep > 1 or (dims.tp > 1 and any(weight.numbers.ndim > 2 for _, weight in rounded.values())):
         raise ConfigError(
             "The folder has experts in few bits, which ranks cannot split; give weights=plain to compute with "
             "their values, or leave tp and ep out."
         )
     here, parts = dict(model.named_modules()), dict(rounded)
-    if dims.pp > 1:  # blocks of other stages are not here
+    if dims.pp > 1:  # this rank has no blocks of other stages
         parts = {name: weight for name, weight in parts.items() if name in here}
     if dims.tp > 1:
         for name in parts.keys() & here.keys():
@@ -101,9 +101,9 @@ def rounded_parts(
 
 
 def _rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> RoundedWeight:
-    """This rank's part of the weight in few bits of the linear `name`; the whole where it is not split.
+    """This rank's part of the weight in few bits of the linear `name`; the whole weight if it is not split.
 
-    Raises ConfigError where ranks would split inputs that share a scale.
+    Raises ConfigError if ranks would split inputs that share a scale.
     """
     held: Any = linear._parameters["weight"]
     if not hasattr(held, "placements"):
@@ -130,14 +130,14 @@ def _reader(name: str) -> Any:
         if not hasattr(parameter, "placements"):
             spread = parameter is not None and name in self.penstock_spread
             return sequence.once_per_rank(parameter, self.penstock_line) if spread else parameter
-        # While `fully_shard` has it sharded further, nobody computes with it.
+        # While `fully_shard` shards it further, it is not used in computations.
         return parameter.to_local() if parameter.device_mesh.ndim == 1 and _split(parameter) else parameter
 
     return property(read)
 
 
 def _split(parameter: Any) -> bool:
-    """Whether a DTensor of one mesh dimension is sharded over the ranks that split each layer, or experts."""
+    """Whether a DTensor of one mesh dimension is sharded over tensor-parallel or expert-parallel ranks."""
     return parameter.device_mesh.mesh_dim_names in ((name,) for name in FIRST)
 
 
@@ -149,7 +149,7 @@ class SplitModule(OfRanks):
 
 
 class AddedUp(OfRanks):
-    """A linear whose outputs are parts of a sum over ranks."""
+    """A linear whose outputs must be summed over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         line = self.penstock_line
@@ -158,11 +158,11 @@ class AddedUp(OfRanks):
 
 
 class SplitInputs(AddedUp, SplitModule):
-    """A linear of which each rank has some inputs."""
+    """A linear with some of the inputs on each rank."""
 
 
 class SplitTable(SplitModule):
-    """A table of which some rows lie here."""
+    """A table with some of the rows on each rank."""
 
     penstock_words: Share
 
@@ -174,7 +174,7 @@ class SplitTable(SplitModule):
 
 
 class Gathered(OfRanks):
-    """An output over the vocabulary, of which some entries lie here; it makes all logits, or the loss of targets."""
+    """An output over the vocabulary with some entries on each rank; it returns all logits, or the loss of targets."""
 
     penstock_words: Share
 
@@ -185,11 +185,11 @@ class Gathered(OfRanks):
 
 
 class SplitWords(Gathered, SplitModule):
-    """An output over the vocabulary, of whose weight each rank has some rows."""
+    """An output over the vocabulary with some rows of its weight on each rank."""
 
 
 class SplitNorm(OfRanks):
-    """An RMS norm over the features of all heads, of which this rank has some: the weight is whole on each."""
+    """An RMS norm over the features of all heads, some of which are on each rank; each rank has the whole weight."""
 
     weight: nn.Parameter
     eps: float
@@ -205,7 +205,7 @@ class SplitNorm(OfRanks):
 
 
 class SumGradient(OfRanks):
-    """A module whose first argument all ranks need, and to whose gradient each of them adds."""
+    """A module whose first argument all ranks need; the ranks' gradients of it are summed."""
 
     penstock_enters: Line
 
@@ -221,7 +221,7 @@ class SumGradient(OfRanks):
 
 
 def _in_product_type(x: Tensor) -> Tensor:
-    """`x` in the type in which a linear will take it: ranks then send no more than that."""
+    """`x` in the type in which a linear will use it, so that ranks send no wider type."""
     if not torch.is_autocast_enabled(x.device.type):
         return x
     with torch.no_grad():

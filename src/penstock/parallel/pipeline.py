@@ -1,17 +1,17 @@
 """Pipeline parallelism: which stage holds which blocks, and how a model runs one stage of them.
 
-A model keeps its structure and its names on every rank. What other ranks hold is emptied: its parameters are None. A
-stage runs the model's own `forward` on the batch, with stand-ins in place of what is not its own:
+A model keeps its structure and its names on every rank. Parts held by other ranks are emptied: their parameters are
+None. A stage runs the model's own `forward` on the batch, with stand-ins for the parts that it does not hold:
 
-- parts before the blocks return zeros of the right shape, of which masks and positions are made;
-- the block before the stage's first returns the values that the stage before has sent;
-- the block after its last ends the forward pass, with the values that the next stage needs.
+- parts before the blocks return zeros of the right shape, from which masks and positions are made; - the block before
+the stage's first returns the values that the previous stage has sent; - the block after its last ends the forward pass,
+with the values that the next stage needs.
 
 So every family runs unchanged, and masks and rotations are made on each stage and not sent. An encoder's output, the
-memory, goes from stage to stage with the tokens, and its gradient comes back the same way, each stage's added to it.
+memory, is sent from stage to stage with the tokens, and its gradient comes back the same way, each stage's added to it.
 
-A parameter that several stages use lies on each of them, under the same names: tied embeddings, and biases by distance
-that all blocks of a stack share. Their gradients are added up (`Stages.add_shared`), so that they stay the same.
+A parameter that several stages use is on each of them, under the same names: tied embeddings, and biases by distance
+that all blocks of a stack share. Their gradients are summed (`Stages.add_shared`), so that they stay the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Values = tuple[Tensor, ...]
 
 
 class _Dispatched(Around):
-    """Runs the stage that is active, or all of them, where a model is called."""
+    """Runs the active stage, or all stages, when a model is called."""
 
     kind = "stages"
 
@@ -67,44 +67,44 @@ class Stages:
     device: torch.device
     local_stages: tuple[int, ...]
     shared_parameters: list[tuple[str, tuple[int, ...]]]
-    """Names of parameters that other ranks hold too, with all ranks' places in the pipeline."""
+    """Names of parameters that other ranks hold too, with the pipeline coordinates of all these ranks."""
     places: dict[str, frozenset[int]]
     emptied: dict[nn.Module, dict[str, Tensor]]
-    """Tensors that emptied modules held, without values."""
+    """Tensors of emptied modules, without values."""
     fixed: bool = True
-    """Whether the shapes of what stages send follow from those of a batch."""
+    """Whether the shapes of tensors sent between stages follow from the batch's shapes."""
     dtype: torch.dtype = torch.float32
     """Type of the model's weights."""
     lines: Sequence[Line] = ()
-    """How the tokens of each stack are split over the ranks that split its layers."""
+    """For each stack, how its tokens are split over tensor-parallel ranks."""
     _forward: Callable[..., Any] | None = None
     _active: tuple[int, Values] | None = None
     _stand_ins: dict[int, list[tuple[Any, str, Any]]] = field(default_factory=dict)
     _blanks: dict[str, Blank] = field(default_factory=dict)
     _shapes: dict[Any, list[torch.Size]] = field(default_factory=dict)
     _made: dict[Carried, Tensor] = field(default_factory=dict)
-    """The values of this pass that a later stage is sent."""
+    """Values of this pass that a later stage receives."""
     _probing: bool = False
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """Number of the last stage."""
         return self.cut.stages - 1
 
     def rank_of(self, stage: int) -> int:
-        """The place in the pipeline of the rank that holds a stage."""
+        """Pipeline coordinate of the rank that holds a stage."""
         return stage % self.dims.pp
 
     # -- running
 
     def attach(self) -> None:
-        """From now on calls of the model run stages. It must follow what replaces the class's `forward`."""
+        """From now on calls of the model run stages. Call it after everything that replaces the class's `forward`."""
         self._forward = self.model.forward
         put_around(self.model, _Dispatched(self))
 
     def run(self, stage: int, received: Values, call: Callable[[], Any]) -> Any:
-        """Call `call`, in which the model runs `stage` on the values that it has `received`. It returns the values that
-        the stage sends, or of the last stage the model's outputs.
+        """Call `call`, in which the model runs `stage` on the values that it has `received`. Returns the values that
+        the stage sends or, for the last stage, the model's outputs.
         """
         self._active = stage, received
         try:
@@ -129,7 +129,7 @@ class Stages:
                 return left.values
 
     def _is_remembered(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a past remembers all that a stage computes: stacks before those that write a text."""
+        """Whether the KV cache (`past`) holds all results of a stage: of stacks before the one that writes a text."""
         graph: Graph | None = getattr(self.model, "graph", None)
         if kwargs.get("past") is None or graph is None or not graph.remembered:
             return False
@@ -139,7 +139,7 @@ class Stages:
         return all(arguments.get(name) is None for name in inputs) and self.cut.edges[stage + 1] <= writes
 
     def _run_all(self, *args: Any, **kwargs: Any) -> Any:
-        """All stages one after the other; every rank gets the outputs of the last."""
+        """Run all stages one after the other; every rank gets the outputs of the last."""
         from penstock.parallel.links import Links
 
         links, outputs = Links(self.dims, self.device), None
@@ -162,18 +162,18 @@ class Stages:
     def expected(
         self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> list[torch.Size]:
-        """Shapes of the values that a stage is sent for a batch; nothing else is computed."""
+        """Shapes of the values that a stage receives for a batch, computed without values."""
         kwargs = kwargs or {}
         key = (stage, *(tuple(t.shape) for t in tensors((args, kwargs))), *(type(a) for a in args), *kwargs)
         if self.fixed and key in self._shapes:
             return self._shapes[key]
         assert self._forward is not None
-        shapes: list[torch.Size] = []  # a stage of which a past remembers all that it would be sent
+        shapes: list[torch.Size] = []  # stays empty for a stage whose inputs a past already holds
         self._probing, before = True, self._active
         self._active = stage, ()
         self._made.clear()
         try:
-            # A dropout that the family does not declare would draw numbers, and this must change nothing.
+            # Dropout that the family does not declare would draw random numbers, but probing must have no effect.
             alone = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
             with alone, torch.no_grad(), self._with_stand_ins(stage, probing=True):
                 self._forward(*args, **kwargs)
@@ -190,7 +190,7 @@ class Stages:
 
     @contextmanager
     def _with_stand_ins(self, stage: int, *, probing: bool = False) -> Iterator[None]:
-        """Inside, stand-ins are where a stage has no part of its own."""
+        """Replace the parts that a stage does not hold by stand-ins, inside the context."""
         key = -1 - stage if probing else stage
         if key not in self._stand_ins:
             self._stand_ins[key] = list(self._replacements(stage, probing=probing))
@@ -255,14 +255,14 @@ class Stages:
         return owner, key, self._blanks[name].instead()
 
     def like(self) -> torch.dtype:
-        """The type of the tokens that go through the stage that runs; else that of the weights."""
+        """Type of the tokens of the running stage; else the type of the weights."""
         received = self._active[1] if self._active else ()
         return received[0].dtype if received else self.dtype
 
     # -- what ranks share
 
     def _parameter(self, name: str) -> Tensor:
-        """The parameter itself, where a split module's attribute gives this rank's part of it."""
+        """The parameter itself, even if a split module's attribute returns this rank's part of it."""
         owner, key = _owner(self.model, name)
         parameter: Tensor | None = owner._parameters[key]
         assert parameter is not None
@@ -270,8 +270,8 @@ class Stages:
 
     @torch.no_grad()
     def add_shared(self, gradient_of: Callable[[Tensor], Tensor]) -> None:
-        """Add up the gradients of parameters that several stages use, on each of them. `gradient_of` returns the
-        parameter that holds a parameter's gradient. Sums are made in the order of stages, so that all are the same.
+        """Sum the gradients of parameters that several stages use, on each of them. `gradient_of` returns the parameter
+        that holds a parameter's gradient. Sums are made in the order of stages, so that all are equal.
         """
         group = self.dims.group("pp")
         place = self.dims.place()["pp"]
@@ -299,9 +299,8 @@ class Stages:
 
     @torch.no_grad()
     def whole_norm(self, norm: Tensor, gradient_of: Callable[[Tensor], Tensor]) -> Tensor:
-        """The norm of the gradients of all stages from that of this rank's, on all of them; what several ranks hold
-        counts once.
-        """
+        """The norm of all stages' gradients, on all of them, from this rank's norm; gradients held by several ranks
+        count once."""
         place, dtype = self.dims.place()["pp"], norm.dtype
         square = norm.to(self.device, torch.float64).square()
         names = [name for name, ranks in self.shared_parameters if ranks[0] != place]
@@ -316,11 +315,11 @@ class Stages:
 def cut_stages(
     model: nn.Module, counts: Sequence[int], dims: ParallelDims, device: torch.device, *, fixed: bool
 ) -> Stages:
-    """Keep this rank's stages of `model`, in place; `counts` are the blocks of each stage. Stage s is on the rank whose
-    place in the pipeline is s mod pp.
+    """Keep this rank's stages of `model`, in place; `counts` is the number of blocks in each stage. Stage s is on the
+    rank with pipeline coordinate s mod pp.
 
-    Call it before anything takes the model's parameters, and `Stages.attach` once its class is settled. `fixed` says
-    whether shapes inside the model follow from those of a batch. Raises ConfigError for a model that cannot be cut.
+    Call it before anything uses the model's parameters, and `Stages.attach` once its class is final. `fixed` says
+    whether shapes inside the model follow from the batch's. Raises ConfigError for a model that cannot be cut.
     """
     anatomy = anatomy_of(model)
     cut = StageCut.of(anatomy, counts)
@@ -350,7 +349,7 @@ def cut_stages(
             elsewhere.__dict__[ELSEWHERE] = True
             for module in elsewhere.modules():
                 for key, _ in list(module.named_buffers(recurse=False)):
-                    setattr(module, key, None)  # another rank saves it; here it would stay what it is
+                    setattr(module, key, None)  # another rank saves it; here it would not be updated
     model.__dict__[WHOLE] = anatomy
     dtype = next(model.parameters()).dtype
     parts = local_stages, shared_parameters, places, emptied
@@ -366,7 +365,7 @@ def _put(owner: nn.Module, name: str, new: Any) -> None:
     if isinstance(new, nn.Module):
         setattr(owner, name, new)
     else:
-        owner.__dict__[name] = new  # a parameter of that name is behind it
+        owner.__dict__[name] = new  # it hides a parameter of that name
 
 
 def _take_back(owner: nn.Module, name: str, old: Any) -> None:
@@ -377,8 +376,8 @@ def _take_back(owner: nn.Module, name: str, old: Any) -> None:
 
 
 def split_backwards(model: nn.Module) -> None:
-    """Let the linears of blocks make the gradients of their weights separately, for a zero-bubble schedule. Call it
-    after their classes are settled.
+    """Make the linears of blocks compute the gradients of their weights separately, for a zero-bubble schedule. Call it
+    after their classes are final.
     """
     modules = dict(model.named_modules())
     for stack in anatomy_of(model).stacks:

@@ -1,6 +1,6 @@
-"""Recomputation: a block keeps little for the backward pass, and computes the other activations again there (Chen et
-al., "Training Deep Nets with Sublinear Memory Cost", 2016; of attention's scores alone: Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022).
+"""Recomputation: a block saves little for the backward pass, and recomputes the other activations then (Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016; attention's scores only: Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
     {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped"}
 )  # fmt: skip
-"""Products with weights, of which a policy counts one of so many."""
+"""Products with weights, one in `every` of which a policy keeps."""
 _ATTENTION = "scaled_dot_product"
 _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 
@@ -44,12 +44,12 @@ _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp":
 def recompute_blocks(
     model: nn.Module, plan: Plan, config: ModelConfig | None = None, device: torch.device | str = "cpu"
 ) -> None:
-    """Let blocks recompute, in place, each in a way that `penstock.planner.recompute` tells of. A budget chooses
-    by the operators of `config` on `device`.
+    """Make blocks recompute, in place, each in a way that `penstock.planner.recompute` describes. A budget is chosen by
+    the operators of `config` on `device`.
 
-    Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation
-    and backward pass together. Random numbers are drawn again as they were, so results are the same. Raises ConfigError
-    when the blocks of a foreign model cannot be found, and for a budget without a configuration.
+    Call it before the model is compiled or sharded: the weights of a block are then gathered once for recomputation and
+    backward pass together. The same random numbers are drawn again, so results are the same. Raises ConfigError if the
+    blocks of a foreign model cannot be found, and for a budget without a configuration.
     """
     if plan.recompute == "none":
         return
@@ -63,7 +63,7 @@ def recompute_blocks(
 
 
 def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: torch.device) -> list[str]:
-    """The choice of `recompute=budget` for each block."""
+    """The choices of `recompute=budget`, by block."""
     if config is None:
         raise ConfigError(
             f"plan.recompute=budget chooses by the operators of a model's configuration, and {type(model).__name__} "
@@ -90,7 +90,7 @@ def _apply(model: nn.Module, block: Block, kind: str) -> None:
             set_switch(model, "recompute", block.name)
         elif word in _MODULES:
             roles = [role for role in walk(block.parts) if isinstance(role, _MODULES[word])]
-            # Shared experts are recomputed with the mixture that they are part of.
+            # Shared experts are recomputed with the mixture that contains them.
             inside = {role.shared for role in roles if isinstance(role, Experts)}
             for role in roles:
                 if role not in inside:
@@ -102,7 +102,7 @@ def _recompute(module: nn.Module, how: str) -> None:
 
 
 class _Recomputed(Around):
-    """A module's forward pass that keeps only its input."""
+    """A module's forward pass that saves only its input."""
 
     kind = "recomputation"
 
@@ -110,13 +110,13 @@ class _Recomputed(Around):
         super().__init__(forward)
         self.how = how
         self.mixed = mixed
-        """Whether experts are chosen in it."""
+        """Whether it contains a choice of experts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         if kwargs.get("past_key_values") is not None:
-            # A cache of transformers, which a block fills as it runs: the recomputation would find it full.
+            # A transformers cache is filled by the block as it runs: in the recomputation it would be full already.
             kwargs = {**kwargs, "past_key_values": None}
         contexts = _contexts_of_mixtures if self.mixed else _contexts
         if every := KEPT_PRODUCTS.get(self.how):
@@ -128,8 +128,8 @@ class _Recomputed(Around):
 
 
 def _contexts_of_mixtures(every: int) -> Any:
-    """The same choices of experts, and what `_contexts` keeps. Experts may be sharded and gathered inside, by other
-    operators in the two passes, which torch's own contexts do not take."""
+    """Reuse the same choices of experts, and keep what `_contexts` keeps. Experts may be sharded and gathered inside,
+    by different operators in the two passes, which torch's own contexts do not support."""
     kept: deque[Any] = deque()
 
     @contextmanager
@@ -142,7 +142,7 @@ def _contexts_of_mixtures(every: int) -> Any:
 
 
 class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the outputs of attention and of one of `every` so many products; or gives them back, the second time."""
+    """Keeps the outputs of attention and of one in `every` products; in the second pass it returns them."""
 
     def __init__(self, kept: deque[Any], every: int, *, again: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -161,8 +161,8 @@ class _KeptProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _keeps(name: str, products: int, every: int) -> bool:
-    """Whether the output of an operator stays, which is the `products`-th of those with weights, if it is one. Nothing
-    fills memory as the scores of plain attention do, so they stay beside every product alone."""
+    """Whether an operator's output is kept; if it is a product with weights, it is the `products`-th. Plain attention's
+    scores fill memory more than anything else, so they are kept only if every product is."""
     if name in _PRODUCTS:
         return (products - 1) % every == 0
     return _ATTENTION in name or (every == 1 and "bmm" in name)
@@ -173,8 +173,8 @@ def _detached(made: Any) -> Any:
 
 
 def _contexts(every: int) -> Any:
-    """Keep the outputs of attention and of one of `every` so many matrix products, and compute the rest again."""
-    products = {False: 0, True: 0}  # so far, in the forward pass and in the recomputation
+    """Keep the outputs of attention and of one in `every` matrix products, and recompute the rest."""
+    products = {False: 0, True: 0}  # counts in the forward pass and in the recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator.name().partition(".")[0]

@@ -1,4 +1,4 @@
-"""Transfers between the ranks that split each layer, as functions that autograd knows.
+"""Transfers between the ranks that split each layer, as differentiable functions.
 
 Without sequence parallelism every rank has all tokens (Shoeybi et al., "Megatron-LM", 2019, section 3, where the first
 two are called f and g). With it a rank has some of the tokens between the split layers (Korthikanti et al., MLSys 2023,
@@ -6,16 +6,16 @@ section 4.2.2): an all-reduce becomes an all-gather and a reduce-scatter, which 
 
 | function | forward | backward |
 |---|---|---|
-| `copy` | nothing | adds up gradients |
-| `reduce` | adds up | nothing |
-| `gather` | tokens of all ranks | adds up gradients, keeps own tokens' |
-| `scatter` | adds up, keeps own tokens | gradients of all ranks' tokens |
+| `copy` | nothing | sums gradients |
+| `reduce` | sums | nothing |
+| `gather` | tokens of all ranks | sums gradients, keeps own tokens' |
+| `scatter` | sums, keeps own tokens | gradients of all ranks' tokens |
 | `divide` | keeps own tokens | gradients of all ranks' tokens |
 | `unite` | tokens of all ranks | keeps own tokens' |
 | `columns` | columns of all ranks | keeps own columns' |
 
-Where ranks cannot have equally many tokens, the last ones have rows of zeros in place of some. They are left out where
-tokens come together again, so nothing sees them.
+If ranks cannot have equal numbers of tokens, the last ones are padded with rows of zeros. These are removed when tokens
+come together again, so they have no effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Line:
         """Whether the backward pass gathers tokens again instead of keeping those of all ranks."""
 
     def sibling(self) -> Line:
-        """The same ranks, for another stack, whose sequence may be of another length."""
+        """A line of the same ranks for another stack, whose sequence may have another length."""
         line: Line = object.__new__(Line)
         line.__dict__.update(self.__dict__)
         return line
@@ -63,7 +63,7 @@ def all_reduce(x: Tensor, line: Line) -> Tensor:
 
 
 def all_gather(x: Tensor, line: Line, dim: int) -> Tensor:
-    """The tensors of all ranks, one after the other along `dim`."""
+    """The tensors of all ranks, concatenated along `dim`."""
     buffer = x.new_empty((line.count * x.shape[0], *x.shape[1:]))
     # Not `all_gather_into_tensor`: two threads of torch's gloo write the name of each collective to one string,
     # without a lock. That call's, ALLGATHER_COALESCED, is longer than the 15 characters that fit into a string itself,
@@ -71,7 +71,7 @@ def all_gather(x: Tensor, line: Line, dim: int) -> Tensor:
     gathered: Tensor = _collectives.wait_tensor(
         _collectives.all_gather_into_tensor_out(x.contiguous(), line.count, line.group, out=buffer)
     )
-    # They come one after the other along the first dimension: a single copy puts them beside each other.
+    # They are concatenated along the first dimension: a single copy moves them to `dim`.
     return gathered.view(line.count, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -85,7 +85,7 @@ def reduce_scatter(x: Tensor, line: Line, dim: int) -> Tensor:
 
 
 def _pad_tokens(x: Tensor, line: Line) -> Tensor:
-    """`x` with rows of zeros, so that all ranks have as many tokens."""
+    """`x` padded with rows of zeros, so that all ranks have equally many tokens."""
     missing = -x.shape[line.dim] % line.count
     if not missing:
         return x
@@ -98,7 +98,7 @@ def own_tokens(x: Tensor, line: Line) -> Tensor:
     """A rank's own tokens, without a gradient; see `divide`."""
     x = _pad_tokens(x, line)
     size = x.shape[line.dim] // line.count
-    # A copy: what shares memory with all tokens keeps all of them.
+    # A copy, because a view would keep all tokens in memory.
     return x.narrow(line.dim, line.index * size, size).clone(memory_format=torch.contiguous_format)
 
 
@@ -108,8 +108,8 @@ def _all_tokens(x: Tensor, line: Line, tokens: int) -> Tensor:
 
 
 class _GatheredAgain:
-    """This rank's own tokens, which autograd keeps of tokens that were gathered (Korthikanti et al., section 4.2.2).
-    They are gathered once more for all their uses in the backward pass.
+    """This rank's own tokens, saved by autograd instead of the gathered ones (Korthikanti et al., section 4.2.2). They
+    are gathered once more for all their uses in the backward pass.
     """
 
     def __init__(self, own_tokens: Tensor, whole: Tensor, line: Line) -> None:
@@ -206,7 +206,7 @@ class _Columns(torch.autograd.Function):
 
 
 class _OncePerRank(torch.autograd.Function):
-    """A value that is added on every rank before a sum over ranks. All ranks get the whole gradient."""
+    """A value that every rank adds before a sum over ranks. All ranks get the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
@@ -225,7 +225,7 @@ unite: Transfer = _Unite.apply
 
 
 def largest(x: Tensor, line: Line) -> Tensor:
-    """The largest of all ranks, element by element; no gradient."""
+    """The largest value of all ranks, element by element; no gradient."""
     maximum: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.contiguous(), "max", line.group))
     return maximum
 
@@ -241,16 +241,16 @@ def call_on_all(x: Tensor, line: Line, call: Callable[[Tensor], Any]) -> Any:
 
 
 def divide(x: Tensor, line: Line) -> Tensor:
-    """See the table above. Notes how many tokens there are."""
+    """See the table above. Also stores the number of tokens."""
     line.tokens = x.shape[line.dim]
     return _Divide.apply(x, line)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def columns(x: Tensor, line: Line, whole: int) -> Tensor:
-    """See the table above; x: (…, c) of `whole` columns in all."""
+    """See the table above; x: (…, c) of `whole` columns in total."""
     return _Columns.apply(x, line, whole)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def once_per_rank(x: Tensor, line: Line) -> Tensor:
-    """A share of what all ranks add to their parts of a sum; gradients are those of the whole."""
+    """A share of a value that all ranks add to their parts of a sum; gradients are those of the whole value."""
     return _OncePerRank.apply(x, line.count)  # type: ignore[no-any-return, no-untyped-call]

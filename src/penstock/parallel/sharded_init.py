@@ -1,9 +1,9 @@
-"""Initialising a model that no process could hold: weights are drawn whole, one by one, and a rank keeps its rows.
+"""Initialises a model that fits into no process: weights are drawn whole, one by one, and each rank keeps its rows.
 
-Inside `Drawing`, torch's empty tensors have no memory (they are on the meta device). Whatever is then done to one of
-them, through views or `.data` too, is done to a real tensor of its size; when the next one takes its place, the rank
-keeps its share of the rows. Random numbers come from the same generator, for the same sizes and in the same order. So
-the weights are those of a single process with the same seed, for every model, however it initialises itself.
+Inside `Drawing`, torch's empty tensors have no memory (they are on the meta device). Every operation on such a tensor,
+through views or `.data` too, is done on a real tensor of its size; when the next tensor replaces that, the rank keeps
+its share of the rows. Random numbers come from the same generator, for the same sizes and in the same order. So the
+weights are those of a single process with the same seed, for every model, however it initialises itself.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.parallel.dims import SHARD, ParallelDims
 
 M = TypeVar("M", bound=nn.Module)
 _SMALL = 4096
-"""Elements of a tensor up to which it is made at once."""
+"""Tensors of at most this many elements get memory at once."""
 _ROOM = 32 << 20
-"""Bytes of whole tensors that may be held beside the one being worked on."""
+"""Bytes of whole tensors that may be held besides the current one."""
 _ALLOCATES = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 _OVERWRITES = frozenset(
     {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "trunc_normal_"}
@@ -45,10 +45,10 @@ class _Tensor:
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, large empty tensors have no memory, and this rank's share of what is written to them is kept.
+    """Inside this context large empty tensors have no memory; this rank's share of values written to them is kept.
 
-    The share is that of place `place` of `group.size()`: rows cut as `torch.chunk` cuts them, which is how FSDP does.
-    Every rank must do the same.
+    It is the share of rank `place` of `group.size()`: rows split as by `torch.chunk`, as in FSDP. All ranks must do the
+    same.
     """
 
     def __init__(self, place: int, size: int, group: distributed.ProcessGroup | None = None) -> None:
@@ -86,7 +86,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._fetch(tensor, fresh=overwritten is not None and _key(tensor) == _key(overwritten))
         real_args, real_kwargs = replaced((args, kwargs), self._real)
         result = func(*real_args, **real_kwargs)
-        # An in-place operator returns the tensor that it was given, not the real one.
+        # An in-place operator returns its argument, not the real tensor.
         written = args[0] if name.endswith("_") else kwargs.get("out")
         return written if isinstance(written, Tensor) and isinstance(result, Tensor) else result
 
@@ -94,7 +94,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _key(tensor) in self._tensors
 
     def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether an allocation is on the host: by its device, or that of the tensor it is to be like."""
+        """Whether an allocation is on the host, by its device or the device of the tensor that it copies."""
         device = kwargs.get("device")
         if device is None and args and isinstance(args[0], Tensor):
             device = torch.device("cpu") if self.knows(args[0]) else args[0].device
@@ -128,8 +128,8 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return whole.view(-1).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _make_room(self, needed: int) -> Tensor | None:
-        """Put whole tensors away; returns the last one, to be used again: freed, it would leave a hole that the rows to
-        come break up, and a host's memory would grow by a whole tensor each time.
+        """Reduce whole tensors to their shares; returns the last one for reuse: if freed, it would leave a hole that
+        later rows fragment, and a host's memory would grow by a whole tensor each time.
         """
         spare: Tensor | None = None
         held_bytes = needed + sum(t.numel() * t.element_size() for t in self._whole.values())
@@ -148,7 +148,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             record.rows = share.clone()
 
     def _gathered(self, record: _Tensor) -> Tensor:
-        """The whole tensor from all ranks' rows: it was put away, and is now changed further."""
+        """The whole tensor from all ranks' rows: it had been reduced to shares, and is now changed again."""
         assert record.rows is not None
         if self._size == 1:
             return record.rows
@@ -167,12 +167,12 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(*self._whole.popitem(last=False))
 
     def rows_of(self, parameter: Tensor) -> Tensor | None:
-        """This rank's rows of a tensor made inside; None for one that was made outside, or at once."""
+        """This rank's rows of a tensor allocated inside; None for tensors allocated outside, or with memory."""
         if not self.knows(parameter):
             return None
         record = self._tensors[_key(parameter)]
         if record.rows is None:
-            # Allocated and never written: torch.empty promises nothing, and neither do we.
+            # Allocated and never written: torch.empty guarantees no values, and neither does this.
             zeros = torch.zeros(1, dtype=record.dtype).expand(record.shape)
             record.rows = _rows(zeros, self._place, self._size).clone()
         if record.shape == parameter.shape:
@@ -181,9 +181,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looks(TorchFunctionMode):
-    """Lets a tensor without memory look like one that has some: torch's initialisers, and others', pass over a tensor
-    that says it is on the meta device.
-    """
+    """Makes a tensor without memory look like one with memory: torch's initialisers, and others', skip meta tensors."""
 
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
@@ -202,7 +200,7 @@ class _Looks(TorchFunctionMode):
 
 
 def _rows(whole: Tensor, place: int, size: int) -> Tensor:
-    """The rows at `place` in `torch.chunk(whole, size)`, none where there are too few."""
+    """The rows at `place` in `torch.chunk(whole, size)`; none if there are too few."""
     if whole.ndim == 0:
         return whole
     length = -(-whole.shape[0] // size)
@@ -211,13 +209,13 @@ def _rows(whole: Tensor, place: int, size: int) -> Tensor:
 
 
 def _key(tensor: Tensor) -> torch.UntypedStorage | None:
-    # Of sparse tensors and the like, which have no storage, we make none.
+    # None for sparse tensors and the like, which have no storage.
     return tensor.untyped_storage() if tensor.layout == torch.strided else None
 
 
 def make(factory: Callable[[], M], drawing: Drawing) -> M:
-    """`factory()`, its large parameters without memory. Raises ConfigError where a buffer was made so: buffers are
-    not sharded, so they must be small or filled by an operator that makes its own result.
+    """`factory()`, with its large parameters without memory. Raises ConfigError if a buffer has no memory: buffers are
+    not sharded, so they must be small or filled by an operator that allocates its own result.
     """
     with drawing:
         model = factory()
@@ -232,7 +230,7 @@ def make(factory: Callable[[], M], drawing: Drawing) -> M:
 
 
 def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
-    """Name and rows of every parameter that was made without memory. Ask before the model is sharded."""
+    """Name and rows of every parameter that was allocated without memory. Call it before the model is sharded."""
     for name, parameter in model.named_parameters():
         rows = drawing.rows_of(parameter)
         if rows is not None:
@@ -240,7 +238,7 @@ def shares(model: nn.Module, drawing: Drawing) -> Iterator[tuple[str, Tensor]]:
 
 
 def drawing_of(dims: ParallelDims) -> Drawing:
-    """The `Drawing` of this rank's share, of the group that shards weights with it."""
+    """The `Drawing` of this rank's share, over the group that shards weights with it."""
     place = dims.place()
     return Drawing(
         place["dp_shard"] * dims.cp + place["cp"], dims.degree(*SHARD), dims.shard_mesh().get_group()
@@ -248,14 +246,14 @@ def drawing_of(dims: ParallelDims) -> Drawing:
 
 
 def made_in_rows(factory: Callable[[], M], dims: ParallelDims) -> tuple[M, dict[str, Tensor]]:
-    """The model of a factory, its large parameters without memory, and this rank's rows of them by name."""
+    """The model of a factory, with large parameters without memory, and this rank's rows of them by name."""
     drawing = drawing_of(dims)
     model = make(factory, drawing)
     return model, dict(shares(model, drawing))
 
 
 def move_present(model: nn.Module, device: torch.device) -> None:
-    """Move what has memory to a device, in place, where `Module.to` would ask for the rest too."""
+    """Move all tensors with memory to a device, in place; `Module.to` would require the rest too."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device)

@@ -16,27 +16,27 @@ from penstock.planner.pipeline import balanced
 
 
 class Carried(NamedTuple):
-    """A value that goes from one stage to the next."""
+    """A value that is sent from one stage to the next."""
 
     stack: int
     """The number of the stack that makes it."""
     done: bool
-    """Whether it is the stack's output, and not the tokens between two of its blocks."""
+    """Whether it is the stack's output; otherwise it is the tokens between two of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """Where a model is cut: the number of the first block of each stage, and of the block after the last."""
+    """Where a model is cut: the number of the first block of each stage, and one more than the last block's."""
 
     edges: tuple[int, ...]
     starts: tuple[int, ...]
-    """The number of the first block of each stack, and of the block after the last."""
+    """The number of the first block of each stack, and one more than the last block's."""
     carried: tuple[tuple[Carried, ...], ...]
-    """The values that each stage is sent: outputs of stacks in the order in which they are made, then tokens."""
+    """The values that each stage receives: outputs of stacks in the order in which they are made, then tokens."""
 
     @classmethod
     def of(cls, anatomy: Anatomy, counts: Sequence[int]) -> StageCut:
-        """Stages of `counts` blocks. Raises ConfigError for a model that cannot be cut."""
+        """Cut into stages of `counts` blocks. Raises ConfigError for a model that cannot be cut."""
         if anatomy.unknown or (len(anatomy.stacks) > 1 and not anatomy.reads):
             model = anatomy.unknown or f"a model of the family {anatomy.family}"
             raise ConfigError(
@@ -51,7 +51,7 @@ class StageCut:
 
     @property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.edges) - 1
 
     def stage_of(self, block: int) -> int:
@@ -86,7 +86,7 @@ def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
             everywhere = isinstance(role, Embedding) and role.kind == "relative"
             for name in (role.name, *owned(role)):
                 users.setdefault(name, set()).update(home if everywhere else home[:1])
-        # Of a foreign model it is not known which stacks read the table.
+        # In a foreign model it is unknown which stacks read the table.
         for name in stack.shares if anatomy.reads else tokens:
             users.setdefault(name, set()).add(home[0])
         for block, stage in zip(stack.blocks, home):
@@ -98,8 +98,8 @@ def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
 
 
 def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage of a model of which only the Anatomy is known, by the weights of matrices: products with
-    them are most of the work, and each weight is used once for a token.
+    """Number of blocks in each stage of a model of which only the Anatomy is known, balanced by matrix weights:
+    products with them are most of the work, and each weight is used once per token.
     """
     anatomy = anatomy_of(model)
 

@@ -18,7 +18,7 @@ from penstock.parallel.tensor import BEGINS, ENDS
 
 
 class Left(Exception):
-    """The end of a stage's forward pass, with the values for the next stage."""
+    """Ends a stage's forward pass, with the values for the next stage."""
 
     def __init__(self, values: tuple[Tensor, ...]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Left(Exception):
 
 
 class Running(Protocol):
-    """The running stage, as stand-ins need it."""
+    """The running stage, with the attributes that stand-ins need."""
 
     _active: Any
     _made: dict[Carried, Tensor]
@@ -35,11 +35,11 @@ class Running(Protocol):
     emptied: dict[nn.Module, dict[str, Tensor]]
 
     def like(self) -> torch.dtype:
-        """The type of the tokens that go through this stage."""
+        """Type of the tokens in this stage."""
 
 
 class StandIn(nn.Module):
-    """Called in place of `original`, whose attributes it also has."""
+    """Is called instead of `original`, and also has its attributes."""
 
     def __init__(self, original: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class StandIn(nn.Module):
 
 
 def _tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The tokens that a block is called with."""
+    """The tokens passed to a block."""
     tokens: Tensor = args[0] if args else kwargs["hidden_states"]
     return tokens
 
@@ -82,21 +82,20 @@ def passing(module: nn.Module) -> StandIn:
 
 
 def entry(running: Running, module: nn.Module, value: Carried, carried: tuple[Carried, ...]) -> StandIn:
-    """A part that returns one of the values that the stage before has sent.
+    """A part that returns one of the values received from the previous stage.
 
-    While shapes are probed nothing was sent: then the shapes are those of its arguments, and the pass ends with the
-    last of the values.
+    While shapes are probed nothing was received: shapes are those of its arguments, and the last value ends the pass.
     """
 
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        x = _as_split(module, _tokens(args, kwargs))  # in every pass: it notes how many tokens there are
+        x = _as_split(module, _tokens(args, kwargs))  # in every pass, because it stores the number of tokens
         if running._probing:
             running._made[value] = x
             if value == carried[-1]:
                 raise Left(tuple(running._made[each] for each in carried if each in running._made))
             return x
         values = running._active[1]
-        # A past that remembers the outputs of earlier stacks has them computed no more: tokens alone are sent then.
+        # If a past holds the outputs of earlier stacks, these are not computed: only tokens are sent.
         sent = carried if len(values) == len(carried) else tuple(each for each in carried if not each.done)
         received: Tensor = values[sent.index(value)]
         running._made[value] = received
@@ -106,7 +105,7 @@ def entry(running: Running, module: nn.Module, value: Carried, carried: tuple[Ca
 
 
 def exit_(running: Running, module: nn.Module, carried: tuple[Carried, ...]) -> StandIn:
-    """A block that ends the pass with the values that the next stage is sent."""
+    """A block that ends the pass with the values for the next stage."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         x = _tokens(args, kwargs)
@@ -122,7 +121,7 @@ def exit_(running: Running, module: nn.Module, carried: tuple[Carried, ...]) -> 
 
 
 def tap(running: Running, module: nn.Module, value: Carried) -> StandIn:
-    """The part itself, whose output a later stage is sent."""
+    """The part itself; its output is sent to a later stage."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         output = module(*args, **kwargs)
@@ -133,7 +132,7 @@ def tap(running: Running, module: nn.Module, value: Carried) -> StandIn:
 
 
 class Blank:
-    """Zeros in place of a parameter, or of a module's output."""
+    """Zeros instead of a parameter, or of a module's output."""
 
     def __init__(self, running: Running, owner: nn.Module, key: str) -> None:
         self.running = running
@@ -146,7 +145,7 @@ class Blank:
         self._shapes: dict[Any, torch.Size] = {}
 
     def instead(self) -> Any:
-        """The module or tensor to put in its place."""
+        """The replacement for the module or tensor."""
         if self.module is not None:
             return StandIn(self.module, self)
         return torch.zeros(1, device=self.running.device).expand(self.shape)

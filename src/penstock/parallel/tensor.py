@@ -69,7 +69,7 @@ from penstock.parallel.parts import (
 from penstock.parallel.sequence import Line
 
 BEGINS, ENDS = "penstock_begins", "penstock_ends"
-"""Attributes of the modules before which tokens are split, and behind which they come together: their `Line`."""
+"""Attributes of the modules before which tokens are split, and after which they are gathered: their `Line`."""
 
 
 @dataclass(slots=True)
@@ -77,17 +77,16 @@ class Split:
     """Facts about a split model that a training step needs."""
 
     partial: list[str] = field(default_factory=list)
-    """Names of weights that each rank has whole, and of whose gradients it sees a part only: the sum over ranks is the
-    gradient."""
+    """Names of weights that each rank has whole, but with partial gradients: the sum over ranks is the gradient."""
 
 
 def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: bool = False) -> Split:
     """Split the layers of `model` over the ranks of `dims`, and experts as `plan.ep` says, in place: same object, same
     names, same results.
 
-    Weights may be on the host, of which a rank's parts go to its device, or on the meta device. All ranks get those of
-    rank 0 first, unless they are `alike` already. Raises ConfigError where a part cannot be split, with the degrees
-    that can.
+    Weights may be on the host, then a rank's parts go to its device, or on the meta device. All ranks first get rank
+    0's weights, unless they are `alike` already. Raises ConfigError, with the possible degrees, if a part cannot be
+    split.
     """
     anatomy = anatomy_of(model)
     if plan.tp > 1:
@@ -105,7 +104,7 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
     dim = 0 if plan.token_order == "batch_second" else 1
     place = dims.place()["tp"]
     line = Line(dims.mesh.get_group("tp"), place, plan.tp, sequence=plan.sp, dim=dim)
-    # Blocks that recompute keep nothing of it, and compiled code keeps what it likes.
+    # Recomputing blocks save nothing of it, and compiled code decides itself what to save.
     line.again = plan.recompute in ("none", "selective") and plan.compile == "none"
     splitter = _Splitter(uncompiled(model), anatomy, dims.mesh["tp"], line, packed=plan.padding == "remove")
     splitter.run()
@@ -116,7 +115,7 @@ def split_layers(model: nn.Module, plan: Plan, dims: ParallelDims, *, alike: boo
 
 def _require_roles(anatomy: Anatomy, model: nn.Module) -> None:
     name = type(uncompiled(model)).__name__
-    parts = list(anatomy.parts(Attention))  # raises where no parts are known
+    parts = list(anatomy.parts(Attention))  # raises if the parts are unknown
     for experts in anatomy.parts(Experts):
         if not isinstance(model.get_submodule(experts.name), MixtureOfExperts):
             raise ConfigError(
@@ -152,17 +151,17 @@ def _require_even(anatomy: Anatomy, model: nn.Module, degree: int) -> None:
 
 
 class _Splitter:
-    """Goes through a model's roles once."""
+    """Splits all roles of a model, one by one."""
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, mesh: Any, line: Line, *, packed: bool = False
     ) -> None:
         self.model, self.anatomy, self.mesh, self.line = model, anatomy, mesh, line
         self.packed = packed
-        """Whether padding is put back behind the blocks and their norm, which takes all tokens."""
+        """Whether padding is put back after the blocks and their norm, which needs all tokens."""
         self.partial: list[str] = []
         self.made: dict[int, nn.Parameter] = {}
-        """DTensors by the parameters that they take the place of: tied weights stay tied."""
+        """DTensors by the parameters that they replace: tied weights stay tied."""
         self.learned: dict[int, str] = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
 
     def run(self) -> None:
@@ -184,13 +183,13 @@ class _Splitter:
                 elif isinstance(role, Experts):
                     self._experts(role, line)
                 elif isinstance(role, Modulation) and line.sequence:
-                    # Its gradient is a sum over all tokens of a sample, of which each rank has some.
+                    # Its gradient is a sum over all tokens of a sample, some of which are on each rank.
                     self._enters(role.name, self._outside(line))
             self._ends(number, line, tokens)
 
     def _memory_alone(self, number: int) -> bool:
-        """Whether nothing but cross attention reads what a stack makes: then all that comes back are parts of its
-        gradient, and they are added up once, where the stack ends."""
+        """Whether only cross attention reads a stack's output: then all ranks return parts of its gradient, which are
+        summed once, at the stack's end."""
         anatomy = self.anatomy
         others = range(number + 1, len(anatomy.stacks))
         memory = any(number in anatomy.read_by(other)[1] for other in others)
@@ -203,11 +202,11 @@ class _Splitter:
             self._column(linear)
         self._row(role.out, line)
         first = role.projections[0].name
-        # Several linears read the same tokens, which are taken in once, where the module gets them: its first argument.
-        # Memory is taken in where its stack ends, unless others read it too.
+        # Several linears read the same tokens, which are therefore gathered once, at the module's first argument.
+        # Memory is gathered where its stack ends, unless other parts read it too.
         self._enters(role.name if len(role.projections) > 1 else first, line)
         _divide(self._module(role.name), role.counts, line.count)
-        # A rank's heads are all that its copy of these sees.
+        # They act on this rank's heads only.
         self._sees_a_part(*role.norms, *role.latents)
         if getattr(self._module(role.name), "norms_heads_together", False):
             for norm in role.norms:
@@ -224,7 +223,7 @@ class _Splitter:
         mixture = self._module(role.name)
         assert isinstance(mixture, MixtureOfExperts)
         if role.router is not None:
-            # Of a part of the tokens, or of a part of what experts make of all.
+            # It gets gradients of a part of the tokens, or of a part of the experts' outputs for all.
             self._sees_a_part(role.router)
         if isinstance(mixture.exchange, Visits):
             mixture.exchange.split_over(line)
@@ -241,7 +240,7 @@ class _Splitter:
         _divide(self._module(self._plain(linear.name)), linear.counts, self.line.count)
         self._clips(linear)
         if is_adapted(self._module(linear.name)):
-            # A gives the same on all ranks, whose rows of B each send a part of its gradient.
+            # A's output is the same on all ranks; each rank's rows of B return a part of its gradient.
             self._split(linear, {"weight": 0}, pieces=pieces, kind=SplitModule, inside=SECOND)
             self.partial.append(f"{linear.name}.{FIRST}.weight")
 
@@ -254,7 +253,7 @@ class _Splitter:
             self._split(linear, {"weight": 1}, kind=SplitInputs, line=line, inside=FIRST)
 
     def _clips(self, linear: Linear) -> None:
-        """A learned clip gets the gradient of a rank's own features, or by its own outputs."""
+        """A learned clip's gradient comes from this rank's features or outputs only."""
         if CLIP in self._module(linear.name)._parameters:
             self.partial.append(f"{linear.name}.{CLIP}")
 
@@ -263,7 +262,7 @@ class _Splitter:
         swap(module, SumGradient).__dict__["penstock_enters"] = line
 
     def _vocabulary(self) -> bool:
-        """Split the tables of tokens, and the outputs that have as many rows; whether there are such outputs."""
+        """Split the tables of tokens, and outputs with equally many rows; returns whether there are such outputs."""
         tables = [r for r in self.anatomy.parts(Embedding) if r.kind == "token"]
         if not tables:
             return False
@@ -288,10 +287,10 @@ class _Splitter:
         weight = getattr(self._module(head.name), "weight", None)
         return -1 if weight is None or head.transposed or head.bias is not None else int(weight.shape[0])
 
-    # -- where tokens are split and come together
+    # -- where tokens are split and gathered
 
     def _ends(self, number: int, line: Line, words: bool) -> None:
-        """Hooks at both ends of a stack, and which weights see a part of the gradients because of them."""
+        """Add hooks at both ends of a stack, and record the weights that therefore get partial gradients."""
         stack: Stack = self.anatomy.stacks[number]
         last, memory = stack is self.anatomy.stacks[-1], self._memory_alone(number)
         tail = list(walk(stack.after))
@@ -301,8 +300,8 @@ class _Splitter:
         norm = next((role.name for role in norms if isinstance(role, Norm)), "")
         alone = len(heads) == 1 and self.anatomy.read_out in ((), (number,))
         into_words = last and words and alone and not others and (bool(norm) or not self.packed)
-        # Behind the last norm, where what follows adds up gradients of its parts; else behind the last block, as in a
-        # Vision Transformer, which picks a token before its norm.
+        # After the last norm, if the following parts sum partial gradients; else after the last block, as in a Vision
+        # Transformer, which picks a token before its norm.
         read = into_words or memory
         end = self._module(norm if read and norm else stack.blocks[-1].name)
         for head in heads:
@@ -322,7 +321,7 @@ class _Splitter:
             self._sees_a_part(*tail)
 
     def _outside(self, line: Line) -> Line:
-        """The same ranks, where all of them have all tokens."""
+        """A line of the same ranks on which all ranks have all tokens."""
         plain = line.sibling()
         plain.sequence = False
         return plain
@@ -333,11 +332,11 @@ class _Splitter:
         return self.model.get_submodule(name)
 
     def _plain(self, name: str) -> str:
-        """Where a role's own weights are: of a linear with an adapter, one further inside."""
+        """Name of the module with a role's own weights; in a linear with an adapter it is nested."""
         return f"{name}.{BASE}" if is_adapted(self._module(name)) else name
 
     def _sees_a_part(self, *roles: Role) -> None:
-        """Note what each rank has whole of these roles, and sees a part of the gradients of."""
+        """Record the weights of these roles that each rank has whole, but with partial gradients."""
         for role in roles:
             for owner in owned(role):
                 for name, parameter in self.model.named_parameters():
@@ -346,7 +345,7 @@ class _Splitter:
                         self.partial.append(name)
 
     def _spread(self, name: str) -> bool:
-        """Whether it is the bias of a linear whose sum all ranks make: its gradient is whole."""
+        """Whether it is the bias of a linear whose outputs are summed over ranks: its gradient is complete."""
         module, _, key = name.rpartition(".")
         return key in getattr(self._module(module), "penstock_spread", ())
 
@@ -354,9 +353,7 @@ class _Splitter:
         self, role: Role, where: dict[str, int], *, kind: type = object, pieces: int = 1,
         line: Line | None = None, spread: tuple[str, ...] = (), inside: str = "",
     ) -> None:  # fmt: skip
-        """Split parameters of a role's module, or of one `inside` it, along the dimensions that `where` gives by their
-        names.
-        """
+        """Split parameters of a role's module, or of the module `inside` it; `where` maps their names to dimensions."""
         module = self._module(f"{role.name}.{inside}" if inside else self._plain(role.name))
         if isinstance(role, Linear) and role.bias is not None:
             raise ConfigError(
@@ -375,7 +372,7 @@ class _Splitter:
             rows = int(weight.shape[0])
             share = Share(self.line.group, self.line.index * -(-rows // self.line.count), rows)
             module.__dict__["penstock_words"] = share
-            if hasattr(module, "share"):  # it makes the loss itself
+            if hasattr(module, "share"):  # it computes the loss itself
                 setattr(module, "share", share)  # noqa: B010 (for mypy)
         module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
 
@@ -413,18 +410,18 @@ def _after(change: Callable[[Tensor], Tensor], module: nn.Module, args: Any, out
 
 
 def line_of(model: nn.Module) -> Line | None:
-    """The ranks that split each layer; None where layers are whole."""
+    """The line of ranks that split each layer; None if layers are whole."""
     lines = (module.__dict__.get("penstock_line") for module in model.modules())
     return next((line for line in lines if line is not None), None)
 
 
 def lines_of(model: nn.Module) -> list[Line]:
-    """How the tokens of each stack are split."""
+    """For each stack, how its tokens are split."""
     return [module.__dict__[BEGINS] for module in model.modules() if BEGINS in module.__dict__]
 
 
 def partial_gradients(model: nn.Module, split: Split) -> Iterator[Tensor]:
-    """This rank's gradients that are parts of sums over the ranks that split each layer."""
+    """This rank's partial gradients, which must be summed over the tensor-parallel ranks."""
     wanted = set(split.partial)
     for name, parameter in model.named_parameters():
         if name in wanted and parameter.grad is not None:

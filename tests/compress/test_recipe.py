@@ -196,7 +196,7 @@ def test_a_target_is_forecast_and_then_measured(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "Nothing is asked for.*Known steps are prune, distil, quantise"),
+    ({}, "No step is requested.*Known steps are prune, distil, quantise"),
     ({"target": "1x"}, "above 1x"),
     ({"target": "fast"}, "a number such as 3x"),
     ({"steps": "fold"}, "must be 'prune', 'distil' or 'quantise'"),

@@ -187,7 +187,7 @@ def test_a_wider_terminal_never_shows_less() -> None:
 def test_remarks_count_what_the_table_leaves_out_and_on_demand_say_why() -> None:
     twice = replace(REPORT, rungs=(*REPORT.rungs, replace(REPORT.rungs[5], title="other rung")))
     said = remarks(twice)
-    assert said[0] == "2 measured that no Plan takes: image rung 1.10×, order rung 0.97×."
+    assert said[0] == "2 measured that no Plan includes: image rung 1.10×, order rung 0.97×."
     assert said[1] == "2 do not apply here, 1 ran out of memory (--all says why)."
     assert any(words.startswith("Noise floor 1.0%: ") for words in said)
     assert said[-1] == "A note."

@@ -25,9 +25,9 @@ def problems(text: str | Schedule) -> tuple[str, ...]:
 def test_a_deadlock_names_rank_action_and_what_it_waits_for() -> None:
     assert problems("rank 0 | 0F0 0B0 0F1 0B1\nrank 1 | 1F0 1F1 1B0 1B1") == (
         "Deadlock: rank 0 cannot run 0B0, its action 2 of 4: it waits for 1B0, which rank 1 has as its action 3, "
-        "behind 1F1.",
+        "after 1F1.",
         "Deadlock: rank 1 cannot run 1F1, its action 2 of 4: it waits for 0F1, which rank 0 has as its action 3, "
-        "behind 0B0.",
+        "after 0B0.",
     )
 
 
@@ -93,11 +93,11 @@ def test_the_classic_deadlock_of_1f1b_with_blocking_sends() -> None:
     found = problems(UNFUSED)
     assert found[0] == (
         "Deadlock: rank 0 cannot run 0SEND_F1, its action 4 of 12: it waits for 1RECV_F1, which rank 1 has as its "
-        "action 5, behind 1SEND_B0."
+        "action 5, after 1SEND_B0."
     )
     assert found[1] == (
         "Deadlock: rank 1 cannot run 1SEND_B0, its action 4 of 12: it waits for 0RECV_B0, which rank 0 has as its "
-        "action 5, behind 0SEND_F1."
+        "action 5, after 0SEND_F1."
     )
     validate(Schedule.parse(UNFUSED).computations())
 

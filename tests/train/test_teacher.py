@@ -146,5 +146,5 @@ def test_a_teacher_of_other_words_is_refused(
     Path("teacher/tokenizer.json").write_text(json.dumps(tree))
     capsys.readouterr()
     assert main([*given[:-1], "other"]) == 2
-    assert "the numbers of their words are not the same" in " ".join(capsys.readouterr().err.split())
+    assert "the numbers of their words differ" in " ".join(capsys.readouterr().err.split())
     assert not Path("other/checkpoints").exists()

@@ -144,9 +144,9 @@ def export_model(
         ) from problem
     beside = folder_beside(checkpoint.path.parent.parent)
     if branch is not None:
-        alone, weights = branch_of(config.model, branch, weights)
-        require_theirs(alone)
-        model = create(alone, device="meta")
+        branch_config, weights = branch_of(config.model, branch, weights)
+        require_theirs(branch_config)
+        model = create(branch_config, device="meta")
     save_pretrained(model, folder, weights=weights, beside=beside, shard_bytes=shard_bytes)
 
 

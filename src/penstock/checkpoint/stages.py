@@ -49,9 +49,9 @@ def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]
     groups = [dict(group) for group in first]
     for group in more:
         settings = {key: value for key, value in group.items() if key != "params"}
-        for other in groups:
-            if {key: value for key, value in other.items() if key != "params"} == settings:
-                other["params"] = list(dict.fromkeys([*other["params"], *group["params"]]))
+        for merged in groups:
+            if {key: value for key, value in merged.items() if key != "params"} == settings:
+                merged["params"] = list(dict.fromkeys([*merged["params"], *group["params"]]))
                 break
         else:
             groups.append(dict(group))

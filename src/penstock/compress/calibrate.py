@@ -92,16 +92,16 @@ class InputRecord:
         """Relative entropy between the magnitudes and their rounding to 128 levels up to this end (Migacz, "8-bit
         Inference with TensorRT", GTC 2017). The first bin, with the zeros, is left out."""
         used = max(_LEVELS, min(BINS, math.ceil(end / self.end * BINS)))
-        kept = self.counts[1:used].clone()
+        counts = self.counts[1:used].clone()
         levels = torch.arange(1, used) * _LEVELS // used
-        present = (kept > 0).double()
-        sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, kept)
+        present = (counts > 0).double()
+        sums = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, counts)
         many = torch.zeros(_LEVELS, dtype=torch.float64).index_add_(0, levels, present)
         spread = (sums / many.clamp(min=1))[levels] * present
-        kept[-1] += self.counts[used:].sum()
-        kept, spread = kept / kept.sum().clamp(min=1), spread / spread.sum().clamp(min=1)
-        here = kept > 0
-        return float((kept[here] * (kept[here] / spread[here].clamp(min=1e-9)).log()).sum())
+        counts[-1] += self.counts[used:].sum()
+        counts, spread = counts / counts.sum().clamp(min=1), spread / spread.sum().clamp(min=1)
+        here = counts > 0
+        return float((counts[here] * (counts[here] / spread[here].clamp(min=1e-9)).log()).sum())
 
 
 def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tensor | None]:

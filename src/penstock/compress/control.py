@@ -97,7 +97,7 @@ def seconds_of(ways: Sequence[nn.Module], rows: int, features: int) -> list[floa
         order = range(len(ways)) if number % 2 else reversed(range(len(ways)))
         for place in order:
             times[place].append(_time(ways[place], x, repeats[place]))
-    return [min(each) for each in times]
+    return [min(module_times) for module_times in times]
 
 
 def _time(way: nn.Module, x: torch.Tensor, repeats: int) -> float:

@@ -55,8 +55,8 @@ def cuts(
     for run in model.graph.runs if options.layers else ():
         count = _left(run.stack.depth, options.layers)
         if count < run.stack.depth:
-            kept = layers_to_keep(model, run.name, count, batches, loss, options.layers_by)
-            model = keep_layers(model, run.name, kept)
+            remaining = layers_to_keep(model, run.name, count, batches, loss, options.layers_by)
+            model = keep_layers(model, run.name, remaining)
             yield PruneCut(f"{run.name}: layers {run.stack.depth} → {count}", model)
     for run in model.graph.runs if options.experts else ():
         yield from (cut := _cut_experts(model, run, options, batches, loss))[:1]
@@ -122,13 +122,13 @@ def _cut_experts(
     scores = expert_scores(model, run.name, batches, loss, by_error=options.experts_by == "error")
     size = stack.experts // stack.router_groups
     most = count // stack.router_groups
-    kept = [
+    remaining = [
         None if row is None
         else sorted(e for group in range(0, stack.experts, size) for e in _best(row[group : group + size], most, group))
         for row in scores
     ]  # fmt: skip
     words = f"{run.name}: experts {stack.experts} → {count}"
-    return [PruneCut(words, keep_experts(model, run.name, kept))]
+    return [PruneCut(words, keep_experts(model, run.name, remaining))]
 
 
 def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
@@ -139,24 +139,24 @@ def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
 def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores]) -> Model:
     """The model without the share of heads that matter least."""
     stack = run.stack
-    own = [block.heads for block in blocks]
-    beside = [block.cross for block in blocks if block.cross is not None]
+    head_scores = [block.heads for block in blocks]
+    cross_scores = [block.cross for block in blocks if block.cross is not None]
     if stack.biased:
         # Blocks share the biases of their heads, so they must keep the same heads; ALiBi is refused if heads are
         # removed.
         count = _left(stack.layers[0].kv_heads, options.heads)
-        kept = [_best(torch.stack(_comparable(own, options)).sum(0), count)] * len(own)
-        return keep_heads(model, run.name, kept, [_best(row, count) for row in beside] or None)
+        remaining = [_best(torch.stack(_comparable(head_scores, options)).sum(0), count)] * len(head_scores)
+        return keep_heads(model, run.name, remaining, [_best(row, count) for row in cross_scores] or None)
     if options.even:
         counts = [_left(layer.kv_heads, options.heads) for layer in stack.layers]
     else:
-        ranked = [row.sort(descending=True).values for row in _comparable(own, options)]
-        for number, row in enumerate(_comparable(beside, options)):
+        ranked = [row.sort(descending=True).values for row in _comparable(head_scores, options)]
+        for number, row in enumerate(_comparable(cross_scores, options)):
             ranked[number] = ranked[number] + row.sort(descending=True).values
         counts = _counts(ranked, options.heads, 1)
-    kept = [_best(row, count) for row, count in zip(own, counts, strict=True)]
+    remaining = [_best(row, count) for row, count in zip(head_scores, counts, strict=True)]
     return keep_heads(
-        model, run.name, kept, [_best(row, count) for row, count in zip(beside, counts)] or None
+        model, run.name, remaining, [_best(row, count) for row, count in zip(cross_scores, counts)] or None
     )
 
 

@@ -172,10 +172,10 @@ def smooth(model: nn.Module, records: Mapping[str, InputRecord], strength: float
     """
     gains = {}
     for norm, names in norm_readers(model):
-        known = [records[name].largest for name in names if name in records]
-        if not known:
+        maxima = [records[name].largest for name in names if name in records]
+        if not maxima:
             continue
-        inputs = torch.stack(known).amax(0)
+        inputs = torch.stack(maxima).amax(0)
         weights: list[Tensor] = [cast(Any, model.get_submodule(name)).weight for name in names]
         columns = torch.stack([weight.abs().flatten(0, -2).amax(0) for weight in weights]).amax(0)
         scale = inputs.to(columns).clamp(min=_LEAST) ** strength / columns.clamp(min=_LEAST) ** (1 - strength)

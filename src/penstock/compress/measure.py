@@ -151,8 +151,8 @@ class Workbench:
         rounded = rounded_weights(folder)
         few = sum(weight.numbers.numel() for _, weight in rounded.values())
         stored = [part for name, (_, weight) in rounded.items() for part in weight.stored(name).values()]
-        parameters, beside = predict_pass_bytes(model, self.machine, self._plan())
-        return 4.0 * (parameters - few) + sum(part.nbytes for part in stored) + beside
+        parameters, other_bytes = predict_pass_bytes(model, self.machine, self._plan())
+        return 4.0 * (parameters - few) + sum(part.nbytes for part in stored) + other_bytes
 
     def _plan(self) -> Plan:
         attention: AttentionBackend = "auto" if self.device.type == "cpu" else "sdpa"

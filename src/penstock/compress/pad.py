@@ -54,7 +54,7 @@ def write_transformers(source: str | Path, target: Path) -> tuple[Path, float]:
     difference = float((outputs - expected).abs().max() / expected.abs().max())
     if not difference <= CLOSE:
         raise NumericError(
-            f"{target} gives other outputs than the model, by {difference:.2g} of their largest."
+            f"{target} has outputs that differ from the model's by {difference:.2g} of the largest."
         )
     return target, difference
 

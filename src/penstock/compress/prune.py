@@ -68,13 +68,17 @@ def keep_heads(
             f"Heads of {run} share the norms of their queries and keys, so that none can be removed alone; remove "
             "layers or hidden width instead."
         )
-    kept = [list(numbers) for numbers in groups]
-    if stack.biased and any(numbers != kept[0] for numbers in kept):
+    heads = [list(numbers) for numbers in groups]
+    if stack.biased and any(numbers != heads[0] for numbers in heads):
         raise ConfigError(
             f"All blocks of {run} share the relative biases of their heads; keep the same heads in each."
         )
-    beside = [list(numbers) for numbers in cross or ()]
-    if bool(here.memories) != bool(beside) or len(kept) != len(layers) or len(beside) not in (0, len(layers)):
+    cross_heads = [list(numbers) for numbers in cross or ()]
+    if (
+        bool(here.memories) != bool(cross_heads)
+        or len(heads) != len(layers)
+        or len(cross_heads) not in (0, len(layers))
+    ):
         raise ConfigError(
             f"{run} has {len(layers)} blocks{' with cross attention' * bool(here.memories)}; give heads for each."
         )
@@ -82,22 +86,22 @@ def keep_heads(
     for number, layer in enumerate(layers):
         shared, features = layer.queries_per_key, layer.head_width
         name = f"{run}.blocks.{number}"
-        _require_numbers(f"the KV heads of {name}.attention", kept[number], layer.kv_heads)
+        _require_numbers(f"the KV heads of {name}.attention", heads[number], layer.kv_heads)
         for part, rows in layer.head_rows.items():
-            _take_rows(state, f"{name}.attention.{part}", kept[number], rows)
-        _take_rows(state, f"{name}.attention.shift", kept[number], (shared + 1) * features)
-        _take_columns(state, f"{name}.attention.out", kept[number], shared * layer.value_width)
-        _take_rows(state, f"{name}.attention.sinks", kept[number], shared)
-        if beside:
-            _require_numbers(f"the KV heads of {name}.cross", beside[number], layer.kv_heads)
-            if len(beside[number]) != len(kept[number]):
+            _take_rows(state, f"{name}.attention.{part}", heads[number], rows)
+        _take_rows(state, f"{name}.attention.shift", heads[number], (shared + 1) * features)
+        _take_columns(state, f"{name}.attention.out", heads[number], shared * layer.value_width)
+        _take_rows(state, f"{name}.attention.sinks", heads[number], shared)
+        if cross_heads:
+            _require_numbers(f"the KV heads of {name}.cross", cross_heads[number], layer.kv_heads)
+            if len(cross_heads[number]) != len(heads[number]):
                 raise ConfigError(f"{name} must keep as many heads in cross attention as in self-attention.")
-            _take_rows(state, f"{name}.cross.q", beside[number], shared * features)
-            _take_rows(state, f"{name}.cross.kv", beside[number], 2 * features)
-            _take_columns(state, f"{name}.cross.out", beside[number], shared * features)
-        narrower.append(layer.resized(kv_heads=len(kept[number])))
+            _take_rows(state, f"{name}.cross.q", cross_heads[number], shared * features)
+            _take_rows(state, f"{name}.cross.kv", cross_heads[number], 2 * features)
+            _take_columns(state, f"{name}.cross.out", cross_heads[number], shared * features)
+        narrower.append(layer.resized(kv_heads=len(heads[number])))
     if stack.positions == "relative":
-        _take_columns(state, f"{run}.relative", kept[0], layers[0].queries_per_key)
+        _take_columns(state, f"{run}.relative", heads[0], layers[0].queries_per_key)
     return made_like(model, with_layers(model.config, here, narrower), state)
 
 
@@ -148,11 +152,13 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
         raise ConfigError(
             f"The experts of {run} are given with each sample, so that none can be removed; remove hidden features."
         )
-    left = {len(kept) for kept in experts if kept is not None}
-    if len(left) != 1 or [kept is not None for kept in experts] != [
+    counts = {len(kept) for kept in experts if kept is not None}
+    if len(counts) != 1 or [kept is not None for kept in experts] != [
         layer.mixture is not None for layer in stack.layers
     ]:
-        raise ConfigError(f"All mixtures of {run} have one number of experts; keep as many in each.")
+        raise ConfigError(
+            f"All mixtures of {run} have the same number of experts; keep equally many in each."
+        )
     for number, kept in enumerate(experts):
         if kept is None:
             continue
@@ -161,10 +167,10 @@ def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]
         size = stack.experts // stack.router_groups
         if len({sum(e // size == group for e in kept) for group in range(stack.router_groups)}) > 1:
             raise ConfigError(
-                f"{name} has {stack.router_groups} equal groups of experts; keep as many in each."
+                f"{name} has {stack.router_groups} equal groups of experts; keep equally many in each."
             )
         take_experts(state, f"{name}.", stack, kept)
-    changed = replace(stack, experts=left.pop())
+    changed = replace(stack, experts=counts.pop())
     return made_like(model, with_stack(model.config, here, changed), state)
 
 
@@ -214,10 +220,10 @@ def _run_of(model: Model, name: str) -> Run:
 
 def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
     """Raise ConfigError unless the numbers are ascending, from 0 to below `count`, and not empty."""
-    kept = list(numbers)
-    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= count:
+    ordered = list(numbers)
+    if not ordered or ordered != sorted(set(ordered)) or ordered[0] < 0 or ordered[-1] >= count:
         raise ConfigError(
-            f"What is kept of {parts} must be rising numbers from 0 to {count - 1}, at least one, not {kept[:9]}."
+            f"What is kept of {parts} must be rising numbers from 0 to {count - 1}, at least one, not {ordered[:9]}."
         )
 
 
@@ -243,7 +249,9 @@ def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> Model
     width = dense[0] if dense else stack.mlp_width if stack.expert_width else mixed[0]
     expert = mixed[0] if mixed and (stack.expert_width or mixed[0] != width) else stack.expert_width
     equal = replace(stack, depth=len(layers), unequal=(), mlp_width=width, expert_width=expert, **heads)
-    pooled = any(one.pool == "attention" and one.run == run.name for one in config.graph.heads_of(ClassHead))
+    pooled = any(
+        head.pool == "attention" and head.run == run.name for head in config.graph.heads_of(ClassHead)
+    )
     resized = pooled and equal.plain_layer != stack.plain_layer  # the pool's sizes would follow
     if equal.layers == tuple(layers) and not resized:
         return with_stack(config, run, equal)
@@ -259,7 +267,7 @@ def with_stack(config: ModelConfig, run: Run, stack: Stack) -> ModelConfig:
         return stack  # type: ignore[return-value]
     if name not in vars(config):
         raise ConfigError(
-            f"The run {run.name} is no setting of the model's configuration, which cannot be changed."
+            f"The run {run.name} is not a setting of the model's configuration, so it cannot be changed."
         )
     changed: Any = config
     return replace(changed, **{name: stack})  # type: ignore[no-any-return]

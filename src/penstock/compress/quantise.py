@@ -86,7 +86,7 @@ def quantise_folder(
             "quantise.learn trains, as penstock compress does; set it to 0 and train the folder yourself."
         )
     if rounded_weights(folder):
-        raise ConfigError(f"The model in {folder} was quantised before; give the one that it was made of.")
+        raise ConfigError(f"The model in {folder} was quantised before; use the model that it was made from.")
     if options.calibrates and data is None:
         raise ConfigError("quantise.smooth, inputs=static and weights=gptq run the model on data; name some.")
     if options.drop is not None and (data is None or data.score is None):

@@ -53,7 +53,7 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
         raise ConfigError("penstock compress needs a model: a run's folder, an export, or a name on the hub.")
     if not config.order:
         raise ConfigError(
-            "Nothing is asked for; set a share such as prune.layers, or target, distil.epochs or quantise. Known steps "
+            "No step is requested; set a share such as prune.layers, or target, distil.epochs or quantise. Known steps "
             f"are {', '.join(STEPS)}."
         )
     original = local_weights(config.model)
@@ -144,14 +144,14 @@ def _time(bench: Workbench, rows: list[dict[str, Any]]) -> None:
 def _calls(config: CompressConfig, prune: Prune) -> Iterator[tuple[StepName, Prune]]:
     """Every call of a step, with the shares that it removes of what remains."""
     for turn in range(config.rounds):
-        left = {
+        shares = {
             name: 1.0 - (1.0 - share * (turn + 1) / config.rounds) / (1.0 - share * turn / config.rounds)
             for name in SHARES
             for share in [getattr(prune, name)]
         }
         for name in config.order:
             if name != "quantise" or turn + 1 == config.rounds:
-                yield name, replace(prune, **left)
+                yield name, replace(prune, **shares)
 
 
 def _record(config: CompressConfig, output: Path) -> Report:

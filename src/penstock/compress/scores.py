@@ -168,13 +168,14 @@ def layers_to_keep(
     if criterion == "activation":
         influence = _influences(model, run, batches, loss)
         return sorted(sorted(range(depth), key=lambda i: -influence[i])[:count])
-    kept = list(range(depth))
-    while len(kept) > count:
+    blocks = list(range(depth))
+    while len(blocks) > count:
         tried = {
-            i: mean_loss(keep_layers(model, run, [j for j in kept if j != i]), batches, loss) for i in kept
+            i: mean_loss(keep_layers(model, run, [j for j in blocks if j != i]), batches, loss)
+            for i in blocks
         }
-        kept.remove(min(kept, key=tried.__getitem__))
-    return kept
+        blocks.remove(min(blocks, key=tried.__getitem__))
+    return blocks
 
 
 def mean_loss(model: Model, batches: Sequence[Any], loss: Loss) -> float:
@@ -214,7 +215,7 @@ def expert_scores(
     stack = model.graph.run(run).stack
     if by_error and stack.router_groups > 1:
         raise ConfigError(
-            f"The experts of {run} are in {stack.router_groups} groups, of which none can be without one; use "
+            f"The experts of {run} are in {stack.router_groups} groups, none of which can lose an expert; use "
             "prune.experts_by load."
         )
     for number, block in enumerate(getattr(model, run).blocks):

@@ -223,7 +223,7 @@ def _search(report: LadderReport) -> list[Section]:
         rows.append(("strong" if tried.plan == report.plan else "", cells))
     text = (
         f"Of {report.candidates:,} combinations that keep results the planner put the most promising first, and "
-        "was corrected by each that had been measured. The slower half of those built was dropped, again and again."
+        "was corrected by each that had been measured. Repeatedly the slower half of those built was dropped."
     )
     return [Section(title="What the search tried", text=text, columns=columns, rows=rows)]
 
@@ -317,7 +317,7 @@ def _several(report: LadderReport) -> list[Section]:
         return []
     text = (
         f"{report.procs} processes on this machine, each with the micro-batch of a single process, so that the global "
-        f"batch is {report.procs} times as large. Speeds are of all together, memory is of each. A single process then "
+        f"batch is {report.procs} times as large. Speeds are totals, memory is per process. A single process then "
         f"takes the same samples from the same weights, one micro-batch after the other, to check the results."
     )
     columns = [

@@ -62,7 +62,9 @@ def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
     floor; and notes on the whole climb."""
     lines = [*_script_words(report), *(_reasons(report) if every else _counted(report))]
     if any(not rung.interleaved for rung in report.rungs):
-        lines.append("* timed after the others and not in turn with them, because memory did not hold both.")
+        lines.append(
+            "* timed after the others and not in turn with them, because memory could not hold both."
+        )
     lines += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
         lines.append("The MiB of several processes are those of the fullest one.")
@@ -122,7 +124,7 @@ def _counted(report: LadderReport) -> list[str]:
             f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
         )
         more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
-        lines.append(f"{len(slow)} measured that no Plan takes: {named}{more}.")
+        lines.append(f"{len(slow)} measured that no Plan includes: {named}{more}.")
     absent = Counter(rung.status for rung in report.rungs if not rung.measured)
     words = {
         "unsupported": "do not apply here",

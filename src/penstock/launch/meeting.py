@@ -297,7 +297,7 @@ class Meeting(Nodes):
             self._seen[node] = (count, since if count == before else now)
             silent = now - self._seen[node][1]
             if silent > self._settings.lost_seconds:
-                first = sum(other.procs for other in self._members[:node])
+                first = sum(earlier.procs for earlier in self._members[:node])
                 name = f"Node {node} ({shown(member.host)})"
                 text = f"{name} is lost: its agent has not been heard of for {silent:.0f} s."
                 code = int(ExitCode.ENVIRONMENT)
@@ -311,12 +311,12 @@ class Meeting(Nodes):
         if self._store is None:
             return
         with self._asking():
-            left = self._store.add("left", 1)
+            departed = self._store.add("left", 1)
         end = time.monotonic() + _GOODBYE
-        while self._serves and left < len(self._members) and time.monotonic() < end:
+        while self._serves and departed < len(self._members) and time.monotonic() < end:
             time.sleep(_TICK)
             with self._asking():
-                left = self._store.add("left", 0)
+                departed = self._store.add("left", 0)
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

@@ -63,8 +63,8 @@ class Rank:
         self.number = assignment.first_rank + local
         self._report = folder / f"{local}.report"
         self._stack = folder / f"{local}.stack"
-        for left in (self._report, self._stack):
-            left.unlink(missing_ok=True)
+        for path in (self._report, self._stack):
+            path.unlink(missing_ok=True)
         self.heartbeat = Heartbeat.create(folder / f"{local}.beat")
         environment = _environment(assignment, local, procs) | {
             heartbeat.VARIABLE: str(folder / f"{local}.beat"),

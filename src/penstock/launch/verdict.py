@@ -97,14 +97,14 @@ def order(failures: Iterable[Failure]) -> tuple[Failure, ...]:
 def tell(failures: Sequence[Failure]) -> list[str]:
     """The failures as lines to show, beginning with the first failure and its traceback."""
     lines: list[str] = []
-    left = list(failures)
-    while left:
-        first = left.pop(0)
-        alike = [f for f in left if f.text == first.text and f.code == first.code and not f.stacks and f.text]
+    rest = list(failures)
+    while rest:
+        first = rest.pop(0)
+        alike = [f for f in rest if f.text == first.text and f.code == first.code and not f.stacks and f.text]
         alike += [
-            f for f in left if first is failures[0] and f.consequence and not f.stacks and f not in alike
+            f for f in rest if first is failures[0] and f.consequence and not f.stacks and f not in alike
         ]
-        left = [f for f in left if f not in alike]
+        rest = [f for f in rest if f not in alike]
         lines.append(f"rank {first.rank} {first.how}{':' if first.text or first.stacks else '.'}")
         lines += [part.rstrip("\n") for part in (first.text, first.stacks) if part]
         same = [f.rank for f in alike if not f.consequence]

@@ -135,12 +135,12 @@ def add_up_all(
             while alike and (room := room - bucket[-1].numel() * dtype.itemsize) > 0:
                 bucket.append(alike.pop(0))
             # A large dense tensor, such as a flat buffer, is reduced in place.
-            alone = len(bucket) == 1 and bucket[0].is_contiguous()
-            flat = bucket[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in bucket])
+            in_place = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0].view(-1) if in_place else torch.cat([tensor.reshape(-1) for tensor in bucket])
             distributed.all_reduce(flat, group=group)
             if divisor > 1:
                 flat /= divisor
-            if not alone:
+            if not in_place:
                 parts = torch.split(flat, [tensor.numel() for tensor in bucket])
                 torch._foreach_copy_(bucket, [p.view_as(t) for t, p in zip(bucket, parts)])
 

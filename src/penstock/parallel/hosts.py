@@ -99,7 +99,7 @@ class Rounds:
         """One round: the results of this rank's rows, or None if the round was for another mixture; if all ranks are
         done, the rows themselves."""
         # Mixtures may differ in their number of experts.
-        most = max(len(one.visits) for one in self.hosts)
+        most = max(len(hosted.visits) for hosted in self.hosts)
         report = torch.zeros(2 + most, dtype=torch.int64, device=self.hosts[0].no_rows.device)
         report[0], report[1] = number, self.state
         report[2 : 2 + len(loads)] = loads
@@ -171,15 +171,15 @@ class Hosts(Visits):
         first = np.concatenate([[0], products.cumsum()])
         host = self._home.repeat(products)
         if self._several:
-            alone = totals.copy()
-            alone[list(self._several)] = 0
-            load = np.bincount(self._home, alone, self.rounds.count)
+            single_host_rows = totals.copy()
+            single_host_rows[list(self._several)] = 0
+            load = np.bincount(self._home, single_host_rows, self.rounds.count)
             for expert, ranks in self._several.items():
-                left = int(totals[expert])
+                remaining = int(totals[expert])
                 for product in range(first[expert], first[expert + 1]):
                     host[product] = best = min(ranks, key=load.__getitem__)
-                    load[best] += min(left, ROWS)
-                    left -= ROWS
+                    load[best] += min(remaining, ROWS)
+                    remaining -= ROWS
         return host, first
 
     def exchanged(self, rows: Tensor, counts: np.ndarray[Any, Any]) -> Tensor:

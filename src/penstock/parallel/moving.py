@@ -87,7 +87,7 @@ class Mover:
         self._count += 1
         self.rounds.state, self.rounds.states = 0, self.rounds.states * 0
         here = self.rounds.index
-        if any(here in (one.source, one.target) for one in under.transfers):
+        if any(here in (transfer.source, transfer.target) for transfer in under.transfers):
             threading.Thread(target=self._transfer, args=(under, self._count), daemon=True).start()
 
     def step(self) -> None:
@@ -106,9 +106,11 @@ class Mover:
         """Route tokens by the new placement from now on."""
         under, here = self._under, self.rounds.index
         assert under is not None
-        for one in under.transfers:
-            if one.target == here:
-                under.hosts.experts[one.expert] = Expert(under.arrived[one.expert], under.hosts.shapes)
+        for transfer in under.transfers:
+            if transfer.target == here:
+                under.hosts.experts[transfer.expert] = Expert(
+                    under.arrived[transfer.expert], under.hosts.shapes
+                )
         under.hosts.place(under.after)
         self._under = None
 

@@ -174,8 +174,8 @@ class Stages:
         self._made.clear()
         try:
             # Dropout that the family does not declare would draw random numbers, but probing must have no effect.
-            alone = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-            with alone, torch.no_grad(), self._with_stand_ins(stage, probing=True):
+            kept_generator = torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+            with kept_generator, torch.no_grad(), self._with_stand_ins(stage, probing=True):
                 self._forward(*args, **kwargs)
         except Left as left:
             shapes = [value.shape for value in left.values]

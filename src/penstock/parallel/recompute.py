@@ -74,7 +74,7 @@ def _chosen(model: nn.Module, plan: Plan, config: ModelConfig | None, device: to
     if needed > 1.001 * allowed_bytes(work, plan):
         least = plan.budget * needed / max(allowed_bytes(work, plan), 1.0)
         _log.warning(
-            "plan.budget=%g GiB is less than what blocks keep where all of them recompute: %.3g GiB are expected.",
+            "plan.budget=%g GiB is less than blocks save even if all of them recompute: %.3g GiB are expected.",
             plan.budget,
             least,
         )

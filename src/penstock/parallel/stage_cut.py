@@ -114,7 +114,7 @@ def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
     before = [role for role in walk(anatomy.stacks[0].before) if isinstance(role, Stem)]
     if len(anatomy.blocks) < stages:
         raise ConfigError(
-            f"plan.pp leaves stages without a block: {stages} are asked for, and {type(model).__name__} has "
+            f"plan.pp leaves stages without a block: {stages} are requested, and {type(model).__name__} has "
             f"{len(anatomy.blocks)} blocks; use at most that."
         )
     return balanced(

@@ -192,8 +192,11 @@ class _Splitter:
         summed once, at the stack's end."""
         anatomy = self.anatomy
         others = range(number + 1, len(anatomy.stacks))
-        memory = any(number in anatomy.read_by(other)[1] for other in others)
-        return memory and number not in (*anatomy.read_out, *(anatomy.read_by(other)[0] for other in others))
+        memory = any(number in anatomy.read_by(reader)[1] for reader in others)
+        return memory and number not in (
+            *anatomy.read_out,
+            *(anatomy.read_by(reader)[0] for reader in others),
+        )
 
     # -- parts
 
@@ -271,11 +274,11 @@ class _Splitter:
         step = -(-max(rows) // self.line.count)
         users = {f"{role.name}.weight" for role in (*tables, *heads)}
         held = {id(self._module(role.name).get_parameter("weight")) for role in tables}
-        known = all(
+        only_users = all(
             name in users for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in held
         )
         plain = all(_plain_table(self._module(role.name)) for role in tables)
-        if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not known or not plain:
+        if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not only_users or not plain:
             return False
         for role in tables:
             self._split(role, {"weight": 0}, kind=SplitTable, line=self.line)
@@ -298,8 +301,8 @@ class _Splitter:
         others = any(isinstance(role, Pooler) or type(role) is Role for role in tail)
         norms = stack.after[:1] if self.packed else tail
         norm = next((role.name for role in norms if isinstance(role, Norm)), "")
-        alone = len(heads) == 1 and self.anatomy.read_out in ((), (number,))
-        into_words = last and words and alone and not others and (bool(norm) or not self.packed)
+        single_head = len(heads) == 1 and self.anatomy.read_out in ((), (number,))
+        into_words = last and words and single_head and not others and (bool(norm) or not self.packed)
         # After the last norm, if the following parts sum partial gradients; else after the last block, as in a Vision
         # Transformer, which picks a token before its norm.
         read = into_words or memory

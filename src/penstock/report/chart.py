@@ -208,7 +208,7 @@ class Chart:
         left = x - wide * {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor]
         moved = min(max(left, 0.0), max(self.width - wide, 0.0)) - left if inside else 0.0
         label = Label(words, left + moved, y - 0.78 * size, left + moved + wide, y + 0.22 * size)
-        if optional and any(label.overlaps(other) for other in self.labels):
+        if optional and any(label.overlaps(drawn_label) for drawn_label in self.labels):
             return False
         self.labels.append(label)
         look = f"fill:{_color(fill)};font-size:{size:g}px" + (";font-weight:650" if bold else "")

@@ -15,17 +15,17 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, w
     samples are on the diagonal, in another colour.
     """
     chart = Chart(width)
-    left = min(0.3 * width, 14 + max(text_width(name, SMALL) for name in names))
-    side = min(44.0, (width - left - 4) / len(names))
+    margin = min(0.3 * width, 14 + max(text_width(name, SMALL) for name in names))
+    side = min(44.0, (width - margin - 4) / len(names))
     chart.text(2, 14, "true class in rows, predicted class in columns", fill="--muted")
     top = 26.0
-    chart.x = Scale(0, len(names), left, left + side * len(names))
+    chart.x = Scale(0, len(names), margin, margin + side * len(names))
     chart.y = Scale(len(names), 0, top + side * len(names), top)
     for row, (name, values) in enumerate(zip(names, counts, strict=True)):
         total, y = sum(values), chart.y(row)
         if side >= 11:
-            (label, *_) = wrap(name, left - 8, SMALL, most=1)
-            chart.text(left - 6, y + side / 2 + 4, label, size=SMALL, anchor="end", fill="--muted")
+            (label, *_) = wrap(name, margin - 8, SMALL, most=1)
+            chart.text(margin - 6, y + side / 2 + 4, label, size=SMALL, anchor="end", fill="--muted")
         for column, count in enumerate(values):
             share = count / total if total else 0.0
             color = "--c0" if row == column else "--bad"

@@ -379,5 +379,5 @@ def _large(stacks: Sequence[Stack], longest: float) -> list[str]:
     for stack in stacks:
         for name, value in stack.parts.items():
             size[name] = max(size.get(name, 0.0), value)
-    kept = [name for name in sorted(size, key=lambda name: -size[name]) if size[name] > 0.005 * longest]
-    return kept[: len(CURVE_COLORS) - 1]
+    large = [name for name in sorted(size, key=lambda name: -size[name]) if size[name] > 0.005 * longest]
+    return large[: len(CURVE_COLORS) - 1]

@@ -131,9 +131,9 @@ def _filled(section: Section) -> Section:
     """The section without table columns that have no value."""
     if not section.columns:
         return section
-    kept = [i for i in range(len(section.columns)) if any(cells[i].value for _, cells in section.rows)]
-    rows = [(look, [cells[i] for i in kept]) for look, cells in section.rows]
-    return replace(section, columns=[section.columns[i] for i in kept], rows=rows)
+    filled = [i for i in range(len(section.columns)) if any(cells[i].value for _, cells in section.rows)]
+    rows = [(look, [cells[i] for i in filled]) for look, cells in section.rows]
+    return replace(section, columns=[section.columns[i] for i in filled], rows=rows)
 
 
 def terminal_table(section: Section, width: int) -> Table:

@@ -52,10 +52,10 @@ def durations(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
 def memory_changes(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
     """Change of the held memory by each kind of computation, for each stage. Raises `ConfigError`."""
     whole = per_stage("activation", costs.activation, stages)
-    kept = whole
+    kept_for_weight = whole
     if costs.kept_for_weight is not None:
-        kept = per_stage("kept_for_weight", costs.kept_for_weight, stages)
-        for stage, (some, all_) in enumerate(zip(kept, whole)):
+        kept_for_weight = per_stage("kept_for_weight", costs.kept_for_weight, stages)
+        for stage, (some, all_) in enumerate(zip(kept_for_weight, whole)):
             if some > all_:
                 raise ConfigError(
                     f"kept_for_weight of stage {stage} is {some}, more than the {all_} of its activation; what is "
@@ -64,8 +64,8 @@ def memory_changes(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
     return {
         "F": whole,
         "B": [-a for a in whole],
-        "I": [b - a for a, b in zip(whole, kept)],
-        "W": [-b for b in kept],
+        "I": [b - a for a, b in zip(whole, kept_for_weight)],
+        "W": [-b for b in kept_for_weight],
     }
 
 

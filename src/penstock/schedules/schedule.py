@@ -180,7 +180,7 @@ def _whereabouts(waiter: int, rank: int, i: int, schedule: Schedule, done: Seque
         return f"which the same rank has only as its action {i + 1}."
     if i == done[rank]:
         return f"which rank {rank} cannot run either."
-    return f"which rank {rank} has as its action {i + 1}, behind {schedule.ranks[rank][done[rank]]}."
+    return f"which rank {rank} has as its action {i + 1}, after {schedule.ranks[rank][done[rank]]}."
 
 
 def awaited(schedule: Schedule, action: Action) -> list[Action]:
@@ -248,11 +248,11 @@ def rendezvous(schedule: Schedule) -> list[int]:
             continue
         together = {rank: action}
         if action.communicates:
-            other = partner(action)
-            home = schedule.placement[other.stage] if 0 <= other.stage < schedule.stages else rank
-            if home == rank or head(home) != other or not ready(other):
+            counterpart = partner(action)
+            home = schedule.placement[counterpart.stage] if 0 <= counterpart.stage < schedule.stages else rank
+            if home == rank or head(home) != counterpart or not ready(counterpart):
                 continue  # advanced together with its partner, when the partner's rank reaches that
-            together[home] = other
+            together[home] = counterpart
         for moved, action in together.items():
             finished.add(action)
             done[moved] += 1

@@ -99,11 +99,11 @@ def accelerate(
     for module in bare:
         apply(module, setup, "precision")
     for each in optimizers:
-        own = Gradients(each, session)
-        session.gradients.append(own)
-        own.optimizer.__dict__["_penstock"] = own
+        gradients = Gradients(each, session)
+        session.gradients.append(gradients)
+        gradients.optimizer.__dict__["_penstock"] = gradients
         if session.masters is not None or numerics.scales:
-            attend(own)
+            attend(gradients)
     _log.info("%s", numerics.describe())
     return model if optimizer is None else (model, optimizer)
 
@@ -143,14 +143,14 @@ def scale_loss(
     """
     all_of = [gradients_beside(o) for o in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     session = all_of[0].session
-    if any(own.session is not session for own in all_of):
+    if any(gradients.session is not session for gradients in all_of):
         raise ConfigError(
             "scale_loss was given optimizers of different accelerate calls; accelerate them in one call, as lists."
         )
     if not session.numerics.scales:
         if session.masters is not None:
-            for own in all_of:
-                own.prepare(None)
+            for gradients in all_of:
+                gradients.prepare(None)
         yield loss
         return
     if not 0 <= loss_id < len(session.scalers):
@@ -159,19 +159,19 @@ def scale_loss(
             f"loss{'es' if len(session.scalers) > 1 else ''}; call accelerate(…, losses={loss_id + 1})."
         )
     scaler = session.scalers[loss_id]
-    if any(own.yielded is not None and own.yielded() is loss for own in all_of):
+    if any(gradients.yielded is not None and gradients.yielded() is loss for gradients in all_of):
         raise ConfigError(
             "scale_loss was given a loss that it has scaled already; open it once for each loss, on the loss itself."
         )
-    if not any(own.prepared and own.scaler is scaler for own in all_of):
+    if not any(gradients.prepared and gradients.scaler is scaler for gradients in all_of):
         session.move_scale(scaler)  # never between the micro-batches of one step
     scaled = scaler.scaled(weighed(loss))
-    for own in all_of:
-        own.prepare(scaler)
-        own.yielded = weakref.ref(scaled)
+    for gradients in all_of:
+        gradients.prepare(scaler)
+        gradients.yielded = weakref.ref(scaled)
     yield scaled
-    for own in all_of:
-        own.remember()
+    for gradients in all_of:
+        gradients.remember()
 
 
 def clip_grad_norm_(target: Target | Iterable[Target], max_norm: float) -> Tensor:
@@ -259,8 +259,8 @@ def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     ]:
         if kind == "optimizer" and not isinstance(value, expected) and hasattr(value, "param_groups"):
             raise ConfigError(
-                f"A {type(value).__name__} is no torch.optim.Optimizer, though it has param_groups: it wraps one, "
-                "perhaps. Accelerate the optimizer inside, wrap that afterwards, and call "
+                f"A {type(value).__name__} is not a torch.optim.Optimizer, but has param_groups: perhaps it wraps "
+                "one. Accelerate the optimizer inside, wrap that afterwards, and call "
                 "penstock.precision.unscale_(optimizer) on the one inside before each step, so that the wrapper reads "
                 "gradients without loss scale."
             )

@@ -38,10 +38,10 @@ class ScaledBackward:
             NumericError: gradients overflow at the lowest scale.
         """
         all_of = [gradients_beside(optimizer) for optimizer in optimizers]
-        for own in all_of:
-            own.collect()
+        for gradients in all_of:
+            gradients.collect()
         roots = listed(tensors)
-        scaled = [own for own in all_of if own.session.scalers]
+        scaled = [gradients for gradients in all_of if gradients.session.scalers]
         taking, others = self._taking_part(scaled, roots, inputs)
         if taking:
             with torch.enable_grad():
@@ -50,8 +50,8 @@ class ScaledBackward:
                 self._scaled(taking, others, *starts, inputs, options)
                 return
         self._original(tensors, grad_tensors, inputs=inputs, **options)
-        for own in all_of:
-            own.collect()
+        for gradients in all_of:
+            gradients.collect()
 
     @torch.no_grad()
     def _scaled(
@@ -69,12 +69,12 @@ class ScaledBackward:
                 "--dtype bf16, which needs no loss scale, or torch.autograd.grad for the inner gradients."
             )
         scale = _scale(taking)
-        leaves = [*others, *(p for own in taking for p in parameters_of(own.optimizer))]
+        leaves = [*others, *(p for gradients in taking for p in parameters_of(gradients.optimizer))]
         held = _distinct(leaf.grad for leaf in leaves)
         unscale_(held, scale.double().reciprocal())  # multiplies by the scale: it divides by its inverse
         before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
-        for own in taking:
-            own.in_backward = True
+        for gradients in taking:
+            gradients.in_backward = True
         try:
             with torch.enable_grad():
                 starts = [start * scale.to(start.device) for start in starts]
@@ -83,11 +83,11 @@ class ScaledBackward:
             unscale_(held, scale)
             raise
         finally:
-            for own in taking:
-                own.in_backward = False
+            for gradients in taking:
+                gradients.in_backward = False
         done: set[int] = set()
-        for own in taking:
-            self._true_again(own, scale, before, done)
+        for gradients in taking:
+            self._true_again(gradients, scale, before, done)
         rest = [g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done]
         unscale_(rest, scale)
 
@@ -150,12 +150,12 @@ def _leaves_of(own: Gradients) -> set[int]:
 
 def _scale(taking: list[Gradients]) -> Tensor:
     """The smallest loss scale of these optimizers, after the scales have been updated by the last steps' overflows."""
-    for own in taking:
-        if own.prepared and not any(p.grad is not None for p in parameters_of(own.optimizer)):
-            own.discard()  # the script cleared its gradients itself
-    sessions = {id(own.session): own.session for own in taking}
+    for gradients in taking:
+        if gradients.prepared and not any(p.grad is not None for p in parameters_of(gradients.optimizer)):
+            gradients.discard()  # the script cleared its gradients itself
+    sessions = {id(gradients.session): gradients.session for gradients in taking}
     for session in sessions.values():
-        if not any(own.prepared for own in session.gradients):
+        if not any(gradients.prepared for gradients in session.gradients):
             session.move_scales()  # never between the micro-batches of one step
     scales = [session.scalers[0].scale for session in sessions.values()]
     return torch.stack([scale.to(scales[0].device) for scale in scales]).amin()
@@ -189,12 +189,12 @@ def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
 
 def _started(roots: list[Any], grad_tensors: Any) -> tuple[list[Tensor], list[Tensor]] | None:
     """Roots in at least fp32 and the gradients they start with; None if torch itself will report an error."""
-    given = [None] * len(roots) if grad_tensors is None else listed(grad_tensors)
-    if len(given) != len(roots):
+    start_gradients = [None] * len(roots) if grad_tensors is None else listed(grad_tensors)
+    if len(start_gradients) != len(roots):
         return None
     wide: list[Tensor] = []
     starts: list[Tensor] = []
-    for root, gradient in zip(roots, given):
+    for root, gradient in zip(roots, start_gradients):
         if isinstance(root, GradientEdge) or not isinstance(root, Tensor) or not root.requires_grad:
             return None
         if gradient is None and (root.numel() != 1 or not root.is_floating_point()):

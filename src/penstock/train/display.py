@@ -54,7 +54,7 @@ class LineDisplay(Display):
         self._began, self._first = time.monotonic(), step
 
     def show(self, record: Record) -> None:
-        now, step, left = time.monotonic(), record["step"], ""
+        now, step, eta = time.monotonic(), record["step"], ""
         self._every = record.get("log_every", self._every)
         if record["event"] == "steps":
             if step % self._every and now - self._last < self._seconds and step < self._total:
@@ -62,9 +62,9 @@ class LineDisplay(Display):
             self._last = now
             if self._first < step < self._total:
                 seconds = (now - self._began) / (step - self._first) * (self._total - step)
-                left = f"  ETA {timedelta(seconds=round(seconds))}"
+                eta = f"  ETA {timedelta(seconds=round(seconds))}"
         if line := describe(record, self._total, self._task):
-            self._stream.write(f"{line}{left}\n")
+            self._stream.write(f"{line}{eta}\n")
             self._stream.flush()
 
 
@@ -115,7 +115,7 @@ def _header(record: Record) -> str:
     share = record.get("padding")
     padding = "" if share is None else f", {share:.0%} padding"
     if (unpacked := record.get("unpacked_padding")) is not None:
-        padding = f", packed (one document in each would be {unpacked:.0%} padding)"
+        padding = f", packed (with one document per sample {unpacked:.0%} would be padding)"
     rows = {
         "plan": record["plan"],
         "model": f"{record['parameters']:,} parameters, {record['model']}{_learning(record)}",

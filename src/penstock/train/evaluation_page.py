@@ -44,9 +44,9 @@ def as_json(result: FolderEvaluation) -> dict[str, Any]:
 
 def macro(table: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Means over the classes that have samples. The precision of a class that was never predicted counts as 0."""
-    there = [row for row in table if row["samples"]]
+    present = [row for row in table if row["samples"]]
     return {
-        name: sum(row[name] or 0.0 for row in there) / max(len(there), 1)
+        name: sum(row[name] or 0.0 for row in present) / max(len(present), 1)
         for name in ("precision", "recall", "f1")
     }
 

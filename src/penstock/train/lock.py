@@ -123,12 +123,12 @@ class RunLock:
         """Whether to wait for another host's lock to expire. Raises EnvironmentProblem if that host is alive."""
         now = time.monotonic()
         if self._lapses is None:
-            left = min(_FRESH_SECONDS, touched + _FRESH_SECONDS - time.time())
-            self._lapses = touched, now + left
-            if left > 0:
+            remaining = min(_FRESH_SECONDS, touched + _FRESH_SECONDS - time.time())
+            self._lapses = touched, now + remaining
+            if remaining > 0:
                 _log.warning(
                     "%s was in use by %s %.0f s ago. Waiting %.0f s for its lock to lapse, if it has died.",
-                    self._path.parent, _who(holder), _FRESH_SECONDS - left, left,
+                    self._path.parent, _who(holder), _FRESH_SECONDS - remaining, remaining,
                 )  # fmt: skip
         if touched != self._lapses[0]:
             raise self._refusal(holder)

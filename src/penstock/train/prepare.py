@@ -93,7 +93,7 @@ def require_teacher(config: RunConfig, source: Source) -> None:
     if of_teacher is not None and of_teacher.words() != tokenizer.words():
         raise ConfigError(
             f"recipe.teacher {name} has the tokenizer {of_teacher.name}, and this run {tokenizer.name}, so that the "
-            "numbers of their words are not the same; set data.tokenizer to the teacher's folder, or leave it out."
+            "numbers of their words differ; set data.tokenizer to the teacher's folder, or leave it out."
         )
 
 
@@ -103,7 +103,7 @@ def require_calibrated(config: RunConfig) -> None:
         return
     start = config.init_from
     weights = {} if start is None else rounded_in(described(local_weights(start)))
-    if not any(one.input_scale is not None for one in weights.values()):
+    if not any(weight.input_scale is not None for weight in weights.values()):
         raise ConfigError(
             f"plan.products={config.plan.products} learns where inputs are clipped, and "
             f"{'init_from is not set' if start is None else f'init_from {start} has no scales of inputs'} to start at; "

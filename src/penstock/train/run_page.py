@@ -187,9 +187,9 @@ def _marked(label: str, points: Points, *, bold: bool) -> Line:
 def _section(title: str, drawn: Sequence[tuple[list[Line], str]]) -> Section:
     """Figures of those curves that have more than one point, in one section."""
     figures = [
-        partial(lines, some, title=f"{title}: {y_label}", x_label="step", y_label=y_label)
-        for some, y_label in drawn
-        if len({x for line in some for x, _ in line.points}) > 1
+        partial(lines, curves, title=f"{title}: {y_label}", x_label="step", y_label=y_label)
+        for curves, y_label in drawn
+        if len({x for line in curves for x, _ in line.points}) > 1
     ]
     return Section(title=title, figures=figures, text="" if figures else "Nothing is measured yet.")
 

@@ -62,8 +62,8 @@ class Script(Contenders):
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
         """Losses of the steps that were timed; empty if a loss is not a scalar."""
         losses = self.losses.get(replace(setting, copy=seed), [])[:steps]
-        known = [loss for loss in losses if loss is not None]
-        return LossRun(known if len(known) == len(losses) else [], [])
+        scalar_losses = [loss for loss in losses if loss is not None]
+        return LossRun(scalar_losses if len(scalar_losses) == len(losses) else [], [])
 
     def forecast(
         self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
@@ -77,13 +77,13 @@ class Script(Contenders):
     def _predicted(self, setting: Setting) -> float | None:
         """Product of the speeds of a line's rungs; None if the line includes anything else."""
         first = {*(self.first.line or "").split()}
-        left = words = {*(setting.line or "").split()} - first
+        unknown = words = {*(setting.line or "").split()} - first
         speed = 1.0
         for line, gain in self.alone.items():
-            own = {*line.split()} - first
-            if own and own <= words:
-                speed, left = speed * gain, left - own
-        return None if left else speed
+            rung_words = {*line.split()} - first
+            if rung_words and rung_words <= words:
+                speed, unknown = speed * gain, unknown - rung_words
+        return None if unknown else speed
 
     def train_command(self, setting: Setting) -> str:
         """The command that runs the script with a setting."""
@@ -125,12 +125,12 @@ class ScriptContender:
     def timed(self, least_seconds: float) -> Timing:
         """Time one turn. Raises ScriptEnded."""
         steps = min(MOST_STEPS, max(1, math.ceil(least_seconds / self.step_seconds)))
-        left = min(steps, self.script.length - self.process.steps)
-        if left < max(1, steps // 4):
+        count = min(steps, self.script.length - self.process.steps)
+        if count < max(1, steps // 4):
             self.close()
-            left = min(steps, self.script.length - self.process.steps)
+            count = min(steps, self.script.length - self.process.steps)
         try:
-            self.step_seconds = self.process.turn(max(1, int(left)))
+            self.step_seconds = self.process.turn(max(1, int(count)))
         except ScriptEnded as end:
             self._note()
             self.close()

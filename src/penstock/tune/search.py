@@ -97,13 +97,13 @@ class _Tuning(Course):
             self.script.open[twin].lengthen()
             arena.build(twin)  # started again if its steps were used up
             process = self.script.open[twin].process
-            self.facts, known = process.facts()
-            self.machine = from_dict(Machine, known, origin="the script's machine")
+            self.facts, machine = process.facts()
+            self.machine = from_dict(Machine, machine, origin="the script's machine")
             self.situation = situation_of(self.facts, self.machine)
             self._predict(process, rungs)
             arena.retire(twin)
-            left = self.start + self.budget - time.perf_counter()
-            if arena.building(third) + 2 * arena.turn_seconds(self.first) < left:
+            remaining = self.start + self.budget - time.perf_counter()
+            if arena.building(third) + 2 * arena.turn_seconds(self.first) < remaining:
                 arena.build(third)
                 self.script.open[third].lengthen()
                 arena.retire(third)
@@ -178,7 +178,7 @@ class _Tuning(Course):
         half, compiled = lost("half-"), lost("compile-", PAIRED)
         if greedy.best.plan.compile != "none":
             return [*half, *lost("attention-", PAIRED)]
-        return [joined(one, other) for one in half[:1] for other in compiled[:1]]
+        return [joined(half_rung, compile_rung) for half_rung in half[:1] for compile_rung in compiled[:1]]
 
     def _undecided(self, rungs: Sequence[Rung], greedy: Greedy) -> list[Rung]:
         """Rungs to try again on the best settings, the most promising first: those that were measured on earlier

@@ -46,18 +46,18 @@ class ScriptSwitches:
     def __post_init__(self) -> None:
         self.plan, self.named = Plan.parse(self.line), Plan.named(self.line)
         problems = [
-            f"plan.{name} cannot be applied to a script from outside, which decides that itself; penstock run takes "
+            f"plan.{name} cannot be applied to a script from outside, which decides that itself; penstock run accepts "
             f"{', '.join(APPLIED)}."
             for name in sorted(self.named - {*APPLIED})
         ]
         if "optimizer" in self.named and self.plan.optimizer == "contiguous":
             problems.append(
-                "plan.optimizer=contiguous lays weights out anew, which a script's own optimizer cannot follow; use "
-                "optimizer=fused."
+                "plan.optimizer=contiguous changes the layout of weights, which a script's own optimizer does not "
+                "support; use optimizer=fused."
             )
         if "recompute" in self.named and self.plan.recompute == "budget":
             problems.append(
-                "plan.recompute=budget chooses by the operators of one of Penstock's own models; use recompute=early."
+                "plan.recompute=budget needs the operators of one of Penstock's own models; use recompute=early."
             )
         if problems:
             raise ConfigError(problems)
@@ -108,7 +108,7 @@ class ScriptSwitches:
             )
         if compiled and plan.offload == "activations":
             raise ConfigError(
-                "plan.offload=activations cannot be applied: it takes what eager blocks keep, and the script calls "
+                "plan.offload=activations cannot be applied: it offloads what eager blocks save, and the script calls "
                 "torch.compile itself; leave plan.offload out."
             )
         if compiled and plan.compile != "none":

@@ -255,10 +255,10 @@ class ScriptWatch:
         """All facts of the script. This switches its model back and forth, so no step may follow."""
         model, optimizer = self._model, self._optimizer
         assert optimizer is not None
-        known = dict(self._facts)
-        attention = known.pop("attention")
+        facts = dict(self._facts)
+        attention = facts.pop("attention")
         if model is None:
-            return Facts(device=self._device.type, optimizer=type(optimizer).__name__, **known)
+            return Facts(device=self._device.type, optimizer=type(optimizer).__name__, **facts)
         inner = inner_model(model)
         eager = getattr(getattr(inner, "config", None), "_attn_implementation", "") == "eager"
         try:
@@ -280,7 +280,7 @@ class ScriptWatch:
             device=self._device.type, model=type(model).__name__,
             parameters=sum(p.numel() for p in parameters_of(optimizer)), optimizer=type(optimizer).__name__,
             eager=eager, blocks=blocks, no_blocks=no_blocks, switches=switches,
-            fused=places_for(inner, self._device.type), forms=forms, products=products, **known,
+            fused=places_for(inner, self._device.type), forms=forms, products=products, **facts,
         )  # fmt: skip
 
     def _predicted(self, first: str, plans: list[str]) -> dict[str, float]:

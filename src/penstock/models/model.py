@@ -155,7 +155,7 @@ class Model(nn.Module):
     # -- one pass
 
     def forward(
-        self, *values: Any, times: Tensor | None = None, classes: Tensor | None = None, lengths: Described = None,
+        self, *args: Any, times: Tensor | None = None, classes: Tensor | None = None, lengths: Described = None,
         segments: Tensor | None = None, documents: Described = None, targets: Described = None,
         rows: Described = None, prefixes: Tensor | None = None, smoothing: float | None = None,
         past: TokenCache | None = None, sees: Tensor | None = None, routes: Tensor | None = None,
@@ -167,7 +167,7 @@ class Model(nn.Module):
         Raises TypeError for arguments that the model does not have.
         """
         given = self.given(
-            values, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
+            args, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
             documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
             sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
         )  # fmt: skip
@@ -186,15 +186,15 @@ class Model(nn.Module):
         results = {head.name: self._read(head, outputs, given, shares) for head in there}
         return next(iter(results.values())) if len(graph.heads) == 1 else results
 
-    def given(self, values: Sequence[Any], **named: Any) -> Inputs:
+    def given(self, args: Sequence[Any], **named: Any) -> Inputs:
         """The inputs of arguments in the order of `graph.arguments`, and by name."""
         names = self.graph.arguments
-        every = [*zip(names, values), *named.items()]
+        every = [*zip(names, args), *named.items()]
         given = {name: value for name, value in every if value is not None}
         others = given.keys() - {*names}
-        if others or len(values) > len(names):
+        if others or len(args) > len(names):
             more = ", ".join(sorted(others))
-            raise TypeError(f"The model takes {', '.join(names)}, not {len(values)} values and {more}.")
+            raise TypeError(f"The model takes {', '.join(names)}, not {len(args)} values and {more}.")
         tensors = {one.name: given.pop(one.name) for one in self.graph.inputs if one.name in given}
         return Inputs(tensors=tensors, **given)
 

@@ -16,6 +16,7 @@ from penstock.data.text.tokenizers import Bytes, Numbers
 from penstock.decode.engine import Engine, Request
 from penstock.models import create
 from penstock.models.model import Model
+from penstock.serve.led import Led
 
 WORDS = 60
 DECODERS: dict[str, dict[str, Any]] = {
@@ -99,8 +100,8 @@ class Letters(Bytes):
         return "".join(chr(65 + number) for number in numbers)
 
 
-def served(engine: Engine, requests: Sequence[Request], late: int = 0) -> list[tuple[list[int], str]]:
-    """What an engine makes of requests, of which all but `late` come at once."""
+def served(engine: Engine | Led, requests: Sequence[Request], late: int = 0) -> list[tuple[list[int], str]]:
+    """What an engine makes of requests, of which all but `late` come at once and wait for slots."""
     waiting = list(enumerate(requests))
     running: dict[int, int] = {}
     found: list[Any] = [([], "") for _ in requests]

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.generation import tiny
+from helpers.generation import served, tiny
 from helpers.rank_pool import pool
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
@@ -42,25 +42,15 @@ class Recording(Engine):
         return super()._choose(slots, texts, logits, behind)
 
 
-def _texts(led: Led) -> list[list[int]]:
-    """The tokens of texts of several lengths, which come as slots are free."""
-    found: list[list[int]] = [[] for _ in range(TEXTS)]
-    slots: dict[int, int] = {}
-    waiting = list(range(TEXTS))
-    while waiting or slots:
-        while waiting:
-            ids = tuple((7 * waiting[0] + k) % 60 for k in range(2 + 3 * waiting[0] % 11))
-            drawn = Decoding(max_tokens=9 + waiting[0], temperature=float(waiting[0] % 2), seed=2)
-            slot = led.admit(Request(ids=ids, decoding=drawn))
-            if slot is None:
-                break
-            slots[slot] = waiting.pop(0)
-        for slot, tokens, finished, _ in led.step():
-            found[slots[slot]] += tokens
-            if finished:
-                led.release(slot)
-                del slots[slot]
-    return found
+def _requests() -> list[Request]:
+    """Of several lengths, each second one drawn."""
+    return [
+        Request(
+            ids=tuple((7 * text + k) % 60 for k in range(2 + 3 * text % 11)),
+            decoding=Decoding(max_tokens=9 + text, temperature=float(text % 2), seed=2),
+        )
+        for text in range(TEXTS)
+    ]
 
 
 @contextlib.contextmanager
@@ -103,7 +93,7 @@ def _served(line: str, spare: int, every: int, piece: int) -> tuple[Any, ...]:
     if dims.rank:
         led.follow()
     else:
-        made = _texts(led)
+        made = [tokens for tokens, _ in served(led, _requests())]
         led.dismiss()
     assert led.rounds is not None
     for hosts in led.rounds.hosts:

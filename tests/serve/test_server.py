@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from helpers import generation
 from helpers.fake_engine import CONTEXT, END, POISON, VOCABULARY
 from helpers.modules import loaded
 from helpers.served import Running, served
@@ -730,19 +731,7 @@ def texts_of(one: Opened) -> list[list[int]]:
     requests = [
         one.request(ids=tuple(row), decoding=Decoding(max_tokens=8, ignore_end=True)) for row in prompts
     ]
-    texts: list[list[int]] = [[] for _ in requests]
-    running: dict[int, int] = {}
-    coming = iter(range(len(requests)))
-    following = next(coming, None)
-    while running or following is not None:
-        while following is not None and (slot := one.engine.admit(requests[following])) is not None:
-            running[slot], following = following, next(coming, None)
-        for slot, tokens, finished, _ in one.engine.step():
-            texts[running[slot]] += tokens
-            if finished:
-                one.engine.release(slot)
-                del running[slot]
-    return texts
+    return [tokens for tokens, _ in generation.served(one.engine, requests)]
 
 
 @pytest.mark.parametrize(
@@ -779,23 +768,13 @@ def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: 
         if family == "bert-tiny":
             answer = running.ask("/v1/embeddings", {"input": prompts})[1]
             for row, one in zip(prompts, answer["data"], strict=True):
-                alone_ = Embedder(where).embed([row])[0]
-                torch.testing.assert_close(torch.tensor(one["embedding"]), alone_, rtol=1e-4, atol=1e-5)
+                alone = Embedder(where).embed([row])[0]
+                torch.testing.assert_close(torch.tensor(one["embedding"]), alone, rtol=1e-4, atol=1e-5)
             assert running.ask("/v1/completions", {"prompt": "a"})[0] == 400
             return
         engine = Engine(found.model, slots=1, start=found.start, ends=found.ends)
-
-        def alone(ids: list[int]) -> list[int]:
-            made: list[int] = []
-            slot = engine.admit(Request(ids=tuple(ids), decoding=Decoding(max_tokens=8)))
-            assert slot is not None
-            while True:
-                for _, tokens, finished, _ in engine.step():
-                    made += tokens
-                    if finished:
-                        engine.release(slot)
-                        return made
-
+        requests = [Request(ids=tuple(row), decoding=Decoding(max_tokens=8)) for row in prompts]
+        expected = [tokens for tokens, _ in generation.served(engine, requests)]
         if family == "marian-tiny":
             answer = running.ask("/v1/translate", {"text": ["seven", "forty-two"], "max_tokens": 8})[1]
             assert len(answer["translations"]) == 2
@@ -807,7 +786,6 @@ def test_real_models_are_served(family: str, tp: int, few_bits: bool, tmp_path: 
                 logs = torch.tensor(one["logprobs"]["token_logprobs"][1:])
                 wanted = torch.tensor(Scorer(found.model)(one["token_ids"]).logs)
                 torch.testing.assert_close(logs, wanted, rtol=1e-4, atol=1e-4)
-        expected = [alone(row) for row in prompts]
         choices = running.ask("/v1/completions", body)[1]["choices"]
         assert [one["token_ids"] for one in choices] == expected
         if tp > 1:

@@ -179,7 +179,8 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
 
     if len(set(languages)) < 2:
         raise ConfigError(
-            f"data.source=captions needs two languages, such as captions:en,de, not {quoted(','.join(languages))}."
+            "data.source=captions needs two languages, such as captions:en,de, or a folder that is there, not "
+            f"{quoted(','.join(languages))}."
         )
     languages = tuple(dict.fromkeys(languages))
     say = speaker("captions", languages)

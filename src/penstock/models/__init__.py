@@ -1,4 +1,4 @@
-"""Our models as plain single-device PyTorch: they know nothing of parallelism or of precision."""
+"""Our models as plain single-device PyTorch, without code for parallelism or precision."""
 
 from __future__ import annotations
 

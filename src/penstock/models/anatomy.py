@@ -26,7 +26,7 @@ T = TypeVar("T")
 Switches = Mapping[str, Callable[[Any, Any], None]]
 _RECOMPILE_LIMIT = 64
 WHOLE = "_penstock_anatomy"
-"""Attribute of a model that was cut into stages: its anatomy from before, which names what other processes hold too."""
+"""Attribute of a model cut into pipeline stages: the anatomy of the whole model, with the parts of other processes."""
 ELSEWHERE = "_penstock_elsewhere"
 """Attribute of a block that another process holds."""
 
@@ -38,7 +38,7 @@ class Block:
     name: str
     parts: tuple[Role, ...] = ()
     beside: bool = False
-    """Whether it is as deep as the block before it, whose samples are others."""
+    """Whether it is an alternative to the block before it, at the same depth and for other samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Stack:
     before: tuple[Role, ...] = ()
     after: tuple[Role, ...] = ()
     shares: tuple[str, ...] = ()
-    """Tables that run before its blocks too, and are among the parts of an earlier stack."""
+    """Embedding tables that run before its blocks too, but are listed as parts of an earlier stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +60,18 @@ class Anatomy:
     stacks: tuple[Stack, ...]
     """Stacks in the order in which they run."""
     reads: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """For each stack the number of the stack whose output it computes on, −1 for an input, and those of the stacks that
-    its cross attention sees. Empty: each stack has an input, and sees the one before."""
+    """For each stack, the number of the stack whose output it reads (−1: a model input), and the numbers of the stacks
+    that its cross attention reads. Empty: each stack has its own input, and its cross attention reads the stack
+    before."""
     read_out: tuple[int, ...] = ()
     """Numbers of the stacks that heads read. Empty: the last."""
     beside: tuple[Role, ...] = ()
     """Parts that run before the stacks and whose result any block may read: every stage of a pipeline has them."""
     unknown: str = ""
-    """Class path of a model that is not enrolled: its blocks are known, and their parts are not."""
+    """Class path of a model that is not enrolled: only its blocks are known, not their parts."""
 
     def read_by(self, number: int) -> tuple[int, tuple[int, ...]]:
-        """The stack whose output a stack computes on, −1 for an input, and those that its cross attention sees."""
+        """The stack whose output stack `number` reads (−1: an input), and the stacks that its cross attention reads."""
         return self.reads[number] if self.reads else (-1, (number - 1,) * (number > 0))
 
     @property
@@ -80,7 +81,7 @@ class Anatomy:
 
     @property
     def depth(self) -> int:
-        """Blocks that a sample goes through."""
+        """Number of blocks that compute a sample."""
         return sum(not block.beside for stack in self.stacks for block in stack.blocks)
 
     def block_modules(self, model: nn.Module) -> list[nn.Module]:
@@ -89,7 +90,7 @@ class Anatomy:
         return [block for block in every if not block.__dict__.get(ELSEWHERE)]
 
     def parts(self, kind: type[R]) -> Iterator[R]:
-        """All parts of one role, such as `roles.Attention`. Raises ConfigError where no parts are known."""
+        """All parts of one role, such as `roles.Attention`. Raises ConfigError if the model's parts are not known."""
         if self.unknown:
             raise ConfigError(
                 f"Penstock does not know which parts of {self.unknown} are of the role {kind.__name__}. "
@@ -102,8 +103,8 @@ class Anatomy:
         return closest_part(self._owners, parameter)
 
     def depth_of(self, parameter: str) -> int:
-        """How many blocks a sample goes through up to the one that holds a parameter: 0 before the first block, and one
-        more than in the last for what follows it.
+        """Number of the block that holds a parameter, counted from 1 along a sample's way through the model: 0 before
+        the first block, and one more than the last block's for parts after it.
         """
         depth = closest_part(self._depths, parameter)
         return 0 if depth is None else depth
@@ -137,14 +138,15 @@ def closest_part(table: Mapping[str, T], parameter: str) -> T | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of models is treated: its anatomy, and how it applies fields of a Plan."""
+    """A family of models: how to find the anatomy of one, and how to apply fields of a Plan to it."""
 
     anatomy: Callable[[Any], Anatomy]
     switches: Switches | Callable[[Any], Switches] = field(default_factory=dict)
-    """Functions that are given a model and a value, by the Plan field that they apply; or a function that returns those
-    of a model. Those in `SWITCHES` get the field's value, `recompute` the name of a block whose attention scores the
-    backward pass recomputes, `cp` the `Cut` by which this rank has some tokens of each sample, and `tp` this rank's
-    place among those that share the heads, with their number: for what a model computes for all heads without weights.
+    """Functions of a model and a value, keyed by the Plan field that they apply; or a function that returns this
+    mapping for a model. For fields in `SWITCHES` the value is the field's value. For `recompute` it is the name of a
+    block whose attention scores the backward pass recomputes, for `cp` the `Cut` that says which tokens of each sample
+    this rank has, and for `tp` this rank's index among the ranks that split the heads, with their number: for what a
+    model computes for all heads without weights.
     """
 
 
@@ -152,13 +154,13 @@ _FAMILIES: dict[str, Family] = {}
 
 
 def enrol(class_path: str, family: Family) -> None:
-    """Make a model class known by its path, for example `mypackage.models.MyViT`, and its subclasses with it."""
+    """Enrol a model class and its subclasses by the class path, for example `mypackage.models.MyViT`."""
     _FAMILIES[class_path] = family
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """The declared anatomy of an enrolled model, or one found by looking for repeated blocks. Of a model that was cut
-    into stages it is that of the whole model.
+    """The declared anatomy of an enrolled model, or one found by looking for repeated blocks. For a pipeline stage it
+    is the anatomy of the whole model.
 
     Raises ConfigError when there is neither; the message says how to enrol the model.
     """
@@ -171,8 +173,8 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model of an enrolled family in a module that only holds it, as a LightningModule does: the outermost that has
-    most of the parameters. The module itself where there is none.
+    """The enrolled model inside a wrapper such as a LightningModule: the outermost one with more than half of the
+    wrapper's parameters. The module itself if there is none.
     """
     model = uncompiled(model)
     most = sum(p.numel() for p in model.parameters()) / 2
@@ -181,10 +183,10 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def switch_for(model: nn.Module, name: str) -> Callable[[Any], None] | None:
-    """The function that lets a model compute by a value of a Plan field (see `Family.switches`), or None without one.
+    """The function that sets a Plan field on a model (see `Family.switches`), or None if it has none.
 
-    Where a family has none for `attention` and `recompute`, and for any other module, calls of torch's
-    `scaled_dot_product_attention` are switched. A module that makes none is not changed by it, which `TrainStep` says
+    If a family has none for `attention` or `recompute`, and for any module that is not enrolled, calls of torch's
+    `scaled_dot_product_attention` are switched. A module without such calls is not changed; `TrainStep` warns of this
     after its first step.
     """
     model = uncompiled(model)
@@ -195,7 +197,7 @@ def switch_for(model: nn.Module, name: str) -> Callable[[Any], None] | None:
 
 
 def set_switch(model: nn.Module, name: str, value: Any) -> None:
-    """Let a model compute by a value of one of `SWITCHES`. Raises ConfigError where it cannot."""
+    """Set one of the Plan fields in `SWITCHES` on a model. Raises ConfigError if the model cannot apply the value."""
     change = switch_for(model, name)
     if change is not None:
         change(value)
@@ -207,7 +209,7 @@ def set_switch(model: nn.Module, name: str, value: Any) -> None:
 
 
 def set_switches(model: nn.Module, plan: Plan, names: Set[str] | None = None) -> None:
-    """Apply fields in `SWITCHES`: of these names, or all that differ from their defaults. Raises as `set_switch`."""
+    """Apply the fields of `SWITCHES` in `names`, or all that differ from the default. Raises as `set_switch`."""
     for name in SWITCHES:
         if (getattr(plan, name) != getattr(_DEFAULTS, name)) if names is None else name in names:
             set_switch(model, name, getattr(plan, name))
@@ -215,7 +217,7 @@ def set_switches(model: nn.Module, plan: Plan, names: Set[str] | None = None) ->
 
 def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
     _call_sdpa(model)
-    # Each block too: compiled by itself, it does not see what stands around it.
+    # Each block too: a block that is compiled by itself does not notice a switch on the model around it.
     try:
         blocks = anatomy_of(model).block_modules(model)
     except ConfigError:
@@ -226,7 +228,7 @@ def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
 
 
 def _call_sdpa(model: Any) -> None:
-    """Let a model of transformers that was made with `attn_implementation="eager"` call torch's attention."""
+    """Make a model of transformers that was created with `attn_implementation="eager"` call torch's attention."""
     if getattr(getattr(model, "config", None), "_attn_implementation", None) != "eager":
         return
     try:
@@ -248,8 +250,8 @@ _DEFAULTS = Plan()
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module of any model normalises, for who cannot ask its Anatomy: torch's own norms, and modules of other
-    libraries that are called so, hold vectors and no modules.
+    """Whether a module is a norm, for callers without an Anatomy: one of torch's norms, or a module whose class name
+    contains "norm", whose own parameters are vectors and which has no submodules.
     """
     if isinstance(module, _NORMS):
         return True
@@ -265,8 +267,8 @@ _NORMS = (
 
 
 def let_recompile() -> None:
-    """Have torch keep compiled code of many models and shapes. All models of a class share a limit, past which torch
-    runs eagerly with no more than a warning: eager code would go under the name of compiled.
+    """Raise torch's limits on recompilation. All models of a class share them; past a limit torch only warns and runs
+    eagerly, so that eager code would be measured as compiled code.
     """
     from torch.compiler import config  # late: reading it takes a second
 
@@ -275,7 +277,7 @@ def let_recompile() -> None:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside what torch.compile returns."""
+    """The module that torch.compile wrapped, or the module itself."""
     return dict(model.named_children()).get("_orig_mod", model)
 
 
@@ -297,7 +299,7 @@ def _path(cls: type) -> str:
 
 
 def _how_to_enrol(path: str, more: str = "") -> str:
-    """The words that make a model's parts known."""
+    """The part of an error message that says how to enrol a model class."""
     also = f", {more}" if more else ""
     return (
         f"Enrol it: penstock.models.anatomy.enrol({path!r}, Family(anatomy=lambda model: Anatomy(family='mine', "
@@ -311,7 +313,7 @@ def _family_of(model: nn.Module) -> Family | None:
 
 
 def _search(model: nn.Module) -> Anatomy:
-    """Take the container of modules of one class and shape that holds the most parameters for the blocks."""
+    """Guess the blocks: the container of modules of one class and shape that holds the most parameters."""
     best, most = "", 0
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential) and _alike(module):
@@ -339,7 +341,7 @@ def _alike(container: nn.Module) -> bool:
 
 
 def _trailing(model: nn.Module, blocks: str) -> Iterator[str]:
-    """Modules with parameters of their own that are declared after the blocks: taken for what runs after them."""
+    """Modules with parameters of their own that are declared after the blocks; they are assumed to run after them."""
     seen = False
     for name, module in model.named_modules():
         if blocks and name.startswith(blocks):
@@ -349,9 +351,7 @@ def _trailing(model: nn.Module, blocks: str) -> Iterator[str]:
 
 
 def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
-    """The distinct beginnings of `names` that match `pattern`, a regular expression with one group, the number, by
-    number.
-    """
+    """The distinct prefixes of `names` that match `pattern`, keyed by its one group, which is a number."""
     beginnings = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
     return tuple(name for _, name in sorted(beginnings))
 
@@ -367,8 +367,8 @@ def stack(
 
 
 def pruned(part: T, names: Iterable[str]) -> T:
-    """A tree of roles without what is not among the `names` of parameters and modules: a family declares all that its
-    models may have. A part that lacks something it cannot be without goes as a whole.
+    """A tree of roles with only the parts that are in `names`, the model's parameters and modules: a family declares
+    all parts that any of its models may have. A part without one of its required fields is removed as a whole.
     """
     there = set(names)
     there |= {name[:dot] for name in there for dot in range(len(name)) if name[dot] == "."}

@@ -1,4 +1,4 @@
-"""Norms, and attention: to a sample's own tokens, by keys and values of each head or by latents, and to a memory.
+"""Norms, and attention: self-attention with keys and values per head or with latents, and cross attention to a memory.
 
 Shapes: B samples, N tokens, D width, H heads, K features per head, G KV heads. Tokens come as (B, N, D), or as
 (N, B, D) where `sequence_first` is set.
@@ -44,7 +44,7 @@ class ZeroCentredNorm(nn.RMSNorm):
 def make_norm(
     norm: NormKind, features: int, *, affine: bool = True, **where: Any
 ) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm over n features; unless `affine`, without weights."""
+    """A norm over `features`; without weights unless `affine`."""
     if norm.kind == "rms":
         kind = ZeroCentredNorm if norm.zero_centred and affine else nn.RMSNorm
         return kind(features, eps=norm.eps, elementwise_affine=affine, **where)
@@ -52,8 +52,8 @@ def make_norm(
 
 
 def norm_in_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
-    """`norm` of x, of RMS norms in the type of their weights: torch has no fused kernel of two types, and before 2.12
-    autocast leaves the input as it is."""
+    """Apply `norm` to x; for an RMS norm x is cast to the type of its weight first, because torch's fused kernel takes
+    one type only, and autocast does not cast the input before torch 2.12."""
     if isinstance(norm, nn.RMSNorm):
         x = x.to(norm.weight.dtype)
     normed: Tensor = norm(x)
@@ -61,9 +61,9 @@ def norm_in_its_type(norm: nn.LayerNorm | nn.RMSNorm, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool = False) -> Tensor:
-    """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back. Of
-    fewer angles than pairs, the features behind theirs stay as they are. `interleaved` are features 2 i and 2 i + 1,
-    which become i and i + K/2."""
+    """Turn feature i and feature i + K/2 of each head by their position's angle: (·, ·, H, K), in fp32 and back. If
+    there are fewer angles than pairs, the remaining features are not changed. With `interleaved`, the pairs are
+    features 2 i and 2 i + 1, which become i and i + K/2."""
     cosine, sine = rotation
     turns = 2 * cosine.shape[-1]
     if turns < x.shape[-1]:
@@ -86,7 +86,7 @@ class _Attending(nn.Module):
         self.causal, self.sequence_first = False, False
         self.backend: AttentionBackend = "sdpa"
         self.scores_again = False
-        """Whether the backward pass computes scores again, where they would be kept for it."""
+        """Whether the backward pass recomputes the scores instead of keeping them."""
         self.q_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.k_norm: nn.LayerNorm | nn.RMSNorm | None = None
         self.sinks: Sinks | None = None
@@ -99,7 +99,7 @@ class _Attending(nn.Module):
     def mix(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None, causal: bool | None = None
     ) -> Tensor:
-        """Heads in token order to the mean of the values that each token attends to: (·, ·, H·K)."""
+        """Attention of q to k and v, all in token order: for each token the weighted mean of values, (·, ·, H·K)."""
         scores = self.scores(mask, causal)
         attend = partial(token_attention, sequence_first=self.sequence_first, scores=scores)
         tokens = q.shape[0 if self.sequence_first else 1]
@@ -109,7 +109,7 @@ class _Attending(nn.Module):
         return attend(q, k, v, self.backend)
 
     def scores(self, mask: Tensor | AttentionMask | None, causal: bool | None) -> Scores:
-        """How scores are made and masked in one pass."""
+        """The settings of the scores in one pass: mask, scale, dropout and the like."""
         causal = self.causal if causal is None else causal
         rate, sinks = self.rate if self.training else 0.0, None if self.sinks is None else self.sinks()
         return Scores(mask, causal and mask is None, rate, self.scale, cap=self.cap, sinks=sinks)
@@ -129,7 +129,7 @@ class _Attending(nn.Module):
 
 
 class Sinks(nn.Module):
-    """A number for each head of attention, (H,): see `penstock.kernels.sinks`."""
+    """The attention sinks: a learned logit for each head, (H,); see `penstock.kernels.sinks`."""
 
     def __init__(self, heads: int, **where: Any) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Sinks(nn.Module):
 
 
 class HeadShift(nn.Module):
-    """Adds a bias to queries and values, and nothing to keys, as `Attention.qkv` orders them."""
+    """Adds a bias to queries and values, and none to keys, in the order of rows of `Attention.qkv`."""
 
     def __init__(self, layer: Layer, **where: Any) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class HeadShift(nn.Module):
         nn.init.zeros_(self.weight)
 
     def forward(self, packed: Tensor) -> Tensor:
-        """packed: (·, ·, rows of all three)."""
+        """packed: (·, ·, rows of queries, keys and values)."""
         bias = self.weight.to(packed.dtype).view(-1, *self.shape)
         return (
             packed + torch.cat([bias[:, :-1], torch.zeros_like(bias[:, :1]), bias[:, -1:]], dim=1).flatten()
@@ -163,10 +163,9 @@ class HeadShift(nn.Module):
 
 
 class Attention(_Attending):
-    """Multi-head self-attention.
-
-    There are as many heads as the projection returns. `causal` lets a token see itself and those before it. A layer
-    with a window takes its mask from the context. `where` are the device and the type of the weights.
+    """Multi-head self-attention. The number of heads follows from the projection's outputs. `causal` lets a token see
+    itself and those before it. A layer with a window takes its mask from the context. `where` holds the device and the
+    type of the weights.
     """
 
     def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
@@ -174,10 +173,9 @@ class Attention(_Attending):
         self.causal, self.windowed = causal, layer.window > 0
         self.shared, self.rotary = layer.queries_per_key, layer.rotary
         self.looked: list[tuple[Tensor, ...]] | None = None
-        """Where queries, keys and values are put, for one who looks at them, and behind them queries and keys as they
-        multiply, normed and rotated; none: nowhere."""
+        """If a list, each pass appends its queries, keys and values, then the normed and rotated queries and keys."""
         rows = (layer.heads + 2 * layer.kv_heads) * layer.head_width
-        # Rows are ordered (head of keys, {its queries, k, v}, K); kernels/attention.py says why.
+        # Rows are ordered (KV head, {its queries, k, v}, K); kernels/attention.py says why.
         self.qkv = nn.Linear(sizes.width, rows, bias=layer.qkv_bias and layer.key_bias, **where)
         self.shift = HeadShift(layer, **where) if layer.shifted else None
         self.out = nn.Linear(layer.heads * layer.head_width, sizes.width, bias=layer.bias, **where)
@@ -195,7 +193,7 @@ class Attention(_Attending):
         if turn is not None and self.rotary is not None:
             q, k = (rotate(heads, turn, interleaved=self.rotary.interleaved) for heads in (q, k))
             if self.q_norm is None:
-                v = v.contiguous()  # a view would keep the whole projection, of which nothing else is needed
+                v = v.contiguous()  # a view would keep the whole projection in memory
         if self.looked is not None:
             self.looked.append((*projected, q, k))
         mixed = self.mix(q, k, v, context.near if self.windowed else context.mask, context.causal)
@@ -203,7 +201,7 @@ class Attention(_Attending):
         return self.out(mixed)  # type: ignore[no-any-return]
 
     def _stays_packed(self, context: Context) -> bool:
-        """Whether one kernel takes queries, keys and values as the projection makes them."""
+        """Whether one kernel reads the projection's output directly, without separate queries, keys and values."""
         plain = self.backend == "native" and self.shared == 1 and self.q_norm is None and self.looked is None
         plain = plain and self.cap is None and self.sinks is None
         whole = context.rotation is None and context.real is None and not self.windowed
@@ -215,11 +213,11 @@ class Attention(_Attending):
 
 
 class LatentAttention(_Attending):
-    """Multi-head self-attention whose keys and values are made of a latent of each token: see
+    """Multi-head self-attention whose keys and values are computed from one latent vector per token: see
     `penstock.config.layer.Latent`.
 
-    Tokens that continue others attend to kept latents: each query is multiplied with the matrix that would make keys of
-    them, and the mean of latents with the one that makes values, so that no key and no value is made.
+    With a cache, tokens attend to cached latents: the projection to keys is applied to the queries, and the projection
+    to values to the weighted mean of the latents, so that keys and values are never computed.
     """
 
     def __init__(self, sizes: Stack, layer: Layer, *, causal: bool = False, **where: Any) -> None:
@@ -267,17 +265,17 @@ class LatentAttention(_Attending):
         q, k = torch.cat([plain, turned], -1), torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1)
         if self.backend != "plain" or not isinstance(
             mask, Tensor | None
-        ):  # others take values as wide as keys
+        ):  # other kernels want values as wide as keys
             v = F.pad(v, (0, self.head_width - sizes.value_width))
         mixed = self.mix(q, k, v, mask, causal)
         mixed = torch.unflatten(mixed, -1, (-1, v.shape[-1]))[..., : sizes.value_width].flatten(2)
         return self.out(mixed if real is None else real.take(mixed))  # type: ignore[no-any-return]
 
     def _among_latents(self, plain: Tensor, turned: Tensor, kept: Tensor, mask: Continued) -> Tensor:
-        """Attention of queries to all that is kept, and `kept` of these tokens with it: (·, ·, H·V)."""
+        """Attention of queries to all cached latents, these tokens' latents `kept` included: (·, ·, H·V)."""
         sizes, made = self.latent, self.kv_up
         each = sizes.plain_width + sizes.value_width
-        # An adapter beside it, or another form of its weight, says what it is by what it makes.
+        # With an adapter, or a quantised weight, the effective weight is read off the outputs.
         weight = made.weight if isinstance(made, nn.Linear) else made(torch.eye(sizes.kv_rank).to(kept)).T
         for_keys, for_values = torch.unflatten(weight, 0, (-1, each)).split_with_sizes(
             (sizes.plain_width, sizes.value_width), 1

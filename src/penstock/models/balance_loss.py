@@ -1,19 +1,19 @@
-"""The balance loss of mixtures, whose gradient joins that of their routers' logits.
+"""The balance loss of mixtures of experts, whose gradient is added to that of the router's logits.
 
 With f_e the share of visits that go to expert e, P_e the mean of its softmax over the tokens, and z_t a token's
 log-sum-exp of logits, a layer's loss is
 
     B = balance · E · Σ_e f_e · P_e + z_loss · mean_t z_t²
 
-(Fedus et al., JMLR 2022, equations 4 to 6; Zoph et al., 2022, equation 5). Layers add up: each is balanced by itself.
-Means are over the tokens of a sample that are no padding, then over samples. f has no gradient. In training it is that
-of the step before, over all its micro-batches and ranks, and the first step has none: so B is a mean over samples, and
-its gradient the same however a step is cut into micro-batches and over ranks. Who takes steps otherwise than by
-`TrainStep` has the f of each micro-batch.
+(Fedus et al., JMLR 2022, equations 4 to 6; Zoph et al., 2022, equation 5). The losses of the layers are added: each is
+balanced by itself. Means are over the non-padding tokens of a sample, then over samples. f has no gradient. In training
+it is the f of the step before, over all its micro-batches and ranks, and the first step has none: so B is a mean over
+samples, and its gradient the same however a step is cut into micro-batches and over ranks. In a training loop other
+than `TrainStep`, f is computed from each micro-batch.
 
-The gradient of B joins that of the router's logits in the backward pass, times the gradient that reached the
-micro-batch's part of the step's loss there, over the number of micro-batches (`weighed`). It so has a loss scale as the
-loss has it, and no task, pipeline or accumulation knows of it.
+The backward pass adds the gradient of B to that of the router's logits, times the gradient that arrives at the
+micro-batch's part of the step's loss, divided by the number of micro-batches (`weighed`). So it carries the same loss
+scale as the loss, and tasks, pipelines and gradient accumulation need no code for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 
 
 class _Scale:
-    """The weight of balance losses in the present backward pass; 1 in one whose loss is not `weighed`."""
+    """The weight of balance losses in the current backward pass; 1 if its loss is not `weighed`."""
 
     now: Tensor | float = 1.0
 
@@ -37,7 +37,7 @@ class _Scale:
 
 
 class _Weighed(torch.autograd.Function):
-    """The loss as it is; its gradient, times `share`, is the weight of the balance losses."""
+    """The identity on the loss; its incoming gradient times `share` becomes the weight of the balance losses."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, share: float) -> Tensor:
@@ -52,13 +52,13 @@ class _Weighed(torch.autograd.Function):
 
 
 def weighed(loss: Tensor, parts: int = 1) -> Tensor:
-    """A micro-batch's part of a step's loss as it is, with which the balance losses of its layers are weighted in the
-    backward pass: each of `parts` micro-batches has its share of them."""
+    """Return a micro-batch's part of a step's loss unchanged; in the backward pass its gradient, divided by the number
+    `parts` of micro-batches, weights the balance losses of the layers."""
     return _Weighed.apply(loss, 1.0 / parts)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _AddGradient(torch.autograd.Function):
-    """The logits as they are, to whose gradient that of the balance loss is added."""
+    """The identity on logits; its backward pass adds the gradient of the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, gradient: Tensor) -> Tensor:
@@ -78,8 +78,9 @@ def add_gradient(logits: Tensor, gradient: Tensor) -> Tensor:
 
 @torch.library.custom_op("penstock::add_balance", mutates_args=())
 def _added(grad: Tensor, gradient: Tensor) -> Tensor:
-    """grad, plus the gradient of a balance loss times its weight in the present backward pass. An operation of its own:
-    compiled code would take the weight for a constant, or compute what does not read grad in the forward pass."""
+    """grad, plus the gradient of a balance loss times its weight in the current backward pass. A custom operation,
+    because compiled code would treat the weight as a constant, or compute the terms without grad in the forward
+    pass."""
     scale = _Scale.now
     return grad + gradient * (scale.to(gradient) if isinstance(scale, Tensor) else scale)
 
@@ -91,7 +92,8 @@ def _(grad: Tensor, gradient: Tensor) -> Tensor:
 
 @contextmanager
 def balancing(weight: Tensor | float) -> Iterator[None]:
-    """Inside, backward passes weight balance losses with `weight`: those of pipeline stages, which no loss begins."""
+    """Inside, backward passes weight balance losses by `weight`: for pipeline stages, whose backward pass does not
+    start at a loss."""
     _Scale.now = weight
     try:
         yield

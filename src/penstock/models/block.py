@@ -1,11 +1,11 @@
-"""The Transformer block, of the parts that a configuration's `Stack` chooses: it serves every family.
+"""The Transformer block of every family, built from the parts that a configuration's `Stack` chooses.
 
 Shapes: B samples, N tokens, D width. Tokens come as (B, N, D), or as (N, B, D) where `sequence_first` is set: only
 attention and stochastic depth depend on the order.
 
 Modules only ever call their submodules and read sizes from the tensors that they get. So a submodule may be replaced by
-one that holds a share of the weights, or computes in another type, and `penstock.models.wrap` puts around a block what
-recomputes, joins or routes.
+one that holds a shard of the weights or computes in another type, and `penstock.models.wrap` can wrap a block to
+recompute it, join its calls or route samples.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _RATE_UNIT = 2.0**-24
 
 class Block(nn.Module):
     """Attention and an MLP, or a mixture of experts, each added to the tokens: x + attention(norm(x)) (pre-norm), or
-    norm(x + attention(x)), as the layer's `placement` says. In a `parallel` block both read one norm. Cross attention
-    to a memory of `cross` features is between the two; 0: there is none.
+    norm(x + attention(x)), as the layer's `placement` says. In a `parallel` block both read the output of the same
+    norm. Cross attention to a memory of `cross` features is between the two; 0: there is no cross attention.
 
     `drop_path` is as in `Branch`. Norms have weights if they are `affine`. Where the layer has no norm, attention reads
     the tokens as they are.
@@ -82,8 +82,8 @@ class Block(nn.Module):
 
 
 class ModulatedBlock(Block):
-    """A block whose norms the condition in the context modulates: it makes a shift, a scale and a gate of each of the
-    two branches, where gates are 0 at first (adaLN-Zero): x + gate · attention(norm(x) · (1 + scale) + shift)."""
+    """A block whose norms are modulated by the condition in the context, which yields a shift, a scale and a gate for
+    each of the two branches; gates start at 0 (adaLN-Zero): x + gate · attention(norm(x) · (1 + scale) + shift)."""
 
     def __init__(self, sizes: Stack, *args: Any, **options: Any) -> None:
         super().__init__(sizes, *args, affine=False, **options)
@@ -116,7 +116,7 @@ class ExpertSamples(Around):
         super().__init__(block.forward)
         self.block, self.expert = block, expert
         self.joins = False
-        """Whether other ranks take part in it, so that it computes even where none of its samples are here."""
+        """Whether other ranks take part in it, so that it must run even if this rank has no sample for it."""
 
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def __call__(self, x: Tensor, context: Context = ALONE) -> Tensor:
@@ -125,7 +125,7 @@ class ExpertSamples(Around):
         if not count:
             if not (self.joins or torch.is_grad_enabled()):
                 return x
-            # Another expert's sample, whose result is dropped: so every weight has a gradient.
+            # Run a sample of another expert and drop the result, so that every weight has a gradient.
             samples = torch.zeros(1, dtype=torch.int64, device=x.device)
         own = x.index_select(along, samples)
         made = self.forward(own, context.take(samples, along)).narrow(along, 0, count)
@@ -136,13 +136,13 @@ class ExpertSamples(Around):
 
 
 class Branch(nn.Module):
-    """The operations on a residual branch before it is added: a norm, where these are on both sides, dropout,
-    LayerScale, stochastic depth.
+    """The operations on a residual branch before it is added: a norm (if norms are on both sides), dropout, LayerScale,
+    stochastic depth.
 
-    LayerScale (Touvron et al., ICCV 2021, "Going deeper with Image Transformers", eq. 4) is a learned factor
-    per feature. `drop_path` is the rate of stochastic depth, none leaves it
-    out. It is held as an integer, which casting the model to half precision leaves alone, and as a tensor, so that
-    blocks of different rates share one compiled graph.
+    LayerScale (Touvron et al., ICCV 2021, "Going deeper with Image Transformers", eq. 4) is a learned factor per
+    feature. `drop_path` is the rate of stochastic depth; None: there is none. It is stored as an integer, so that
+    casting the model to half precision does not round it, and as a tensor, so that blocks of different rates share one
+    compiled graph.
     """
 
     drop_rate: Tensor
@@ -162,7 +162,7 @@ class Branch(nn.Module):
             self.register_buffer("drop_rate", rate, persistent=False)
 
     def init_weights(self) -> None:
-        """LayerScale to its initial value, and the rate of stochastic depth to this block's."""
+        """Set LayerScale to its initial value, and the rate of stochastic depth to this block's."""
         if self.scale is not None and self.initial_scale is not None:
             nn.init.constant_(self.scale, self.initial_scale)
         if self.rate is not None:
@@ -171,7 +171,7 @@ class Branch(nn.Module):
 
     @property
     def dropout_alone(self) -> float | None:
-        """The probability of dropout where a branch gets nothing else before it is added; None where it does."""
+        """The probability of dropout if dropout is the only operation on the branch; None if there are others."""
         if self.norm is not None or self.scale is not None or self.stochastic:
             return None
         return self.dropout.p if self.dropout is not None and self.training else 0.0
@@ -190,17 +190,17 @@ class Branch(nn.Module):
 
 
 class ZeroLinear(nn.Linear):
-    """A linear layer whose weight is 0 at first."""
+    """A linear layer whose weight is initialised to 0."""
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Features of tokens after a norm without weights, shifted and scaled by those of their sample."""
+    """Shift and scale normalised features x of tokens by the vectors of their sample: x · (1 + scale) + shift."""
     return x * (1 + scale) + shift
 
 
 def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
     """Stochastic depth (Huang et al., ECCV 2016, eq. 2): zero the branch of each sample with probability `rate`, and
-    scale those kept by 1 / (1 − rate).
+    scale the others by 1 / (1 − rate).
 
     branch: (B, N, D), or (N, B, D) with `batch_dim` 1. `rate` is a tensor, not a number, so that blocks of
     different rates share one compiled graph and nothing waits for the device.

@@ -1,7 +1,6 @@
-"""One pass of a model of which every rank computes a share of each sample's tokens: `token_cut` cuts them.
-
-All ranks are given whole samples, and all get the same outputs, or the same sum of losses. In between each has its own
-tokens: from the inputs to the heads.
+"""Context parallelism: every rank computes a part of each sample's tokens, which `kernels.token_cut` chooses. All ranks
+receive whole samples, and all return the same outputs, or the same sum of losses. From the inputs to the heads each
+rank has its own tokens only.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from penstock.models.stack import TokenStack, shares_of
 
 
 class Shares:
-    """This rank's share of the tokens of one pass. Tensors of token inputs that are `given`, and their segments, are
-    replaced by this rank's.
+    """This rank's part of the tokens in one pass. Token inputs in `given`, and their segments, are replaced by this
+    rank's part.
     """
 
     def __init__(self, cut: Cut, graph: Graph, given: Inputs) -> None:
@@ -65,22 +64,22 @@ class Shares:
         return self._cuts[one.name]
 
     def tokens(self, run: Run) -> Any:
-        """The tokens of a run, as `TokenStack` takes a past."""
+        """The tokens of a run, in place of the `past` of a `TokenStack`."""
         return self._tokens[run.name]
 
     def balance(self, run: Run, counts: Tensor) -> Tensor:
-        """The shares of this rank's tokens in the balance of experts, of which the first `counts` of each sample count;
-        see `Context.shares`. What comes of them is averaged over the ranks."""
+        """The shares of this rank's tokens in the balance of experts, where only the first `counts` tokens of each
+        sample count; see `Context.shares`. The results are averaged over the ranks."""
         tokens = self._tokens[run.name]
         return tokens.cut.take(shares_of(counts, tokens.count), 1) * tokens.cut.size
 
     def numbers(self, run: Run, device: torch.device) -> Tensor:
-        """The numbers of this rank's tokens among all of a sample, (n,)."""
+        """The indices of this rank's tokens within a sample, (n,)."""
         tokens = self._tokens[run.name]
         return tokens.cut.places(tokens.cut.rank, tokens.count, device)
 
     def whole(self, x: Tensor, head: Head) -> Tensor:
-        """The features that a head reads, with the tokens of all ranks."""
+        """The features that a head reads, gathered from all ranks."""
         tokens = self._tokens[head.run]
         return tokens.cut.whole(x, 1, tokens.count)
 
@@ -88,7 +87,7 @@ class Shares:
         self, model: Any, head: WordHead, x: Tensor, targets: Tensor | None, rows: Tensor | None,
         smoothing: float,
     ) -> Tensor:  # fmt: skip
-        """The output of a head for words over this rank's tokens, brought together: logits, or the sum of losses."""
+        """The output of a head for words, computed on this rank's tokens and gathered: logits, or the sum of losses."""
         tokens = self._tokens[head.run]
         cut, is_local = tokens.cut, None
         if rows is not None:
@@ -104,7 +103,7 @@ class Shares:
 
 
 class _Tokens:
-    """Where this rank's tokens of a run stand among all of their samples: what `TokenStack` takes for a past."""
+    """The positions of this rank's tokens of a run in their samples; used in place of the `past` of a `TokenStack`."""
 
     remembers = False
 
@@ -124,7 +123,7 @@ class _Tokens:
         if memory is not None:
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
             views = [(number, tokens.seen_by(x.shape[1])) for number, tokens in self.memories]
-            # A memory whose own tokens hide later ones lies with the ranks in another order.
+            # The tokens of a causal memory are spread over the ranks in another order.
             plain = len(views) == 1 and self.sees is None and not views[0][1].cut.causal
             sight = views[0][1] if plain else SharedMemories(views, self.sees)
         known = {**self._known, "biases": self._biases(stack, x.device)}
@@ -141,7 +140,7 @@ class _Tokens:
         )  # fmt: skip
 
     def _biases(self, stack: TokenStack, device: torch.device) -> Tensor | None:
-        """The values that a stack adds to scores by distance, as `Shared` takes them."""
+        """The biases that a stack adds to scores by distance, in the form that `Shared` expects."""
         sizes, reach = stack.sizes, Shared(self.cut, self.count).reach
 
         def between(looking: int, seen: int) -> Tensor:
@@ -155,12 +154,12 @@ class _Tokens:
         return torch.cat([between(reach, 1)[:, :, 0].flip(1), between(1, reach)[:, 0, 1:]], dim=1)
 
     def seen_by(self, queries: int) -> Shared:
-        """The view that `queries` tokens of another run have of these."""
+        """The mask by which `queries` tokens of another run attend to these tokens."""
         return Shared(self.cut, self.count, lengths=self._known["lengths"], queries=queries)
 
     def rows(self, rows: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Which of the rows of all samples are this rank's, and in place of them the rows of its own tokens: with
-        targets only these, with theirs, else the first token for each of the others.
+        """Which of `rows`, counted over whole samples, are this rank's; the same rows counted over its own tokens; and
+        their targets. With targets only this rank's rows are returned, else row 0 stands for each of the others.
         """
         cut, count = self.cut, self.count
         places = cut.places(cut.rank, count, rows.device)
@@ -172,6 +171,6 @@ class _Tokens:
         if targets is None:
             return is_local, local, None
         chosen = is_local.nonzero()[:, 0]
-        # One row at the least, of which no loss is asked for.
+        # At least one row, whose target is ignored.
         own = torch.cat([targets[chosen], targets.new_full((1,), IGNORED)])
         return is_local, torch.cat([local[chosen], local.new_zeros(1)]), own

@@ -1,4 +1,4 @@
-"""Drawing the weights of a model, as its graph says."""
+"""Random initialisation of a model's weights, as its graph says."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock.models.heads import AttentionPool, UnitVectors
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, torch draws from a seed on the host; afterwards its global generator is as it was."""
+    """Inside, torch's CPU generator starts from `seed`; afterwards its state is restored."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
 class Undrawn(TorchFunctionMode):
-    """Inside, torch's modules leave their weights as allocated: `draw_weights` does."""
+    """Inside, torch's modules do not initialise their weights, because `draw_weights` does."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class Undrawn(TorchFunctionMode):
 
 @torch.no_grad()
 def draw_weights(model: nn.Module, graph: Graph) -> None:
-    """Draw all weights, as `graph.init` says: biases 0, norms 1, convolutions by He et al."""
+    """Initialise all weights as `graph.init` says: biases to 0, norms to 1, convolutions by He et al."""
     tables = {one.table: getattr(model, one.table) for one in graph.inputs if isinstance(one, TokenInput)}
     for head in graph.heads_of(WordHead):
         if head.tied:
@@ -94,7 +94,7 @@ def _draw(model: nn.Module, graph: Graph, name: str, module: nn.Linear | ExpertL
         deviation /= (2 * sum(run.stack.depth for run in graph.runs)) ** 0.5
     nn.init.normal_(module.weight, std=deviation)
     if init == "fan_in" and inside in ("q", "qkv"):
-        # T5 leaves scores unscaled, and draws queries so much smaller instead.
+        # T5 does not scale scores, and initialises queries with a smaller deviation instead.
         attention = model.get_submodule(name.rpartition(".")[0])
         assert isinstance(attention, Attention | CrossAttention)
         rows, features = module.weight, attention.head_width

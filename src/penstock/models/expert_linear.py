@@ -1,6 +1,6 @@
 """Products of rows that are sorted by expert with the weights of their experts.
 
-Shapes: D features in, R out, E experts, V rows, each of which is a visit of a token to an expert.
+Shapes: D features in, R out, E experts, V rows, one for each visit of a token to an expert.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from penstock.kernels.native_grouped import grouped_outer, grouped_product, take
 
 
 class _Grouped(torch.autograd.Function):
-    """x (V, D), sorted by expert, times each expert's weight (E, R, D): (V, R). Those of expert e end at `ends`[e]."""
+    """Rows x (V, D), sorted by expert, times their expert's weight (E, R, D): (V, R). Those of expert e end at
+    `ends`[e]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
@@ -45,7 +46,7 @@ def _times(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
 
 
 def _outer(grad: Tensor, x: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """Each expert's part of grad (V, R) transposed times that of x (V, D): (E, R, D)."""
+    """For each expert, its rows of grad (V, R) transposed, times its rows of x (V, D): (E, R, D)."""
     way = _way(x, (len(ends), x.shape[1], grad.shape[1]), plain)
     if way == "native":
         return grouped_outer(grad, x, ends)
@@ -62,13 +63,13 @@ def _counts(ends: Tensor) -> list[int]:
 
 
 _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
-"""Types that torch has a grouped product of."""
+"""Types for which torch has a grouped product."""
 
 
 def _way(x: Tensor, shape: Sequence[int], plain: bool) -> str:
-    """How rows like x are multiplied by weights of a shape (E, K, R), and their gradients: in Penstock's kernels for
-    CPUs ("native"), in torch's grouped product, which takes some types, and rows of a multiple of 16 bytes ("torch"),
-    or one expert after the other ("loop")."""
+    """Choose how rows like x are multiplied by weights of a shape (E, K, R), and their gradients: by Penstock's kernels
+    for CPUs ("native"), by torch's grouped product, for some types and rows of a multiple of 16 bytes ("torch"), or one
+    expert after the other ("loop")."""
     if plain or not len(x):
         return "loop"
     if takes_grouped(x, *shape):
@@ -79,7 +80,7 @@ def _way(x: Tensor, shape: Sequence[int], plain: bool) -> str:
 
 @torch.library.custom_op("penstock::grouped", mutates_args=())
 def _grouped(x: Tensor, weight: Tensor, ends: Tensor, plain: bool) -> Tensor:
-    """`_Grouped` as one operation of compiled code, which cannot know how many rows an expert has."""
+    """`_Grouped` as one custom operation, because compiled code cannot know how many rows an expert has."""
     return _times(x, weight.transpose(1, 2), ends, plain)
 
 
@@ -126,8 +127,7 @@ class ExpertLinear(nn.Module):
             "bias", nn.Parameter(torch.empty(experts, outputs, **where)) if bias else None
         )
         self.plain = False
-        """Whether products go through one expert after the other even where torch has a grouped product: see
-        `Plan.experts`."""
+        """Whether experts are multiplied one by one even if torch has a grouped product: see `Plan.experts`."""
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """x (V, in), sorted by expert, to (V, out); `ends` as in `_Grouped`, `experts` (V,) the expert of each row."""

@@ -1,6 +1,6 @@
 """A mixture of experts in place of a block's perceptron (Shazeer et al., ICLR 2017).
 
-Shapes: T tokens, D width, E experts, k experts of a token, V visits of tokens to experts (T·k where none is dropped), M
+Shapes: T tokens, D width, E experts, k experts per token, V visits of tokens to experts (T·k where none is dropped), M
 hidden width of an expert.
 """
 
@@ -25,29 +25,29 @@ from penstock.models.router import Router, recomputing, repeated
 from penstock.models.visits import loads_of, merged, permuted, places_of, spread
 
 Facts = list[Tensor | None]
-"""Facts about tokens, (T,) each: shares, routes, places."""
+"""Values per token, (T,) each: shares, routes, places."""
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The products of experts: of rows (V, D) sorted by expert, the experts of these (V,), and how many rows each has."""
+"""Computes experts on rows (V, D) sorted by expert, given the rows' experts (V,) and the number of rows per expert."""
 _TOKENS = 1 << 40
-"""More visits than a micro-batch has."""
+"""An upper bound of the number of visits in a micro-batch."""
 UNIT = 2.0**-50
-"""Biases of sigmoid routers are multiples of it, held as integers, which no cast to half precision rounds."""
+"""Biases of sigmoid routers are stored as integer multiples of it, which casts to half precision do not round."""
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
-    """The mixtures of a model that this process holds, in their order: other pipeline stages' have no weights here."""
+    """The mixtures of a model in this process, in order; those of other pipeline stages have no weights here."""
     return [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.up.weight is not None]
 
 
 @torch.no_grad()
 def balance(mixtures: Sequence[MixtureOfExperts], add_up: Callable[[list[Tensor]], None]) -> None:
-    """After a step: take over the loads of its micro-batches, which `add_up` adds up over ranks, in place, and move the
-    biases of sigmoid routers by them."""
+    """Finish a step: sum the loads of its micro-batches over ranks with `add_up`, which works in place, store them, and
+    adjust the biases of sigmoid routers accordingly."""
     add_up([mixture.loads for mixture in mixtures])
     for mixture in mixtures:
         loads = mixture.loads
         if mixture.correction is not None:
-            # Few means below the mean, in whole numbers: E · load against the sum of loads.
+            # Compare each load with the mean in integers: E · load with the sum of loads.
             few = torch.sign(loads.sum() - len(loads) * loads)
             mixture.correction += (few * round(mixture.bias_rate / UNIT)).to(torch.int64)
         mixture.last.copy_(loads)
@@ -55,43 +55,42 @@ def balance(mixtures: Sequence[MixtureOfExperts], add_up: Callable[[list[Tensor]
 
 
 class Exchange(Protocol):
-    """How other ranks take part in a mixture: see `penstock.parallel.experts`."""
+    """Exchange of tokens with other ranks in a mixture: see `penstock.parallel.experts`."""
 
     splits_tokens: bool
-    """Whether ranks that have the same tokens route a part of them each, which they count together."""
+    """Whether ranks with the same tokens each route a part of them; their counts are then summed."""
 
     def enter(self, x: Tensor, shares: Tensor | None, *facts: Tensor | None) -> tuple[Tensor, Facts]:
-        """The tokens (T, D) of x (·, ·, D) that are routed here, with their shares and other facts (T,)."""
+        """The tokens (T, D) of x (·, ·, D) that this rank routes, with their shares and other values (T,)."""
 
     def visit(
         self, rows: Tensor, experts: Tensor, loads: Tensor, compute: Compute, meanwhile: Callable[[], None]
     ) -> Tensor:
-        """The results of rows (V, D), sorted by expert, that `compute` makes where their experts are: `experts` (V,)
-        are the numbers of these, and `loads` (E,) how many visit each. `meanwhile` may be called once while rows are
-        on their way."""
+        """Run `compute` for rows (V, D), sorted by expert, on the ranks that hold their experts, and return the
+        results. `experts` (V,) are the rows' experts, `loads` (E,) the visits per expert. `meanwhile` may be called
+        once during the transfer."""
 
     def leave(self, out: Tensor) -> Tensor:
-        """The results of tokens that were routed here, (T, D), as the rest of the block takes them."""
+        """Convert results of tokens that this rank routed, (T, D), to the layout that the rest of the block expects."""
 
 
 class MixtureOfExperts(nn.Module):
-    """A perceptron for each of several experts, of which a token visits those that the router chooses.
-
-    The result is the sum over a token's experts of their outputs times their weights, and of those of the shared
-    experts, which every token visits. Visits are sorted by expert, so that the products of all experts are one.
+    """Several experts, each a perceptron; a token visits those that the router chooses. The result is the weighted sum
+    of the outputs of a token's experts, plus the outputs of the shared experts, which every token visits. Visits are
+    sorted by expert, so that one grouped product computes all experts.
     """
 
     correction: Tensor | None
-    """(E,) int32: what is added to an expert's sigmoid where experts are chosen, in units of 2⁻²⁴."""
+    """(E,) int64: the bias added to each expert's sigmoid when experts are chosen, in multiples of `UNIT`."""
     loads: Tensor
-    """(E,) int64: visits of the micro-batches of a step so far."""
+    """(E,) int64: visits so far in the current step."""
     last: Tensor
-    """The same of the step before, over all ranks."""
+    """The same for the previous step, summed over all ranks."""
     visits: Tensor
-    """(L, E) int64: visits in training, of this process alone, by the label of the sample; one row without labels.
-    Those that a capacity drops are among them."""
+    """(L, E) int64: visits in this process during training, by the label of the sample (one row without labels),
+    including visits that a capacity drops."""
     expert_of: Tensor | None
-    """(L,) int64, the expert of each label, where experts are given and labels share them."""
+    """(L,) int64: the expert of each label, if experts are given with the samples and labels share them."""
 
     def __init__(self, sizes: Stack, layer: Layer, **where: Any) -> None:
         super().__init__()
@@ -113,14 +112,14 @@ class MixtureOfExperts(nn.Module):
         self.down = ExpertLinear(self.experts, expert.width, sizes.width, bias=layer.bias, **where)
         self.shared: MLP | None = None
         if mixture.shared_experts:
-            # Several that every token visits are one of their common width.
+            # Several shared experts are computed as one with the sum of their widths.
             self.shared = MLP(sizes, layer, hidden=expert.width * mixture.shared_experts, **where)
         self.stepped = False
-        """Whether `balance` follows each step."""
+        """Whether `balance` is called after each step."""
         self.exchange: Exchange | None = None
-        """How other ranks take part; None where all tokens and experts are here."""
+        """Exchange with other ranks; None if this rank has all tokens and experts."""
         self.neighbours: Callable[[Tensor], Tensor] | None = None
-        """Brings together numbers (V,) of the ranks that have other tokens of the same samples, if there are any."""
+        """Gathers values (V,) from the ranks that have other tokens of the same samples, if there are any."""
         none = torch.zeros(self.experts, dtype=torch.int64, device=where.get("device"))
         self.register_buffer("correction", none.clone() if mixture.router == "sigmoid" else None)
         self.register_buffer("loads", none, persistent=False)
@@ -134,7 +133,7 @@ class MixtureOfExperts(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """No expert is preferred, and no visits are counted."""
+        """Reset the routers' biases and all counts of visits to 0."""
         for buffer in self.buffers(recurse=False):
             buffer.zero_()
         if self.expert_of is not None:
@@ -142,17 +141,16 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def linears(self) -> tuple[ExpertLinear, ExpertLinear]:
-        """The parts whose weights are those of the experts, with a first dimension of these."""
+        """The linears that hold the experts' weights, whose first dimension is the experts."""
         return self.up, self.down
 
     def forward(
         self, x: Tensor, shares: Tensor | None = None, routes: Tensor | None = None,
         samples: Tensor | None = None, places: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """x (·, ·, D) to the same; `shares`, `routes`, `samples` and `places` (·, ·) are as in `Context`; without
-        samples all tokens are of one, and without places they are in order. A router of its own needs routes in
-        training, to count visits by label, if it has labels.
-        Raises ConfigError where routes are missing or not wanted."""
+        """x (·, ·, D) to the same shape; `shares`, `routes`, `samples` and `places` (·, ·) are as in `Context`. Without
+        samples all tokens belong to one; without places they are in order. A mixture with labels and a learned router
+        needs routes in training, to count visits by label. Raises ConfigError if routes are missing or not wanted."""
         compiled = torch.compiler.is_compiling()  # and never recomputed
         counts = self.training and torch.is_grad_enabled() and (compiled or not recomputing())
         if routes is None and (self.kind == "given" or (self.labels and counts)):
@@ -200,7 +198,7 @@ class MixtureOfExperts(nn.Module):
     def _choose(
         self, x: Tensor, shares: Tensor | None, routes: Tensor | None, samples: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The experts of each token (T, k), and their weights. The number E stands for no expert."""
+        """The experts of each token (T, k), where E means no expert, and their weights."""
         assert self.router is not None
         logits = self.router(x)
         if routes is not None:
@@ -233,19 +231,19 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def _record(self, chosen: Tensor, shares: Tensor | None, labels: Tensor | None) -> None:
-        """Add the visits (T, k) of tokens that are no padding to the record."""
-        rows, columns = len(self.visits), self.experts + 1  # the last for no expert
+        """Add the visits (T, k) of non-padding tokens to `visits`."""
+        rows, columns = len(self.visits), self.experts + 1  # the last column is for no expert
         if self.labels and labels is not None:
             chosen = chosen + labels.reshape(-1, 1) * columns
         self.visits += loads_of(chosen, rows * columns, shares).view(rows, columns)[:, :-1]
 
     def _outside(self, groups: Tensor) -> Tensor:
-        """Which experts are in none of a token's groups (T, n): (T, E)."""
+        """Mask (T, E) of the experts that are in none of a token's groups (T, n)."""
         inside = torch.zeros(len(groups), self.groups, dtype=torch.bool, device=groups.device)
         return ~inside.scatter_(1, groups, True).repeat_interleave(self.experts // self.groups, dim=1)
 
     def _best(self, logits: Tensor) -> Tensor:
-        """The numbers of the experts that are chosen, (T, k)."""
+        """The experts that the router chooses for each token, (T, k)."""
         if self.correction is not None:
             logits = logits.sigmoid() + self.correction.to(logits.dtype) * UNIT
         if self.taken < self.groups and self.kind != "given":
@@ -257,13 +255,13 @@ class MixtureOfExperts(nn.Module):
         return logits.topk(self.chosen, dim=1).indices
 
     def _beyond(self, chosen: Tensor, samples: Tensor) -> Tensor:
-        """Which visits (T, k) find no room in their sample."""
+        """Mask of the visits (T, k) beyond the capacity of an expert in their sample."""
         assert self.sample_capacity is not None
         keys = samples[:, None] * self.experts + chosen
         return (places_of(keys.flatten()) >= self.sample_capacity).view_as(chosen)
 
     def _balance(self, logits: Tensor, loads: Tensor, shares: Tensor | None) -> Tensor:
-        """The gradient of the balance loss at the logits (T, E): see `penstock.models.balance_loss`."""
+        """The gradient of the balance loss with respect to the logits (T, E): see `penstock.models.balance_loss`."""
         softmax = logits.softmax(1)
         slope = self.balance * self.experts * (loads / loads.sum().clamp(min=1)).to(logits.dtype)
         inner = slope - (softmax * slope).sum(1, keepdim=True)
@@ -276,8 +274,7 @@ class MixtureOfExperts(nn.Module):
         self, x: Tensor, chosen: Tensor, weights: Tensor | None, shares: Tensor | None, places: Tensor | None,
         meanwhile: Callable[[], None],
     ) -> Tensor:  # fmt: skip
-        """The outputs of the chosen experts (T, k) for x (T, D), times their weights, summed. For `meanwhile` see
-        `Exchange`."""
+        """The weighted sum of the outputs of the chosen experts (T, k) for x (T, D). For `meanwhile` see `Exchange`."""
         k = chosen.shape[1]
         full = self.capacity is not None and self.training
         drops = full or self.sample_capacity is not None
@@ -325,8 +322,8 @@ class MixtureOfExperts(nn.Module):
     def _dropped(
         self, chosen: Tensor, shares: Tensor | None, places: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of visits that find room, in order, the number of each among all, and how many each expert has.
-        With shares, padding takes no room, and visits none. On a GPU this waits."""
+        """The experts of the visits within capacity, sorted, the index of each among all visits, and the visits per
+        expert. With shares, padding visits no expert and needs no capacity. On a GPU this synchronises."""
         if shares is not None:
             chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
         experts, order = chosen.flatten().sort(stable=True)
@@ -337,8 +334,9 @@ class MixtureOfExperts(nn.Module):
         return experts, order, loads_of(experts, self.experts)
 
     def _find_room(self, experts: Tensor, order: Tensor, k: int, places: Tensor | None) -> Tensor:
-        """Whether visits (V,), sorted by expert, find room on an expert that takes those of the first tokens of all
-        ranks. `places` (T,) are the tokens' places among those of all ranks; none: these have them all, in order."""
+        """Mask of the visits (V,), sorted by expert, within the capacity of an expert, which takes the first tokens
+        over all ranks. `places` (T,) are the tokens' indices over all ranks; None: this rank has all tokens, in
+        order."""
         assert self.capacity is not None
         tokens = order // k if places is None else places[order // k]
         # By expert, then by place.
@@ -353,8 +351,8 @@ class MixtureOfExperts(nn.Module):
     def _weightless(
         self, chosen: Tensor, weights: Tensor | None, shares: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The same visits with a weight of zero for those that `_dropped` leaves out: compiled code cannot wait to know
-        how many these are."""
+        """The same visits, with weight zero for those that `_dropped` leaves out: compiled code needs shapes that do
+        not depend on their number."""
         if shares is not None:
             chosen = chosen.masked_fill((shares == 0)[:, None], self.experts)
         without = chosen == self.experts

@@ -1,4 +1,4 @@
-"""Names that weights had in older versions, and those of today."""
+"""Names that weights had in older versions, and their current names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from penstock.models.model import Model
 
 OLD_NAMES = {"positions": "encoder.places.weight", "blocks.": "encoder.blocks."}
-"""Beginnings of names that Vision Transformers had when they ran a loop of their own, with those of today."""
+"""Old prefixes of the names in Vision Transformers, from when these had their own class, with the current prefixes."""
 BIAS, CORRECTION = ".mlp.bias", ".mlp.correction"
 
 
 def present_name(name: str) -> str:
-    """The name of a parameter of a Vision Transformer today."""
+    """The current name of a Vision Transformer's parameter, from its old or current name."""
     for old, new in OLD_NAMES.items():
         if name == old or (old.endswith(".") and name.startswith(old)):
             return new + name.removeprefix(old)
@@ -32,20 +32,20 @@ def former_name(name: str) -> str:
 
 
 def present_patterns(model: nn.Module, patterns: Sequence[Any]) -> list[Any]:
-    """Patterns of names of parts with `present_name` in place of old names, where they are of such a model."""
+    """Patterns of part names, with old names replaced by `present_name` if the model is a Vision Transformer."""
     renamed = isinstance(model, Model) and model.graph.vision
     return [present_name(p) if renamed and isinstance(p, str) else p for p in patterns]
 
 
 def renamed(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A state dict in today's names: `present_name` where it is one of such a model, and `with_corrections`."""
+    """A state dict in current names: `present_name` for a Vision Transformer, and `with_corrections`."""
     if isinstance(model, Model) and model.graph.vision and "positions" in state:
         state = {present_name(name): value for name, value in state.items()}
     return with_corrections(state)
 
 
 def with_corrections(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with the biases of sigmoid routers as today, which once were int32 in units of 2⁻²⁴, not 2⁻⁵⁰."""
+    """A state dict with the biases of sigmoid routers in units of 2⁻⁵⁰; old versions had int32 in units of 2⁻²⁴."""
     old = [name for name in state if name.endswith(BIAS) and state[name].dtype == torch.int32]
     new = {name.removesuffix(BIAS) + CORRECTION: state[name].long() << 26 for name in old}
     return {name: tensor for name, tensor in state.items() if name not in old} | new

@@ -1,8 +1,8 @@
-"""Linears whose weights do not learn and are stored in 8 or 4 bits, beside which adapters do.
+"""Linears with frozen weights stored in 8 or 4 bits, for training adapters.
 
 A frozen linear has the names of a linear in a quantised folder (`penstock.models.rounded`): `weight`, `weight_scale`
-and of 4 bits `weight_offset`, whose numbers are rounded as there; scales and offsets are in bf16. It loads a plain
-`weight` too, and rounds it.
+and, for 4 bits, `weight_offset`, and rounds in the same way; scales and offsets are in bf16. It also loads a plain
+`weight`, and rounds it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _OWN = ("weight", "weight_scale", "weight_offset")
 
 
 class FrozenLinear(nn.Module):
-    """A linear (…, in) to (…, out) of a weight in few bits, which passes gradients on to its input and its bias."""
+    """A linear (…, in) to (…, out) with a quantised weight, which passes gradients on to its input and its bias."""
 
     def __init__(self, linear: nn.Module, base: BaseWeights, *, transposed: bool = False) -> None:
-        """`linear` has a `weight` (out, in), or where it is `transposed` (in, out), and a `bias`."""
+        """`linear` has a `weight` (out, in), or (in, out) if `transposed`, and a `bias`."""
         super().__init__()
         plain, bias = linear.get_parameter("weight"), linear.bias
         self.base, self.transposed, self.dtype = base, transposed, plain.dtype
@@ -43,14 +43,14 @@ class FrozenLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     def _rounded(self, weight: Tensor) -> dict[str, Tensor]:
-        """Own parameters by name, of a plain weight."""
+        """This module's parameters, by name, computed from a plain weight."""
         weight = weight.T if self.transposed else weight
         exact = round_rows(weight) if self.base == "int8_weights" else round_groups(weight)
         scales, offsets = exact.scales.bfloat16(), exact.offsets
         offsets = None if offsets is None else offsets.bfloat16()
-        # The nearest numbers of the scales as they are stored.
+        # The nearest integers for the scales as stored in bf16.
         rounded = nearest(weight, scales.float(), None if offsets is None else offsets.float())
-        # transformers casts inputs to the type of some weights, unless it is int8.
+        # transformers casts some inputs to the type of the weight, unless that is int8.
         held = {_OWN[0]: next(iter(rounded.stored("").values())).view(torch.int8), _OWN[1]: scales}
         return held if offsets is None else {**held, _OWN[2]: offsets}
 
@@ -72,7 +72,7 @@ class FrozenLinear(nn.Module):
 
 
 class _Place(nn.Module):
-    """The names and shapes of a plain linear, without memory for its weight."""
+    """A stand-in with the names and shapes of a plain linear, without memory for its weight."""
 
     def __init__(self, frozen: FrozenLinear) -> None:
         super().__init__()
@@ -83,16 +83,15 @@ class _Place(nn.Module):
 
 
 def plain_places(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the model's state dict has the names and shapes that it has with plain weights."""
+    """Inside, the model's state dict has the names and shapes of plain weights."""
     every = model.named_modules(remove_duplicate=False)
     return exchanged(model, {name: _Place(one) for name, one in every if isinstance(one, FrozenLinear)})
 
 
 def freeze_linears(model: nn.Module, base: BaseWeights, inside: str) -> dict[str, str]:
-    """Store the weights of the linears in a model's attentions and perceptrons that do not learn in few bits, in place;
-    returns the names of the others, each with the reason. A linear with an adapter has its own weight at `inside`.
-
-    Raises ConfigError where no linear can be stored so.
+    """Quantise, in place, the frozen linears in a model's attentions and perceptrons; returns the names of those that
+    stay as they are, each with the reason. A linear with an adapter has its own weight at `inside`. Raises ConfigError
+    if no linear can be quantised.
     """
     modules, made, left = dict(model.named_modules(remove_duplicate=False)), dict[nn.Module, nn.Module](), {}
     group = PRODUCTS[base].multiple[0]
@@ -117,7 +116,7 @@ def freeze_linears(model: nn.Module, base: BaseWeights, inside: str) -> dict[str
 
 
 def _unfit(linear: nn.Module, group: int, *, transposed: bool) -> str | None:
-    """Why a linear's weight is not stored in few bits."""
+    """Why a linear's weight cannot be quantised; empty if it can."""
     if type(linear) is not nn.Linear and not transposed:
         return f"a {type(linear).__name__}, which computes in its own way"
     weight = linear.get_parameter("weight")
@@ -128,7 +127,7 @@ def _unfit(linear: nn.Module, group: int, *, transposed: bool) -> str | None:
 
 
 def with_plain_weights(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """A state dict with the weights (out, in), in `dtype`, in place of those in few bits."""
+    """A state dict with weights (out, in), in `dtype`, in place of the quantised ones."""
     held = {
         name: value.view(torch.uint8) if f"{name}_offset" in state else value for name, value in state.items()
     }

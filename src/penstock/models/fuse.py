@@ -1,9 +1,9 @@
 """Fused operators in any model, by role: `fuse` puts them in place, `unfuse` takes them out.
 
-A fusion is a row of `penstock.config.fused` and, for each device that has a kernel, a function that names the places of
-a model where the operator fits. Places are found through the Anatomy, so that models of ours, of timm and of
-transformers are treated alike. Parameters and names in the state dict stay as they are: modules change their class or
-set a flag, and know how to change back.
+A fusion is a row of `penstock.config.fused` and, for each device with a kernel, a function that lists the modules of a
+model that the operator can replace. They are found through the Anatomy, so that our models, timm's and transformers'
+are treated alike. Parameters and names in the state dict do not change: a module changes its class or sets a flag,
+which can be undone.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One module of a model that computes by a fused operator once `install` was called."""
+    """One module of a model that uses a fused operator after `install` was called."""
 
     name: str
     """Qualified name of the module."""
     variant: str
-    """The kind of its norm or activation, as `penstock.config.gains` has it."""
+    """The kind of its norm or activation, in the words of `penstock.config.gains`."""
     install: Callable[[], Any]
 
 
@@ -53,14 +53,14 @@ def fuse(
     model: nn.Module, names: Sequence[Fuse] = ("auto",), *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compiled: bool = False,
 ) -> dict[FusedName, int]:  # fmt: skip
-    """Let `model` compute by fused operators, in place; returns the number of places of each.
+    """Make `model` use fused operators, in place; returns the number of modules changed for each.
 
-    `names` are words of `Plan.fuse`; `auto` takes those that were measured to pay on this kind of machine for products
-    of `dtype`, by default the weights' type, in comparison with eager operators or with those that torch.compile makes
-    where the blocks are `compiled`. `device` is where the model will compute, by default where its weights are. State
-    dicts stay as they are, and results change by rounding only. `unfuse` undoes it.
+    `names` are words of `Plan.fuse`; `auto` chooses those that were measured to be faster on this kind of machine for
+    products of `dtype`, by default the weights' type, than eager operators, or than torch.compile's if the blocks are
+    `compiled`. `device` is where the model will run, by default the device of its weights. State dicts stay as they
+    are, and results change by rounding only. `unfuse` undoes it.
 
-    Raises ConfigError for an operator that was named and fits nowhere in the model.
+    Raises ConfigError for a named operator that fits no module of the model.
     """
     model = uncompiled(model)
     weights = next(model.parameters(), torch.empty(0))
@@ -90,8 +90,8 @@ def fuse(
 
 
 def places_for(model: nn.Module, device: str) -> dict[FusedName, int]:
-    """How many places of `model` each operator fits in on a kind of device, torch's name of which is `device`; 0 of a
-    model without known parts.
+    """The number of modules of `model` that each operator fits on a kind of device (torch's name for it); 0 if the
+    model's parts are not known.
     """
     model = uncompiled(model)
     try:
@@ -105,7 +105,7 @@ def places_for(model: nn.Module, device: str) -> dict[FusedName, int]:
 
 
 def unfuse(model: nn.Module) -> None:
-    """Let `model` compute by torch's own operators again, in place."""
+    """Make `model` use torch's own operators again, in place."""
     for module in list(uncompiled(model).modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, _Passed):
@@ -123,11 +123,11 @@ _NOWHERE = {
 
 
 class _Fused:
-    """The base of classes that are laid over a module's class to compute by a fused operator."""
+    """The base of classes that extend a module's class to use a fused operator."""
 
 
 class _Passed(nn.Identity):
-    """Stands where an activation was that is computed before it."""
+    """The identity, in place of an activation that the linear before it computes already."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _Passed(nn.Identity):
 
 
 class _ActivatedLinear(_Fused):
-    """A linear layer that returns the activation of its product and bias."""
+    """A linear layer that also applies the activation to its output."""
 
     def forward(self, x: Tensor) -> Tensor:
         own = cast(Any, self)
@@ -158,20 +158,20 @@ class _GatedPerceptron(_Fused):
 
 
 GATED: dict[Mlp, Mlp] = {gate: gated for gated, gate in UNGATED.items() if gated in KERNELS}
-"""The variant of a gated perceptron by the activation of its gate."""
+"""The kind of a gated perceptron, keyed by the activation of its gate."""
 _KINDS: dict[str, Mlp] = {word: name for name in KERNELS for word in ACTIVATIONS[name].classes}
 """Activations by the class of their module."""
 
 
 def _activation_of(module: nn.Module) -> Mlp | None:
-    """The activation that a module computes, if there is a kernel for it."""
+    """The kind of activation that a module computes, if there is a kernel for it."""
     if isinstance(module, nn.GELU) and module.approximate == "tanh":
         return "gelu_tanh"
     return _KINDS.get(type(module).__name__)
 
 
 def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
-    """The perceptrons whose first linear is a plain one, and those whose gate is a linear of its own."""
+    """The perceptrons whose first linear is a plain `nn.Linear`, and those with a separate linear for the gate."""
     for role in () if anatomy.unknown else anatomy.parts(Perceptron):
         linear = _module(model, role.up.name)
         parent = _module(model, role.up.name.rpartition(".")[0])
@@ -201,7 +201,7 @@ def _activation_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
 
 
 def _gated_kind(parent: nn.Module, names: tuple[str, ...]) -> Mlp | None:
-    """The activation of a module that is gate, up, down and an activation, and nothing else."""
+    """The kind of a perceptron that consists of gate, up, down and an activation and nothing else; otherwise None."""
     children = dict(parent.named_children())
     others = [child for name, child in children.items() if name not in names]
     takes = [*inspect.signature(type(parent).forward).parameters]
@@ -230,7 +230,7 @@ def _activate_foreign(
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """A module by its name; None where another process holds it."""
+    """A module by its name; None if another process holds it."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -238,7 +238,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 
 
 class _NormedSums(_Fused):
-    """A block of ours that adds a branch and norms the sum in one pass."""
+    """A block of ours that adds a branch and normalises the sum in one pass."""
 
     def forward(self, x: Tensor, context: Context = ALONE) -> Tensor:
         own = cast(Block, self)
@@ -247,7 +247,7 @@ class _NormedSums(_Fused):
             parts.insert(1, (own.cross, own.cross_branch))
         norms = _norms(own)
         seen, norms = (norms[0](x), [*norms[1:], None]) if own.norm_first else (x, norms)
-        # A mixture's router reads the norm in its own type, and post-norm ones are the tokens of the next sum.
+        # A mixture's router reads the norm's output in its own type; post-norm outputs are the tokens of the next sum.
         narrow = own.norm_first and not isinstance(own.mlp, MixtureOfExperts)
         for (part, branch), norm in zip(parts, norms, strict=True):
             made, rate = part(seen, context), branch.dropout_alone
@@ -265,7 +265,7 @@ def _norms(block: Block) -> list[Any]:
 
 
 def _norms_sums(block: Block) -> bool:
-    """Whether what a block norms are sums that it makes, by norms with weights alone."""
+    """Whether all norms of a block have weights and are applied to sums that it computes."""
     norms = _norms(block)[1 if block.norm_first else 0 :]
     plain = all(isinstance(norm, nn.LayerNorm | nn.RMSNorm) for norm in norms)
     return plain and not isinstance(block.norm2, ZeroCentredNorm)
@@ -281,7 +281,7 @@ class _AddedOutput(_Fused):
 
 
 def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
-    """The blocks of ours that norm the sum of tokens and a branch, and such parts of others' blocks."""
+    """Our blocks that normalise the sum of tokens and a branch, and modules of other libraries that do the same."""
     for name in anatomy.blocks:
         block = _module(model, name)
         if block.__class__ is Block and _norms_sums(block) and not block.__dict__.get(ELSEWHERE):
@@ -294,7 +294,7 @@ def _norm_places(model: nn.Module, anatomy: Anatomy) -> Iterator[Place]:
 
 
 def _adds_input(module: nn.Module) -> bool:
-    """Whether a module is the end of a branch as BERT has it."""
+    """Whether a module is the end of a branch in BERT's form."""
     children = dict(module.named_children())
     return (
         children.keys() == {"dense", "dropout", "LayerNorm"}

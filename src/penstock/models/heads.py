@@ -1,5 +1,5 @@
-"""The parts of a model's heads: the output over a vocabulary, and what comes before it or before classes; and the
-condition that modulates norms.
+"""The parts of a model's heads: the output over a vocabulary, layers before it or before the output over classes; and
+the condition that modulates norms.
 
 Shapes: B samples, N tokens, D width, V vocabulary.
 """
@@ -30,33 +30,34 @@ from penstock.models.inputs import Context
 from penstock.models.perceptron import MLP, activate
 
 TIME_STEPS = 1000.0
-"""A time of 1 is embedded as DDPM's last of 1,000 steps."""
+"""A time of 1 is embedded as the last of DDPM's 1,000 steps."""
 
 
 class Vocabulary(nn.Linear):
-    """Features (…, D) to logits over the vocabulary (…, V); given targets (…), to the sum of their losses, 0-d, or with
-    `by_sample` to that of each sample, (B, N, D) and (B, N) to (B,), which is made in chunks whatever `chunked` is."""
+    """Features (…, D) to logits over the vocabulary (…, V); with targets (…), to the sum of the losses, 0-d. With
+    `by_sample`, (B, N, D) and targets (B, N) to the sum for each sample, (B,), which is computed in chunks even if not
+    `chunked`."""
 
     chunked = False
-    """Whether logits of which only the loss is asked for are made for some rows at a time."""
+    """Whether the loss computes its logits in chunks of rows."""
     tied = False
-    """Whether the weight is the table that embeds tokens, too."""
+    """Whether the weight is shared with the table that embeds tokens."""
     share: Share | None = None
-    """The entries of the vocabulary whose weights lie here, where ranks share them out."""
+    """The entries of the vocabulary whose weights this rank has, if ranks split the vocabulary."""
     taught: Taught | None = None
-    """A teacher's side of the loss of the next targets. It is made in chunks whatever `chunked` is, so that the logits
-    of both are never held."""
+    """The teacher's side of the next call's loss, which is then always computed in chunks, so that the logits of
+    teacher and student are never stored as a whole."""
     cap = 0.0
-    """Logits z become c·tanh(z / c); 0: they stay as they are."""
+    """The cap c of logits z, which become c·tanh(z / c); 0: no cap."""
     passes = False
-    """Whether it gives back the features that it gets: a teacher's, whose logits its student's head makes."""
+    """Whether it returns its input: for a teacher, whose logits the student's head computes."""
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, smoothing: float = 0.0, by_sample: bool = False
     ) -> Tensor:
         if self.passes:
             return x
-        # Of a table that embeds tokens too, two gradients are added.
+        # The weight of a tied table receives two gradients, which are added.
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
@@ -80,7 +81,7 @@ class Vocabulary(nn.Linear):
 
 
 class Transform(nn.Module):
-    """A dense layer, its activation and a norm before the output of masked words or classes, (…, D) → (…, D)."""
+    """A dense layer, an activation and a norm before the output over masked words or classes, (…, D) → (…, D)."""
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Transform(nn.Module):
 
 
 class Conditioner(nn.Module):
-    """Times and classes to the vectors that modulate norms (Peebles & Xie, ICCV 2023, "DiT", section 3.2)."""
+    """Embeds times and classes as the vectors that modulate norms (Peebles & Xie, ICCV 2023, "DiT", section 3.2)."""
 
     def __init__(self, condition: Condition, width: int, **where: Any) -> None:
         super().__init__()
@@ -103,8 +104,8 @@ class Conditioner(nn.Module):
         self.classes = nn.Embedding(condition.classes + 1, width, **where) if condition.classes else None
 
     def forward(self, times: Tensor, classes: Tensor | None = None) -> Tensor:
-        """times (B,) in [0, 1], in fp64 if the model may round what it is given to half precision; classes (B,) int64,
-        None: no sample has one. Gives (B, D)."""
+        """times (B,) in [0, 1], in fp64 if the model may round its inputs to half precision; classes (B,) int64, None:
+        no sample has a class. Returns (B, D)."""
         counted = torch.arange(self.waves, device=times.device, dtype=torch.float64)
         angles = times.double()[:, None] * (TIME_STEPS * torch.exp(counted * (-math.log(1e4) / self.waves)))
         embedded = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -127,7 +128,7 @@ class Pooler(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Attention of a learned query to a sample's tokens, and a perceptron over that: (B, N, D) → (B, D)."""
+    """Attention of a learned query to a sample's tokens, followed by a perceptron: (B, N, D) → (B, D)."""
 
     def __init__(self, sizes: Stack, **where: Any) -> None:
         super().__init__()
@@ -138,12 +139,12 @@ class AttentionPool(nn.Module):
         self.mlp = MLP(sizes, layer, **where)
 
     def init_weights(self) -> None:
-        """The query as class tokens are drawn."""
+        """Initialise the query like a class token."""
         nn.init.normal_(self.query, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         query = self.query.expand(x.shape[0], 1, -1)
-        tokens = 1 - self.attention.sequence_first  # attention takes its tokens in the order of the blocks
+        tokens = 1 - self.attention.sequence_first  # attention expects tokens in the blocks' order
         if not tokens:
             x, query = x.transpose(0, 1), query.transpose(0, 1)
         pooled = self.attention(query, Context(memory=x))
@@ -151,21 +152,21 @@ class AttentionPool(nn.Module):
 
 
 class UnitVectors(nn.Linear):
-    """A sample's vector (B, D) to what a `VectorHead` gives, (B, E) in fp32, or (B, E + 1) with an offset."""
+    """The output of a `VectorHead` for a sample's vector (B, D): (B, E) in fp32, or (B, E + 1) with an offset."""
 
     MOST = 100.0
-    """The greatest factor (Radford et al., ICML 2021, section 2.5)."""
+    """The largest factor (Radford et al., ICML 2021, section 2.5)."""
 
     def __init__(self, head: VectorHead, width: int, **where: Any) -> None:
         super().__init__(width, head.features, bias=False, **where)
         self.scale, self.offset = head.scale, head.offset
         self.learned: nn.Parameter | None = None
-        """The logarithm of the factor, and the offset if there is one."""
+        """The logarithm of the factor, and the offset if any."""
         if self.scale is not None:
             self.learned = nn.Parameter(torch.empty(1 if self.offset is None else 2, **where))
 
     def init_weights(self) -> None:
-        """Factor and offset to their first values."""
+        """Set factor and offset to their initial values."""
         if self.learned is not None and self.scale is not None:
             values = [math.log(self.scale), *([] if self.offset is None else [self.offset])]
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The inputs of a model, of a run and of a block in one pass, and the cache of a text that is continued.
+"""The inputs of a model, of a run and of a block in one pass, and the interface of the KV cache.
 
 Shapes: B samples, N tokens, M tokens of a memory, D width.
 """
@@ -24,56 +24,54 @@ Described = Tensor | Mapping[str, Tensor] | None
 
 @dataclass(kw_only=True)
 class Inputs:
-    """The inputs of a model in one pass. Each model has the `tensors` of its graph's inputs, and of the other fields
-    those that `graph.arguments` names. `lengths`, `targets` and `rows` are of the first input and the last head for
-    words that can have them, or mappings by name."""
+    """The inputs of a model in one pass. A model uses the `tensors` of its graph's inputs, and those of the other
+    fields that `graph.arguments` lists. `lengths`, `targets` and `rows` belong to the first input and the last head for
+    words that can have them, or are mappings by name."""
 
     tensors: dict[str, Tensor]
-    """Token numbers (B, N) and images (B, C, S, S) by input; what is left out is not computed."""
+    """Token ids (B, N) or images (B, C, S, S) by input; an input that is left out is not computed."""
     times: Tensor | None = None
-    """(B,) in [0, 1], of a model with a condition; in fp64, lest half precision round them."""
+    """(B,) in [0, 1], for a model with a condition; in fp64, so that half precision does not round them."""
     classes: Tensor | None = None
-    """(B,) int64, of a condition with classes; the number of classes stands for none, as do no classes."""
+    """(B,) int64, for a condition with classes; the number of classes means no class; None: no sample has one."""
     lengths: Described = None
-    """(B,), how many tokens of each sample are no padding, which comes last; a decoder sees none."""
+    """(B,), the number of non-padding tokens of each sample; padding comes last, and a decoder never attends to it."""
     segments: Tensor | None = None
-    """(B, N), kinds of segments; None: all 0."""
+    """(B, N), the kind of each token's segment; None: all 0."""
     documents: Described = None
-    """(B, N), numbers that change where another document begins: attention does not cross from one to the next, and
-    positions start again."""
+    """(B, N), numbers that change where a new document begins: attention does not cross from one document to the next,
+    and positions start again at 0."""
     targets: Described = None
-    """(B, N) int64, of which −100 counts nothing: the head returns the sum of −log p over them, 0-d, fp32."""
+    """(B, N) int64, where −100 is ignored: the head returns the sum of −log p over them, 0-d, fp32."""
     rows: Described = None
-    """(M,), numbers of tokens, counted through all samples (B·N): only these reach the head, so that logits are (M, V)
-    and targets (M,)."""
+    """(M,), indices into all tokens (B·N): only these tokens reach the head, so that logits are (M, V) and targets
+    (M,)."""
     prefixes: Tensor | None = None
-    """(B,), how many first tokens of each text that is continued see each other, of models that were made for it; None:
-    0."""
+    """(B,), the number of first tokens of each text that attend to each other, for prefix language models; None: 0."""
     smoothing: float = 0.0
     """Label smoothing of the loss."""
     past: TokenCache | None = None
-    """The keys and values of earlier tokens, which the tokens follow; once it remembers a memory, the inputs of that
-    are left out."""
+    """Cached keys and values of the preceding tokens; once it holds a memory, that memory's inputs are left out."""
     sees: Tensor | None = None
-    """(B,) int64, the number of the memory that each sample's cross attention sees, of several; None: all."""
+    """(B,) int64, the index of the memory that each sample's cross attention reads, if there are several; None: all."""
     routes: Tensor | None = None
-    """(B,) int64, the label of each sample, of models that have labels; without them, its expert, where the router is
+    """(B,) int64, the label of each sample, for models with labels; without labels, its expert, if the router is
     `given`."""
     token_weights: Tensor | None = None
-    """(B, M), factors of the attention that tokens of a text get, before it is normalised, of models that make images
-    of texts (Feng et al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2)."""
+    """(B, M), factors of the attention to tokens of a text, before it is normalised, for text-to-image models (Feng et
+    al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2)."""
     by_sample: bool = False
-    """Whether the last head for words returns that sum for each sample, (B,), without `rows`."""
+    """Whether the last head for words returns the sum for each sample, (B,); needs `rows` to be None."""
 
 
 class RunInputs(NamedTuple):
     """The inputs of a run besides its tokens. A run over images has none but a memory, routes or a condition.
 
-    `lengths`, `documents` and `prefixes` are as in `Inputs`, `memory_lengths` those of the memory (B, M, D); of several
-    memories `memory_seen` (B, 1, 1, M) says which tokens are none. `batches` are how many consecutive samples there are
-    of each input, and whether they are causal; none: all samples are as the run is. `shares` (B, N) and `order` (B, N),
-    there called places, are as in `Context`, and `routes` (B,) the expert of each sample, or its group of experts,
-    where they are given. `condition` (B, D) modulates the blocks of a run that is modulated.
+    `lengths`, `documents` and `prefixes` are as in `Inputs`, and `memory_lengths` are those of the memory (B, M, D);
+    several memories, or weighted tokens, have a mask `memory_seen` (B, 1, 1, M) instead. `batches` lists, for each
+    input, the number of consecutive samples and whether they are causal; empty: all samples are as the run is. `shares`
+    (B, N) and `order` (B, N) are as `shares` and `places` in `Context`, and `routes` (B,) is the given expert, or group
+    of experts, of each sample. `condition` (B, D) modulates the blocks of a modulated run.
     """
 
     lengths: Tensor | None = None
@@ -100,33 +98,34 @@ class Context(NamedTuple):
     near: Tensor | AttentionMask | None = None
     """The mask of blocks with a sliding window."""
     rotation: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of rotary positions, broadcast to the first half of each head's features."""
+    """Cosine and sine of rotary positions, broadcastable to the first half of each head's features."""
     near_rotation: tuple[Tensor, Tensor] | None = None
     """Cosine and sine for blocks with a sliding window."""
     memory: Tensor | None = None
-    """Features that cross attention reads, in the order of the tokens."""
+    """Features that cross attention reads, in token order."""
     memory_mask: Tensor | AttentionMask | None = None
     real: Real | None = None
-    """Which tokens are computed, if padding is left out but attention sees it: see `penstock.kernels.padding`."""
+    """The tokens that are computed, if padding is skipped everywhere but in attention: see
+    `penstock.kernels.padding`."""
     shares: Tensor | None = None
-    """The share of each token in the balance of experts, in the order of the tokens, fp64: 0 of padding; the others of
-    a sample have alike shares, and all samples together 1. None: alike ones of all."""
+    """The weight of each token in the balance of experts, in token order, fp64: 0 for padding, equal for the other
+    tokens of a sample; all samples together have 1. None: equal for all tokens."""
     routes: Tensor | None = None
-    """The expert of each token, or its group of experts, in the order of the tokens, where they are given."""
+    """The given expert, or group of experts, of each token, in token order."""
     samples: Tensor | None = None
-    """The number of each token's sample, in the order of the tokens, where experts are chosen by sample."""
+    """The index of each token's sample, in token order, if experts are chosen by sample."""
     places: Tensor | None = None
-    """The place of each token among all of the samples, sample by sample, in the order of the tokens, where experts
-    have room for the first ones alone."""
+    """The index of each token, counted over all samples one after the other, in token order, if experts have a
+    capacity, which the first tokens fill."""
     condition: Tensor | None = None
-    """The vector of each sample that modulates norms, with a dimension of 1 for the tokens."""
+    """The vector of each sample that modulates norms, with a size-1 dimension for the tokens."""
     samples_of: tuple[Tensor, ...] = ()
-    """The numbers of the samples of each expert, where experts are whole blocks."""
+    """The indices of the samples of each expert, if experts are whole blocks."""
     causal: bool | None = None
-    """Whether a token sees itself and those before it only, where no mask says so. None: as the blocks are made."""
+    """Whether attention is causal, if there is no mask. None: as the blocks were built."""
 
     def take(self, samples: Tensor, along: int) -> Context:
-        """The inputs of these samples alone, which are dimension `along` of the tokens."""
+        """The inputs of these samples only; samples are dimension `along` of the tokens."""
         mask = self.memory_mask
         if mask is not None:
             assert isinstance(mask, Tensor)
@@ -141,31 +140,31 @@ ALONE = Context()
 
 
 class TokenCache(Protocol):
-    """The keys and values of earlier tokens, with which a model continues them: see `penstock.decode.kv_cache`."""
+    """The interface of the KV cache with which a model continues a text: see `penstock.decode.kv_cache`."""
 
     places: Tensor
     """Positions of the tokens of this pass, (N,) or (B, N)."""
     remembers: bool
-    """Whether it keeps the keys and values of the memory too, so that no source need be encoded."""
+    """Whether it also holds the keys and values of the memory, so that the source need not be encoded again."""
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """The `Context` for the blocks of a `TokenStack` in this pass."""
         ...
 
     def see(self, seen: Tensor) -> None:
-        """Note which tokens of several memories each text sees, (B, 1, 1, M)."""
+        """Store which tokens of several memories each text attends to, (B, 1, 1, M)."""
         ...
 
 
 class Continued(AttentionMask):
-    """An `AttentionMask` of tokens and of those before them, whose keys and values are kept."""
+    """An `AttentionMask` over new tokens and the cached tokens before them."""
 
     first: bool
-    """Whether nothing is kept yet."""
+    """Whether the cache is still empty."""
 
     def keep(self, k: Tensor, v: Tensor) -> Tensor | None:
-        """Keep keys and values of the first tokens, (B, G, N, K), and return the mask of their scores; None: causal.
-        Values without features are those of the keys."""
+        """Cache keys and values of the first tokens, (B, G, N, K), and return the mask of their scores; None: causal.
+        If values have no features, the keys are used as values."""
         raise NotImplementedError
 
 
@@ -187,11 +186,11 @@ def texts_of(graph: Graph, run: Run, given: Inputs) -> dict[str, Any]:
 
 
 def counts_of(graph: Graph, run: Run, given: Inputs, length: int) -> Tensor | None:
-    """How many first tokens of each sample of a run count in the balance of its experts, (B,): those that are no
-    padding. Of a causal run these are those up to the last target, for those after it change no loss; all of them
-    where the model is given no targets.
+    """The number of first tokens of each sample that count in the balance of a run's experts, (B,): the non-padding
+    tokens; in a causal run the tokens up to the last target, because later ones do not affect the loss. Without targets
+    all tokens count.
     """
-    if not run.causal:  # of an input whose tokens hide later ones, all
+    if not run.causal:  # for a causal input, all
         return lengths_of(graph, run, given)
     head = next((head for head in graph.heads_of(WordHead) if head.run == run.name), None)
     targets = None if head is None else for_head(graph, head, given.targets)
@@ -207,7 +206,7 @@ def counts_of(graph: Graph, run: Run, given: Inputs, length: int) -> Tensor | No
 
 
 def _beside(graph: Graph, run: Run, outputs: dict[str, Tensor]) -> Tensor:
-    """The tokens of all memories of a run that are there, one after the other: (B, M, D)."""
+    """The memories of a run that were computed, concatenated along the tokens: (B, M, D)."""
     width = graph.memory_width(run)
     every = [outputs[name] for name in run.memories if name in outputs]
     wide = [one if one.shape[2] == width else F.pad(one, (0, width - one.shape[2])) for one in every]
@@ -217,8 +216,8 @@ def _beside(graph: Graph, run: Run, outputs: dict[str, Tensor]) -> Tensor:
 def memory_of(
     graph: Graph, run: Run, given: Inputs, outputs: dict[str, Tensor], *, cut: bool
 ) -> dict[str, Any]:
-    """The memory of a run: the outputs of those that it attends to, one after the other. Where ranks `cut` samples,
-    `Shares` knows which tokens are seen."""
+    """The memory fields of a run's inputs: the joined memories, and their masks, which `Shares` makes if samples are
+    `cut`."""
     if cut:
         return {"memory": _beside(graph, run, outputs)}
     names, sees = [name for name in run.memories if name in outputs], given.sees
@@ -243,7 +242,7 @@ def memory_of(
 
 
 def lengths_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
-    """How many tokens of each sample of a run are no padding, (B,)."""
+    """The number of non-padding tokens of each sample of a run, (B,)."""
     lengths = given.lengths
     if lengths is None or (run.causal and graph.input_of(run).name != graph.padded):
         return None
@@ -254,7 +253,7 @@ def lengths_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
 
 
 def documents_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
-    """The numbers of the documents that the tokens of a run are of, (B, N)."""
+    """The number of the document that each token of a run belongs to, (B, N)."""
     documents = given.documents
     if not isinstance(documents, Mapping):
         return documents
@@ -262,7 +261,7 @@ def documents_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
 
 
 def prefixes_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
-    """How many first tokens of each sample of a run see each other, (B,)."""
+    """The number of first tokens of each sample of a run that attend to each other, (B,)."""
     prefixes = given.prefixes
     if prefixes is None:
         return None
@@ -273,8 +272,7 @@ def prefixes_of(graph: Graph, run: Run, given: Inputs) -> Tensor | None:
 def _of_samples(
     graph: Graph, run: Run, given: Inputs, every: Mapping[str, Any], plain: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Facts by input as one tensor over all samples of a run; `plain` makes those of inputs that have none. None
-    where no input has any."""
+    """Values by input, joined over all samples of a run; `plain` makes missing ones. None if no input has any."""
     there = [one.name for one in graph.inputs_through(run) if one.name in given.tensors]
     values = [every.get(name) for name in there]
     if all(value is None for value in values):
@@ -284,7 +282,7 @@ def _of_samples(
 
 
 def samples_of(graph: Graph, run: Run, given: Inputs) -> slice:
-    """Which samples of what a run reads are of its own input."""
+    """Slice of a run's input samples that come from its own input."""
     first = 0
     for one in graph.inputs_through(graph.run(run.reads)):
         if one.name == run.input:
@@ -294,20 +292,20 @@ def samples_of(graph: Graph, run: Run, given: Inputs) -> slice:
 
 
 def for_head(graph: Graph, head: WordHead, value: Any) -> Tensor | None:
-    """Targets or rows of a head for words: those of its name in a mapping, or those of the last such head alone."""
+    """Targets or rows of a head for words: its entry in a mapping, or for the last such head the value itself."""
     if isinstance(value, Mapping):
         return value.get(head.name)
     return value if head is graph.words else None
 
 
 def _seen(lengths: Tensor | None, x: Tensor) -> Tensor:
-    """Which tokens of x (B, N, D) are no padding, (B, 1, 1, N)."""
+    """Mask (B, 1, 1, N) of the non-padding tokens of x (B, N, D)."""
     most = x.new_full(x.shape[:1], x.shape[1]) if lengths is None else lengths
     return within(most, x.shape[1])
 
 
 def mean_of(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """The mean over the tokens of each sample that are no padding: (B, N, D) → (B, D)."""
+    """The mean over the non-padding tokens of each sample: (B, N, D) → (B, D)."""
     if lengths is None:
         return x.mean(1)
     real = is_real(lengths, x.shape[1])[..., None]

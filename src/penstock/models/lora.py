@@ -1,8 +1,8 @@
-"""Low-rank adapters beside frozen linears (Hu et al., ICLR 2022, "LoRA"), through peft.
+"""Low-rank adapters for frozen linears (Hu et al., ICLR 2022, "LoRA"), from peft.
 
-Of a linear with weight W the adapted one gives W·x + scale · B·(A·x), where A is drawn and B begins at zero, and only A
-and B learn. In a state dict W lies at `NAME.base_layer.weight`, A at `NAME.lora_A.default.weight` (rank, in) and B at
-`NAME.lora_B.default.weight` (out, rank).
+A linear with weight W returns W·x + scale · B·(A·x) once adapted, where A is random and B is zero at first, and only A
+and B are trained. In a state dict W is stored as `NAME.base_layer.weight`, A at `NAME.lora_A.default.weight` (rank, in)
+and B at `NAME.lora_B.default.weight` (out, rank).
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from penstock.models.roles import Attention, Embedding, Head, Linear, Perceptron
 from penstock.models.wrap import exchanged
 
 BASE, FIRST, SECOND = "base_layer", "lora_A.default", "lora_B.default"
-"""Names under which an adapted linear keeps the frozen one, A and B."""
+"""Names, in an adapted linear, of the frozen linear, of A and of B."""
 _BASE, _A, _B = f".{BASE}.", f".{FIRST}.weight", f".{SECOND}.weight"
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Put an adapter beside the linears that `lora` names by their role, and freeze all else but what `also` names.
-
-    Heads that give classes, and the pooler before them, learn too. A is drawn from torch's global generator.
+    """Add an adapter to the linears whose roles `lora` lists, and freeze all other parameters but those that `also`
+    matches. Heads for classes, and the pooler before them, are trained too. A is drawn from torch's global generator.
 
     Raises:
         ConfigError: the model's parts are not known, it has none of these roles, or `also` fits nothing.
@@ -59,7 +58,7 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
             )
     peft.inject_adapter_in_model(config, model)
     for module in filter(is_adapted, model.modules()):
-        # Else half inputs become fp32 before autocast makes them half again, and so do their gradients.
+        # Otherwise half inputs are cast to fp32 and by autocast back to half, and so are their gradients.
         cast(Any, module).cast_input_dtype_enabled = False
     for name, parameter in model.named_parameters():
         for pattern in (*learning, *lora.also):
@@ -68,24 +67,24 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
 
 
 def store_base(model: nn.Module, lora: Lora) -> None:
-    """Store what does not learn as `lora.base` says, in place. Raises ConfigError where nothing can be stored so."""
+    """Quantise the frozen linears as `lora.base` says, in place. Raises ConfigError if none can be quantised."""
     if lora.base != "plain":
         freeze_linears(model, lora.base, BASE)
 
 
 def gives_classes(model: nn.Module) -> bool:
-    """Whether a head of the model gives classes, and no words. A head gives words where it has an output for each row
-    of the table of tokens.
+    """Whether the model has a head for classes, not words. A head is for words if it has an output for each row of the
+    table of tokens.
     """
     return bool(_of_classes(model))
 
 
 def _of_classes(model: nn.Module) -> list[Role]:
-    """The heads that give classes, and with them the poolers."""
+    """The heads for classes, and the poolers."""
     every = list(walk(anatomy_of(model).stacks))
     heads = [role for role in every if isinstance(role, Head)]
     graph = getattr(model, "graph", None)
-    if graph is not None:  # ours, whose classes may be as many as words
+    if graph is not None:  # one of ours, whose number of classes may equal that of words
         classes = {name for head in graph.heads_of(ClassHead) for name in head.linears}
         heads = [role for role in heads if role.name in classes]
     else:
@@ -102,7 +101,7 @@ def _rows(model: nn.Module, role: Role) -> int:
 
 
 def adapted(model: nn.Module, lora: Lora) -> list[str]:
-    """Qualified names of the linears that get an adapter. Raises ConfigError where there are none."""
+    """Qualified names of the linears that get an adapter. Raises ConfigError if there are none."""
     kinds = {"attention": (Attention,), "perceptron": (Perceptron,), "all": (Attention, Perceptron)}[
         lora.parts
     ]
@@ -117,7 +116,7 @@ def adapted(model: nn.Module, lora: Lora) -> list[str]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether it is a linear with an adapter beside it."""
+    """Whether a module is a linear with an adapter."""
     return hasattr(module, "lora_A")
 
 
@@ -126,26 +125,26 @@ def _linears(model: nn.Module) -> Iterator[Linear]:
 
 
 def scale_of(lora: Lora) -> float:
-    """The factor of adapters' outputs."""
+    """The factor of the adapters' outputs."""
     return (lora.alpha or 2 * lora.rank) / lora.rank
 
 
 def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the model has its frozen linears alone, under their own names: for loading weights into them."""
+    """Inside, the model has only its frozen linears, under their own names, so that weights can be loaded into them."""
     names = (name for name, module in model.named_modules() if is_adapted(module))
     return exchanged(model, {name: model.get_submodule(f"{name}.{BASE}") for name in names})
 
 
 def base_outputs(model: nn.Module, *inputs: Any) -> Any:
-    """Outputs of the model as it is without its adapters, in evaluation mode, without gradients."""
+    """The outputs of the model without its adapters, in evaluation mode and without gradients."""
     with evaluating(model), without_adapters(model), torch.no_grad():
         return model(*inputs)
 
 
 def merged(state: Mapping[str, Tensor], lora: Lora, model: nn.Module) -> dict[str, Tensor]:
     """A state dict with each adapter added to its weight, in fp32, under the names of the model without adapters.
-    `model` is what the state is of, with adapters or without: it tells which weights are stored as (in, out). Weights
-    in few bits become what their numbers stand for.
+    `model` is the model of the state, with adapters or without; it shows which weights are stored as (in, out).
+    Quantised weights become their values.
     """
     if not lora.rank:
         return dict(state)

@@ -56,13 +56,12 @@ from penstock.models.stems import ConvStem, PatchStem, images_of
 
 
 class Model(nn.Module):
-    """The inputs of `config.graph` to the output of its head; of several heads, to outputs by their names. Weights are
-    drawn from torch's global generator.
-
-    A head for words gives logits of each token (B, N, V), one for classes logits of each sample (B, classes), one for
-    features each token's (B, N, D), one for images an image of each sample (B, C, S, S), one for vectors each sample's
-    (B, E). `penstock.models.inputs.Inputs` says what each argument is. With `device="meta"` nothing is allocated or
-    computed. Then call `to_empty(device=…)` and `init_weights()`, which also sets what no state dict has.
+    """The model of `config.graph`: from its inputs to the output of its head, or of several heads to a mapping of
+    outputs by head. Weights are drawn from torch's global generator. Outputs: logits of each token (B, N, V) from a
+    head for words, logits of each sample (B, classes) from one for classes, features of each token (B, N, D) from one
+    for features, images (B, C, S, S) from one for images, and vectors (B, E) from one for vectors.
+    `penstock.models.inputs.Inputs` says what each argument is. With `device="meta"` nothing is allocated or computed.
+    Then call `to_empty(device=…)` and `init_weights()`, which also sets the buffers that no state dict has.
     """
 
     sequence_first = False
@@ -75,15 +74,15 @@ class Model(nn.Module):
         super().__init__()
         self.config: Any = config
         self.graph: Graph = config.graph
-        # Compiled code can read what is known already, and cannot wait for a property to be computed.
+        # Computed now, because compiled code can read a cached property but not compute it.
         self.graph.arguments, self.graph.padded, self.graph.written, self.graph.remembered  # noqa: B018
         self.cut: Cut | None = None
-        """How each sample's tokens are cut over the ranks of a context parallel group."""
+        """How each sample's tokens are split over the ranks of a context parallel group."""
         self.head_squares: dict[str, Tensor] | None = None
-        """The sum of the squares of the gradients that each head sends back, by its name; None: it is not kept."""
+        """The sum of squared gradients of each head's input, by head; None: it is not recorded."""
         self.both_logits = False
-        """Whether a distilled head gives the logits of both its linears, (B, 2, classes), in place of their mean."""
-        # Allocated first, so that each weight is drawn once, and alike however the model came to be.
+        """Whether a distilled head returns the logits of both its linears, (B, 2, classes), instead of their mean."""
+        # Allocated first, so that each weight is drawn once, and in the same order however the model was created.
         with Undrawn():
             self._build(device=device, dtype=dtype)
         self.init_weights()
@@ -162,7 +161,7 @@ class Model(nn.Module):
         token_weights: Tensor | None = None, by_sample: bool | None = None, **tensors: Tensor | None,
     ) -> Any:  # fmt: skip
         """The output of the head, or outputs by head. The tensors of the graph's inputs come first, or by name; all
-        arguments may come by place, in the order of `graph.arguments`. None is left out. See `Inputs`.
+        arguments may be positional, in the order of `graph.arguments`. None means not given. See `Inputs`.
 
         Raises TypeError for arguments that the model does not have.
         """
@@ -171,7 +170,7 @@ class Model(nn.Module):
             documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
             sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
         )  # fmt: skip
-        # A text that is continued is not cut, and nothing else is asked for.
+        # With a KV cache, samples are not cut, and only the output over words is computed.
         graph, cut = self.graph, self.cut
         shares = Shares(cut, graph, given) if cut is not None and given.past is None else None
         runs, heads = graph.runs, graph.heads
@@ -187,7 +186,7 @@ class Model(nn.Module):
         return next(iter(results.values())) if len(graph.heads) == 1 else results
 
     def given(self, args: Sequence[Any], **named: Any) -> Inputs:
-        """The inputs of arguments in the order of `graph.arguments`, and by name."""
+        """Collect positional arguments, in the order of `graph.arguments`, and named ones as `Inputs`."""
         names = self.graph.arguments
         every = [*zip(names, args), *named.items()]
         given = {name: value for name, value in every if value is not None}
@@ -201,13 +200,13 @@ class Model(nn.Module):
     def _compute(
         self, run: Run, given: Inputs, outputs: dict[str, Tensor], shares: Shares | None = None
     ) -> None:
-        """Add the output of a run to those of the runs before it, unless its input is not given."""
+        """Add the output of a run to `outputs`, unless its input is not given."""
         graph = self.graph
         x = self._tokens_of(run, given, outputs, shares)
         if x is None:
             return
         facts: dict[str, Any] = {}
-        if any(name in outputs for name in run.memories):  # else a past remembers it
+        if any(name in outputs for name in run.memories):  # else the KV cache holds it
             facts |= memory_of(graph, run, given, outputs, cut=shares is not None)
         if shares is not None:
             facts["past"] = shares.tokens(run)
@@ -224,8 +223,7 @@ class Model(nn.Module):
     def _tokens_of(
         self, run: Run, given: Inputs, outputs: dict[str, Tensor], shares: Shares | None
     ) -> Tensor | None:
-        """The vectors of tokens (B, N, D) that a run computes: embedded, or what another run made of them; None where
-        neither is given."""
+        """The tokens (B, N, D) that a run starts from: embedded inputs or another run's output; None if none."""
         there = [one for one in self.graph.inputs_through(run) if one.name in given.tensors]
         if not self.graph.enters(run):
             if run.reads not in outputs or (run.input and not there):
@@ -250,7 +248,7 @@ class Model(nn.Module):
         return getattr(self, name)(times, given.classes)  # type: ignore[no-any-return]
 
     def _shares(self, run: Run, given: Inputs, x: Tensor, cut: Shares | None) -> Tensor | None:
-        """See `Context.shares`, of the tokens x (B, N, D) of a run."""
+        """`Context.shares` for the tokens x (B, N, D) of a run."""
         if cut is not None:
             tokens = cut.tokens(run).count
             counts = counts_of(self.graph, run, given, tokens)
@@ -259,7 +257,7 @@ class Model(nn.Module):
         return None if counts is None else shares_of(counts, x.shape[1])
 
     def _order(self, run: Run, x: Tensor, cut: Shares | None) -> Tensor | None:
-        """See `Context.places`, of the tokens x (B, N, D) of a run."""
+        """`Context.places` for the tokens x (B, N, D) of a run."""
         if run.stack.capacity is None or not self.training:
             return None
         tokens = torch.arange(x.shape[1], device=x.device) if cut is None else cut.numbers(run, x.device)
@@ -269,7 +267,7 @@ class Model(nn.Module):
     # -- the ends
 
     def embed(self, values: Tensor, one: Input | None = None, segments: Tensor | None = None) -> Tensor:
-        """Values of an input, by default of the last, to the vectors of its tokens (B, N, D), without positions."""
+        """Embed the values of an input, by default the last, as tokens (B, N, D), without positions."""
         one = one or self.graph.inputs[-1]
         if isinstance(one, PatchInput):
             return self._patches(values, one)
@@ -300,10 +298,10 @@ class Model(nn.Module):
         return torch.cat([*learned, x], dim=1) if learned else x
 
     def _read(self, head: Head, outputs: dict[str, Tensor], given: Inputs, shares: Shares | None) -> Tensor:
-        """The output of a head, of what its run made."""
+        """The output of a head for the features of its run."""
         x = outputs[head.run]
         if self.head_squares is not None and x.requires_grad and not torch.compiler.is_compiling():
-            x = x.view_as(x)  # of this head alone
+            x = x.view_as(x)  # for this head only
             x.register_hook(partial(self._add_square, head.name))  # type: ignore[no-untyped-call]
         if isinstance(head, WordHead):
             targets, rows = (for_head(self.graph, head, one) for one in (given.targets, given.rows))
@@ -341,7 +339,7 @@ class Model(nn.Module):
         head: WordHead | None = None, by_sample: bool = False,
     ) -> Tensor:  # fmt: skip
         """Features (…, D) to logits over the vocabulary (…, V), or to the summed loss of targets (…), with `by_sample`
-        that of each sample."""
+        for each sample."""
         head = head or self.graph.words
         assert head is not None
         if rows is not None:
@@ -356,11 +354,10 @@ class Model(nn.Module):
         return linear(x, targets, smoothing, **more)  # type: ignore[no-any-return]
 
     def classes(self, x: Tensor, head: ClassHead, lengths: Tensor | None = None) -> Tensor:
-        """Features (B, N, D), of which padding is no part of a mean, to logits of each sample (B, classes); see
-        `both_logits`."""
+        """Features (B, N, D) to logits of each sample (B, classes); means leave out padding. See `both_logits`."""
         norm = self._part(head, "norm")
         if head.pool == "first":
-            # Only the first token is read, or the first two; a copy, so that the rest can be freed.
+            # Only the first token or two are read; copied, so that the rest can be freed.
             x = x[:, :2].clone() if head.distilled else x[:, 0].clone()
         else:
             x, norm = (norm(x), None) if head.norm_first and norm is not None else (x, norm)
@@ -389,7 +386,7 @@ class Model(nn.Module):
     # -- parts of a pass
 
     def logits(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The output of the head for words alone; arguments as of `forward`."""
+        """The output of the head for words only; arguments as in `forward`."""
         outputs = self(*args, **kwargs)
         assert self.graph.words is not None
         return outputs[self.graph.words.name] if isinstance(outputs, dict) else outputs  # type: ignore[no-any-return]
@@ -398,7 +395,7 @@ class Model(nn.Module):
         self, tokens: Tensor, lengths: Tensor | None = None, segments: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Each token's features (B, N, D) in the run that the last head reads, whatever the head is."""
+        """Each token's features (B, N, D) in the run that the last head reads."""
         tensors, outputs = {self.graph.inputs[0].name: tokens}, dict[str, Tensor]()
         given = Inputs(tensors=tensors, lengths=lengths, segments=segments, documents=documents)
         for run in self.graph.runs:
@@ -406,7 +403,7 @@ class Model(nn.Module):
         return outputs[self.graph.main.name]
 
     def written(self, tokens: Tensor) -> Tensor:
-        """Features (B, N, D) of the tokens of a text, from which its next words are read."""
+        """Features (B, N, D) of a text's tokens, from which the head predicts the next words."""
         assert self.graph.text is not None
         given, outputs = Inputs(tensors={self.graph.text.name: tokens}), dict[str, Tensor]()
         for run in self.graph.written:
@@ -416,7 +413,7 @@ class Model(nn.Module):
     # -- choices
 
     def _set(self, name: str, value: Any, kind: type[nn.Module] = nn.Module) -> None:
-        """Set an attribute of all modules of a kind that have it."""
+        """Set an attribute of all modules of class `kind` that have it."""
         for module in self.modules():
             if isinstance(module, kind) and hasattr(module, name):
                 setattr(module, name, value)
@@ -427,48 +424,48 @@ class Model(nn.Module):
         return "batch_second" if self.sequence_first else "batch_first"
 
     def set_token_order(self, token_order: TokenOrder) -> None:
-        """Choose the order of the token tensor inside the blocks; results stay as they are."""
+        """Choose the order of the token tensor inside the blocks; results do not change."""
         if token_order not in ("batch_first", "batch_second"):
             raise ConfigError(f"There is no token order {token_order!r}; choose batch_first or batch_second.")
         self._set("sequence_first", token_order == "batch_second")
 
     def set_attention(self, backend: AttentionBackend) -> None:
-        """Choose the kernel of attention in every block; results stay as they are."""
+        """Choose the kernel of attention in every block; results do not change."""
         if backend not in BACKENDS:
             raise ConfigError(f"There is no attention backend {backend!r}; choose of {', '.join(BACKENDS)}.")
         self._set("backend", backend)
 
     def set_padding(self, padding: Padding) -> None:
-        """Choose whether tokens of padding are computed; what is read of results stays as it is."""
+        """Choose whether padding tokens are computed; results for other tokens do not change."""
         self._set("padding", padding, TokenStack)
 
     def set_experts(self, products: ExpertProducts) -> None:
-        """Choose how experts multiply; results stay as they are but for rounding."""
+        """Choose how experts are multiplied; results change by rounding only."""
         self._set("plain", products == "loop", ExpertLinear)
 
     def set_loss(self, form: LossForm) -> None:
-        """Choose how the loss is made of targets; results stay as they are."""
+        """Choose how the loss of targets is computed; results do not change."""
         self._set("chunked", form == "chunked", Vocabulary)
 
     def share_tokens(self, cut: Cut) -> None:
-        """Compute this rank's tokens of each sample alone. All ranks are given whole samples and get the same outputs.
-        Raises ConfigError for runs over several inputs, which a cut would mix."""
+        """Compute only this rank's tokens of each sample. All ranks receive whole samples and return the same outputs.
+        Raises ConfigError for runs over several inputs, whose samples a cut would mix."""
         if any(run.more_inputs for run in self.graph.runs):
             raise ConfigError("plan.cp cannot cut samples of several inputs of one run; use plan.cp=1.")
         self.cut = cut
 
     def init_weights(self) -> None:
-        """Draw all weights, as `graph.init` says: biases 0, norms 1, convolutions by He et al."""
+        """Initialise all weights as `graph.init` says: biases to 0, norms to 1, convolutions by He et al."""
         draw_weights(self, self.graph)
 
 
 def part_of(head: Head, part: str) -> str:
-    """The name of a part that comes before a head's last linear."""
+    """The name of a part before a head's last linear."""
     return part if head.name == "head" else f"{head.name}_{part}"
 
 
 def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
-    """The tokens of several inputs, one sample after the other. Raises ConfigError unless samples are equally long."""
+    """Concatenate the samples of several inputs. Raises ConfigError unless all samples have the same length."""
     if any(part.shape[1] != parts[0].shape[1] for part in parts):
         lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
         raise ConfigError(f"Samples that one run computes are equally long, but have {lengths} tokens.")

@@ -14,7 +14,8 @@ from penstock.kernels.dropout import Dropout
 
 
 def activate(x: Tensor, activation: Mlp) -> Tensor:
-    """The activation at every element; of gated ones (Shazeer, 2020), that of the first half times the second half."""
+    """The elementwise activation; for gated ones (Shazeer, 2020), the activation of the first half times the second
+    half."""
     if activation == "gelu_tanh" and (made := gelu_tanh_in_inference(x)) is not None:
         return made
     if activation not in UNGATED:
@@ -27,16 +28,15 @@ def activate(x: Tensor, activation: Mlp) -> Tensor:
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))), with dropout after the activation. The rows of a gate come before the others of up.
-
-    `hidden` is the hidden width, by default that of the layer.
+    """down(activation(up(x))), with dropout after the activation. The gate's rows come first in `up`. `hidden` is the
+    hidden width, by default that of the layer.
     """
 
     def __init__(self, sizes: Stack, layer: Layer, *, hidden: int | None = None, **where: Any) -> None:
         super().__init__()
         self.activation = layer.perceptron.activation
         self.activated = False
-        """Whether `up` returns the activation already (`penstock.models.fuse`)."""
+        """Whether `up` applies the activation itself (`penstock.models.fuse`)."""
         hidden = hidden or layer.perceptron.width
         rows = hidden * (2 if layer.perceptron.gated else 1)
         self.up = nn.Linear(sizes.width, rows, bias=layer.bias, **where)

@@ -1,7 +1,7 @@
-"""Where tokens stand: tables of positions, rotation, and biases of scores by distance; and which tokens see which.
+"""Positions of tokens (tables, rotation, and biases of scores by distance), and masks of attention.
 
-Shapes: B samples, N tokens that look, M tokens that are looked at, D width, H heads, K features per head. `places` are
-the positions of tokens: (N,), or (B, N) where documents are packed into samples.
+Shapes: B samples, N tokens as queries, M tokens as keys, D width, H heads, K features per head. `places` are the
+positions of tokens: (N,), or (B, N) where documents are packed into samples.
 
 Nothing here is kept as a buffer, which a cast of the model to half precision would round: angles are computed again in
 fp32 once per pass, and all blocks share them.
@@ -23,15 +23,15 @@ from penstock.errors import ConfigError
 
 
 class Learned(nn.Embedding):
-    """A table with one learned vector per position: adds it to the tokens. `unplaced` are the first and the number of
-    tokens that have none."""
+    """A table with one learned vector per position, to be added to tokens. `unplaced` are the index of the first token
+    without a position and the number of such tokens."""
 
     def __init__(self, rows: int, width: int, unplaced: tuple[int, int] = (0, 0), **where: Any) -> None:
         super().__init__(rows, width, **where)
         self.unplaced = unplaced
 
     def forward(self, places: Tensor | int) -> Tensor:
-        """The vectors of `places`, or of the first so many."""
+        """The vectors of `places`; an int means that number of first positions."""
         tokens = places if isinstance(places, int | torch.SymInt) else places.shape[-1]
         first, without = self.unplaced
         if without:
@@ -43,7 +43,7 @@ class Learned(nn.Embedding):
                 f"The model has {self.num_embeddings} learned positions, but was given samples of {tokens} tokens; "
                 "shorten them, or set model.max_positions."
             )
-        # A slice keeps nothing for the backward pass, where a lookup keeps the places.
+        # A slice saves nothing for the backward pass; a lookup would save the places.
         return super().forward(places) if isinstance(places, Tensor) else self.weight[:tokens]
 
 
@@ -66,14 +66,13 @@ class Sinusoidal(nn.Module):
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of each position's angles for `rotate`, in fp32, broadcast over heads and samples."""
+"""Cosine and sine of each position's angles for `rotate`, in fp32, broadcastable over heads and samples."""
 
 
 Grid = tuple[int, int]
-"""The number of the first patch among the tokens of an image, and how many patches a row of it has."""
+"""The index of the first patch among an image's tokens, and the number of patches per row."""
 Turns = tuple[tuple[Rotary, int, Grid | None, tuple[str, ...]], ...]
-"""Rotary positions, over how many features of a head, on which grid if they are axial, and the entries of a `Context`
-that they are for."""
+"""Rotary positions, the features of a head, the grid if they are axial, and the fields of `Context` to set."""
 
 
 def turns_of(sizes: Stack, one: Input | None) -> Turns:
@@ -92,8 +91,8 @@ def turns_of(sizes: Stack, one: Input | None) -> Turns:
 def rotations(
     turns: Turns, places: Tensor, *, sequence_first: bool, last: Tensor | None = None
 ) -> dict[str, Rotation]:
-    """The entries of a stack's `Context` for rotary positions; none for other stacks. `last` (1,) or (B, 1) are the
-    last places of the samples; none: the last of `places`."""
+    """The fields of a stack's `Context` for rotary positions; empty for stacks without. `last` (1,) or (B, 1) are the
+    last positions of the samples; None: the last of `places`."""
     made = [_rotation(*turn[:3], places, last, sequence_first=sequence_first) for turn in turns]
     return {name: rotation for (*_, names), rotation in zip(turns, made) for name in names}
 
@@ -122,7 +121,7 @@ def _rotation(
 
 
 def _axial(rates: Tensor, first: int, side: int, places: Tensor) -> Tensor:
-    """Angles of patches by row and by column, (…, N, K/2), of rates (K/4,); tokens before the first patch have none."""
+    """Angles of patches by row and by column, (…, N, K/2), from rates (K/4,); 0 for tokens before the first patch."""
     patches = places - first
     centres = torch.stack([patches // side, patches % side], dim=-1) * (2 / side) + (1 / side - 1)
     angles = (2 * math.pi * centres[..., None] * rates).flatten(-2)
@@ -130,8 +129,8 @@ def _axial(rates: Tensor, first: int, side: int, places: Tensor) -> Tensor:
 
 
 def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
-    """Radians per position of each pair of features: (K/2,), fp32, slowed down as `rotary.scaling` says, if it says
-    so for samples of all lengths."""
+    """Radians per position of each pair of features: (K/2,), fp32, scaled as `rotary.scaling` says, if it says so for
+    samples of all lengths."""
     exponents = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     rates = torch.pow(rotary.base, -exponents)
     if rotary.scaling in ("none", "longrope"):
@@ -154,12 +153,13 @@ def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
 
 
 def _pair_that_turns(turns: float, rotary: Rotary, features: int) -> float:
-    """Number of the pair of features that turns so many times within the positions of training."""
+    """Index of the pair of features that makes `turns` rotations over the positions seen in training."""
     return features * math.log(rotary.trained / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
 
 class Relative(nn.Embedding):
-    """T5's learned biases: one per head for each kind of distance (Raffel et al., JMLR 2020, section 2.1)."""
+    """T5's learned biases of scores: one per head for each bucket of distances (Raffel et al., JMLR 2020, section
+    2.1)."""
 
     def __init__(self, sizes: Stack, *, causal: bool, **where: Any) -> None:
         super().__init__(sizes.relative_buckets, sizes.heads, **where)
@@ -171,8 +171,8 @@ class Relative(nn.Embedding):
         return _by_distance(super().forward(self._buckets(ahead)).T, looking, seen)
 
     def _buckets(self, ahead: Tensor) -> Tensor:
-        """The row for each distance: half of the rows for single distances, the others for ever wider spans of them;
-        without a causal mask each of the two directions has half of all rows.
+        """The table's row for each distance: half of the rows are for single distances, the rest for spans that grow
+        with the distance; without a causal mask each direction has half of all rows.
         """
         count = self.num_embeddings
         behind, start = (-ahead).clamp(min=0), torch.zeros_like(ahead)
@@ -186,8 +186,8 @@ class Relative(nn.Embedding):
 
 
 def alibi(heads: int, looking: int, seen: int, device: torch.device) -> Tensor:
-    """Biases that fall with the distance, at another slope for each head: (1, H, N, M) in fp32 (Press et al., ICLR
-    2022, "Train Short, Test Long", section 3).
+    """Biases that fall with the distance, with a different slope for each head: (1, H, N, M) in fp32 (Press et al.,
+    ICLR 2022, "Train Short, Test Long", section 3).
     """
     whole = 2 ** math.floor(math.log2(heads))
     slopes = [2.0 ** (-8.0 * i / whole) for i in range(1, whole + 1)]
@@ -203,12 +203,12 @@ def _by_distance(values: Tensor, looking: int, seen: int) -> Tensor:
             torch.arange(seen, device=values.device) - torch.arange(looking, device=values.device)[:, None]
         )
         return values[:, ahead + looking - 1][None]
-    # In rows of one piece: torch's fused kernels on a GPU refuse others, and then compute attention in fp32.
+    # Rows must be contiguous, else torch on a GPU does not use its fused kernels, and computes attention in fp32.
     return values.contiguous().unfold(1, seen, 1).flip(1)[None, :, :looking]
 
 
 def places_of(tokens: int, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Positions 0 … N − 1, (N,); or (B, N), where each run of one number in `documents` (B, N) starts again at 0."""
+    """Positions 0 … N − 1, (N,); or (B, N), restarting at 0 wherever the number in `documents` (B, N) changes."""
     places = torch.arange(tokens, device=device)
     if documents is None:
         return places
@@ -221,13 +221,13 @@ def visible(
     tokens: int, device: torch.device, *, causal: bool, window: int | None = None,
     lengths: Tensor | None = None, documents: Tensor | None = None, prefixes: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Which tokens see which: true where so, broadcast to (B, 1, N, N); None where the kernel's own causal mask, or
-    no mask, is enough.
+    """The attention mask, true where a token attends to another, broadcastable to (B, 1, N, N); None if the kernel's
+    own causal mask, or no mask, is enough.
 
-    `lengths` (B,) are how many tokens of each sample are no padding, which comes last: so a causal mask hides it
-    already. Else the mask is (B, 1, 1, N), and only a window or packed documents cost N² of memory, where no other form
-    serves: see `penstock.kernels.windows` and `documents`. `prefixes` (B,) are how many first tokens of each sample see
-    each other under a causal mask too.
+    `lengths` (B,) are the numbers of non-padding tokens of the samples. Padding comes last, so a causal mask hides it
+    already. Otherwise a mask of lengths is (B, 1, 1, N). Only a window or packed documents need N² memory, if no other
+    form applies: see `penstock.kernels.windows` and `documents`. `prefixes` (B,) are the numbers of first tokens of
+    each sample that attend to each other even under a causal mask.
     """
     mask: Tensor | None = None
     ordered: Tensor | None = None
@@ -235,7 +235,7 @@ def visible(
         ordered = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
     if ordered is not None and prefixes is not None:
         ordered = ordered | within(prefixes, tokens)
-    # An exported program takes any number of tokens.
+    # An exported program accepts any number of tokens.
     any_number = torch.compiler.is_exporting()
     limited = window is not None and (any_number or (window if causal else window // 2) < tokens)
     if limited and window is not None:
@@ -252,14 +252,14 @@ def visible(
         mask = ordered if mask is None else mask & ordered
     if lengths is not None and not causal:
         real = within(lengths, tokens)
-        # Padding sees itself: a row of −∞ alone would be NaN, which spreads.
+        # Padding attends to itself: a row of only −∞ would yield NaN, which spreads.
         mask = real if mask is None else (mask & real) | torch.eye(tokens, dtype=torch.bool, device=device)
     return mask
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as numbers to add to scores of this type, so that no block makes them again. What is learned stays in
-    its own type, in which its gradients add up.
+    """A mask as values to add to scores of this type, computed once for all blocks. Learned biases keep their own type,
+    in which their gradients are summed.
     """
     if mask is None or mask.requires_grad:
         return mask
@@ -269,17 +269,17 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def is_real(lengths: Tensor, tokens: int) -> Tensor:
-    """Which of so many tokens are no padding, (B, N)."""
+    """Mask of the non-padding tokens, (B, N)."""
     return torch.arange(tokens, device=lengths.device) < lengths[:, None]
 
 
 def within(lengths: Tensor, tokens: int) -> Tensor:
-    """The same as a mask of scores, (B, 1, 1, N)."""
+    """Mask of the non-padding tokens in the shape of scores, (B, 1, 1, N)."""
     return is_real(lengths, tokens)[:, None, None]
 
 
 def biased(bias: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """A bias of scores, with −∞ where `mask`, or without one a causal mask, hides a token."""
+    """A bias of scores, with −∞ where `mask`, or else a causal mask, hides a token."""
     if mask is None and causal:
         tokens = bias.shape[-1]
         mask = torch.ones(tokens, tokens, dtype=torch.bool, device=bias.device).tril()

@@ -1,8 +1,8 @@
 """Roles: what each part of a model is for, as data.
 
-What treats parts differently (weight decay, sharding, fp8, conversion) asks for their roles, never for names or
-classes. A role names a module, or a parameter that has no module of its own. In an `Anatomy`, names are qualified from
-the model's root. In the declaration of a family they are relative, and `placed` puts a prefix before them.
+Code that treats parts differently (weight decay, sharding, fp8, conversion) looks at roles, never at names or classes.
+A role names a module, or a parameter that has no module of its own. In an `Anatomy`, names are qualified from the
+model's root. In the declaration of a family they are relative, and `placed` puts a prefix before them.
 
 Shapes of weights: (out, in), as `nn.Linear` has them; experts put a dimension of experts first.
 """
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A part of a model. The bare class is a part of which no more is known than where it stands."""
+    """A part of a model. The bare class is a part of which only the position is known."""
 
     name: str
     """Qualified name of the module, or of the parameter itself."""
@@ -39,25 +39,25 @@ class Linear(Role):
 
     split: Split = "none"
     fused: tuple[int, ...] = (1,)
-    """Relative sizes of the matrices that lie one after the other in the outputs; each is split by itself."""
+    """Relative sizes of the matrices concatenated in the outputs; each is split by itself."""
     transposed: bool = False
     """Whether the weight is stored as (in, out)."""
     bias: str | None = None
     """Name of a bias that another module holds."""
     counts: tuple[str, ...] = ()
-    """Attributes of the module that count its outputs: where these are split over n devices, each is divided by n."""
+    """Attributes of the module that count its outputs; if outputs are split over n devices, each is divided by n."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head(Linear):
-    """The linear that gives the outputs: logits over classes or over the vocabulary."""
+    """The linear that computes the model's outputs: logits over classes or over the vocabulary."""
 
     split: Split = "column"
 
 
 @dataclass(frozen=True, slots=True)
 class Modulation(Linear):
-    """The linear that makes shifts, scales and gates of a sample's condition: the same for all tokens of the sample."""
+    """The linear that maps a sample's condition to shifts, scales and gates, which are the same for all its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Embedding(Role):
     """A table of learned vectors.
 
     `token`: one row per entry of the vocabulary, over which it can be split; `position`, `segment`: one row per
-    position or kind of segment; `class`, `register`: tokens put among the others; `mask`: the token in place of hidden
-    ones; `relative`: biases of attention scores, one column per head; `sink`: a number per head, in its denominator;
-    `shift`: what is added to the queries and values of each head.
+    position or kind of segment; `class`, `register`: tokens added to the sample's own; `mask`: the token in place of
+    masked ones; `relative`: biases of attention scores, one column per head; `sink`: a logit per head, in the softmax's
+    denominator; `shift`: biases of the queries and values of each head.
     """
 
     kind: Kind
@@ -95,7 +95,7 @@ class Dropout(Role):
 
 @dataclass(frozen=True, slots=True)
 class Stem(Role):
-    """The module that turns inputs that are no tokens, such as images, into tokens."""
+    """The module that turns inputs such as images into tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +105,24 @@ class Pooler(Role):
 
 @dataclass(frozen=True, slots=True)
 class Compound(Role):
-    """A part made of other parts, to which its parameters belong. Its name is empty where no module holds it alone."""
+    """A part made of other parts, which own its parameters. Its name is empty if no single module holds it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Compound):
-    """Multi-head attention: the linears before and after it, and how many heads lie in them."""
+    """Multi-head attention: the linears before and after it, and their number of heads."""
 
     projections: tuple[Linear, ...]
-    """Queries, keys and values in this order; what is fused is one linear."""
+    """The linears of queries, keys and values in this order; fused ones are one linear."""
     out: Linear
     heads: int
     kv_heads: int
-    """Heads of keys and values: as many as `heads`, or fewer that several queries share."""
+    """Number of KV heads: equal to `heads`, or smaller if several query heads share one."""
     latents: tuple[Linear, ...] = ()
-    """Linears to what projections read in place of tokens, in full on each device: of queries, if there is one, and of
-    keys and values."""
+    """Linears to the latents that projections read instead of tokens, stored in full on each device: for queries, if
+    there is one, and for keys and values."""
     norms: tuple[Norm, ...] = ()
-    """Norms of queries and keys, over the features of a head, or of latents."""
+    """Norms of queries and keys over the features of a head, or norms of latents."""
     relative: Embedding | None = None
     sinks: Embedding | None = None
     shift: Embedding | None = None
@@ -133,7 +133,7 @@ class Attention(Compound):
 
     @property
     def readers(self) -> tuple[Linear, ...]:
-        """The linears that read its tokens, and not a memory or a latent."""
+        """The linears that read the attention's tokens, not a memory or a latent."""
         if self.latents:
             return (*self.projections[: 2 - len(self.latents)], *self.latents)
         return self.projections[:1] if self.cross else self.projections
@@ -153,11 +153,11 @@ class Perceptron(Compound):
 class Experts(Compound):
     """A mixture of perceptrons: each token visits some of them (Shazeer et al., ICLR 2017).
 
-    `up`, `gate` and `down` name tensors with a first dimension of experts, along which they can be split too.
+    `up`, `gate` and `down` name tensors whose first dimension is the experts; they can be split along it too.
     """
 
     router: Linear | None
-    """None where experts are given with each sample."""
+    """None if experts are given with each sample."""
     up: Linear
     down: Linear
     gate: Linear | None = None
@@ -179,7 +179,7 @@ def walk(part: Any) -> Iterator[Role]:
 
 
 def placed(part: T, prefix: str) -> T:
-    """A tree of roles with every name in it put behind `prefix`, itself ending in a dot or empty."""
+    """A tree of roles with `prefix`, which ends in a dot or is empty, before every name."""
     if isinstance(part, tuple):
         return tuple(placed(each, prefix) for each in part)  # type: ignore[return-value]
     if not is_dataclass(part) or not prefix:
@@ -195,7 +195,7 @@ def placed(part: T, prefix: str) -> T:
 
 
 def owned(role: Role) -> tuple[str, ...]:
-    """Names under which the parameters of this role lie; empty where they belong to the roles inside it."""
+    """Names of this role's parameters; empty if they belong to the roles inside it."""
     if isinstance(role, Compound | Dropout):
         return ()
     loose = (role.bias,) if isinstance(role, Linear) and role.bias is not None else ()
@@ -203,11 +203,11 @@ def owned(role: Role) -> tuple[str, ...]:
 
 
 def share(role: Role, tensor: Tensor, index: int, count: int) -> Tensor:
-    """The part that device `index` of `count` has of a parameter of this role, as a copy: some of its rows or columns,
-    or all.
+    """The shard of a parameter of this role on device `index` of `count`, as a copy: some of its rows or columns, or
+    all.
 
-    The bias of a row-split linear is added once: the first device has it, and the others have zeros. Of fused matrices
-    each device has a share of every one. Raises ValueError where the sizes do not divide.
+    The bias of a row-split linear is added once: the first device has it, and the others have zeros. Each device has a
+    shard of every fused matrix. Raises ValueError if the sizes do not divide.
     """
     if isinstance(role, Embedding) and role.split_dim is not None:
         return _cut(tensor, role.split_dim, (1,), index, count)
@@ -222,7 +222,7 @@ def share(role: Role, tensor: Tensor, index: int, count: int) -> Tensor:
 
 
 def _cut(tensor: Tensor, dim: int, fused: tuple[int, ...], index: int, count: int) -> Tensor:
-    """Along `dim`, the share `index` of `count` of each of several matrices of the given relative sizes."""
+    """The shard `index` of `count`, along `dim`, of each of several fused matrices of these relative sizes."""
     unit = tensor.shape[dim] // (sum(fused) * count)
     if unit * sum(fused) * count != tensor.shape[dim]:
         raise ValueError(f"{tensor.shape[dim]} rows or columns do not split over {count} devices as {fused}.")

@@ -1,18 +1,19 @@
-"""Weights of linears in 8 or 4 bits, as a folder holds them: whole numbers, and scales that make values of them.
+"""Quantised weights of linears, in 8 or 4 bits, as stored in a folder: integers, and scales that turn them into values.
 
     value[n, k] = numbers[n, k] · scales[n, g] + offsets[n, g],    g = ⌊k · G / K⌋
 
-Shapes: N outputs, K inputs, G groups of inputs that share a scale; weights of experts have a dimension of these before.
+Shapes: N outputs, K inputs, G groups of inputs that share a scale; weights of experts have a first dimension of
+experts.
 
-A linear NAME is stored as `NAME.weight`, int8 (N, K), or of 4 bits uint8 (N, K/2), the first of two numbers in the low
-half of a byte; `NAME.weight_scale` and of 4 bits `NAME.weight_offset`, fp32 (N, G); and, where one scale for all of its
-inputs was measured, `NAME.input_scale`, fp32. Without offsets numbers are from −127 to 127, else from 0 to 15.
-An offset is a whole number of scales, so that one of the numbers is zero.
+A linear NAME is stored as `NAME.weight`, int8 (N, K), or for 4 bits uint8 (N, K/2), the first of two numbers in the low
+half of a byte; `NAME.weight_scale` and for 4 bits `NAME.weight_offset`, fp32 (N, G); and, if one scale for all its
+inputs was measured, `NAME.input_scale`, fp32. Numbers range from −127 to 127 without offsets, and from 0 to 15 with. An
+offset is a multiple of its scale, so that one of the numbers stands for zero.
 
 The layout of compressed-tensors (`penstock.models.convert.compressed_tensors`) is read as well: there `input_scale` is
 (1,), and `NAME.weight_packed` holds numbers in int32.
 
-So is MXFP4 (OCP, 2023, "Microscaling Formats", section 5.3), in which gpt-oss has its experts, (E, K, N), as
+So is MXFP4 (OCP, 2023, "Microscaling Formats", section 5.3), in which gpt-oss stores its experts, (E, K, N), as
 `NAME_blocks`, uint8 (E, N, G, 16), and `NAME_scales`, uint8 (E, N, G): each block is 32 numbers of 4 bits, the first of
 two in the low half of a byte, times 2^(scale − 127).
 
@@ -36,28 +37,28 @@ from penstock.kernels.frozen_linear import unpacked_numbers
 MOST = 127
 """The largest number of int8 that is used; −128 would have no opposite."""
 CLIP = "log_clip"
-"""Name of the parameter (1,) of a linear in training that is the logarithm, to base 2, of what 127 stands for in its
-inputs: so a step changes small and large clips by the same share (Jain et al., "Trained Quantization Thresholds",
-MLSys 2020, section 3.3)."""
+"""Name of a linear's parameter (1,) in training: the logarithm, to base 2, of the input value that 127 stands for. So a
+step changes small and large clips by the same factor (Jain et al., "Trained Quantization Thresholds", MLSys 2020,
+section 3.3)."""
 _SCALE, _OFFSET, _INPUT = ".weight_scale", ".weight_offset", ".input_scale"
 _PACKED, _ZERO, _SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"
 LEAST = 2.0**-100
-"""The largest magnitude that a scale is made for is at least this, so that scales and their inverses are normal fp32
+"""Lower bound of the magnitude for which a scale is computed, so that scales and their inverses are normal fp32
 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundedWeight:
-    """The weight of one linear in few bits."""
+    """The quantised weight of one linear."""
 
     numbers: Tensor
     """int8 (…, N, K)."""
     scales: Tensor
     """fp32 (…, N, G)."""
     offsets: Tensor | None = None
-    """fp32 (…, N, G) of weights in 4 bits."""
+    """fp32 (…, N, G), for weights in 4 bits."""
     input_scale: Tensor | None = None
-    """fp32 scalar: the value of 1 in inputs of 8 bits; None where each row of inputs has a scale of its own."""
+    """fp32 scalar: the value of 1 in 8-bit inputs; None if each row of inputs has a scale of its own."""
 
     def values(self) -> Tensor:
         """The weight that the numbers stand for, fp32 (…, N, K)."""
@@ -88,7 +89,7 @@ def _grouped(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def nearest(weight: Tensor, scales: Tensor, offsets: Tensor | None = None) -> RoundedWeight:
-    """A weight (…, N, K) as the nearest numbers that these scales have."""
+    """A weight (…, N, K) rounded to the nearest numbers for these scales."""
     groups = _grouped(weight.detach().float(), scales)
     low, high = (-MOST, MOST) if offsets is None else (0, 15)
     moved = groups if offsets is None else groups - offsets[..., None]
@@ -97,12 +98,12 @@ def nearest(weight: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Ro
 
 
 def sizes_along(x: Tensor, dim: int) -> Tensor:
-    """The largest magnitude of each slice of fp32 numbers along `dim`, which stays with size 1."""
+    """The largest magnitude of each fp32 slice along `dim`, which is kept with size 1."""
     return x.abs().amax(dim, keepdim=True).clamp(min=LEAST)
 
 
 def in_levels(x: Tensor, sizes: Tensor) -> Tensor:
-    """Numbers of which `sizes` become 127, before they are rounded. In training and in storage alike."""
+    """x scaled so that `sizes` become 127, not yet rounded. Used both in training and for storage."""
     return x * (MOST / sizes)
 
 
@@ -117,24 +118,24 @@ def round_rows(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
 
 
 def input_scale_of(clip: Tensor) -> Tensor:
-    """The value of 1 in inputs with a learned `clip` (1,): fp32 (1,)."""
+    """The value of 1 in quantised inputs with a learned `clip` (1,): fp32 (1,)."""
     return clip.float().exp2() / MOST
 
 
 def clip_of(input_scale: Tensor) -> Tensor:
-    """The clip (1,) with which 1 has this value in inputs."""
+    """The clip (1,) with which 1 in quantised inputs has this value."""
     return (input_scale.reshape(1) * MOST).log2()
 
 
 def without_clips(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A state dict without learned clips, and these alone, by their names."""
+    """A state dict split into all but the learned clips, and the clips by their names."""
     clips = {name: value for name, value in state.items() if name.rpartition(".")[2] == CLIP}
     return {name: value for name, value in state.items() if name not in clips}, clips
 
 
 def rounded_by_clips(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
-    """The weights of the linears of a state dict that have learned clips, by their names, as they multiply in
-    training: with a scale for each output, and that of inputs."""
+    """The weights of the linears with learned clips in a state dict, by name, quantised as in training: with a scale
+    for each output, and one for the inputs."""
     return {
         name: replace(round_rows(state[f"{name}.weight"]), input_scale=input_scale_of(clip).cpu()[0])
         for name, clip in (
@@ -147,7 +148,7 @@ def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
     """A weight (…, N, K) in 4 bits with a scale and an offset for each group of inputs; `clip`, (…, N, G) or one for
     all, is the share of a group's range that the 16 numbers cover."""
     groups = weight.detach().float().unflatten(-1, (-1, FORMATS["int4"].group))  # type: ignore[no-untyped-call]
-    # Zero is among the numbers, as other programs want it; of the ends one is then off by half a scale at most.
+    # One of the numbers is zero, as other programs require; one end of the range is then off by at most half a scale.
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     scales = ((high - low) * clip / 15).clamp(min=1e-6)
     zeros = (7.5 - (low + high) / (2 * scales)).round().clamp(0, 15)
@@ -155,8 +156,8 @@ def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
 
 
 def zero_points(name: str, weight: RoundedWeight) -> Tensor:
-    """The numbers of a weight in 4 bits that stand for zero, int8 (…, N, G). Raises ConfigError where there are none,
-    as in folders that older versions wrote."""
+    """The numbers of a weight in 4 bits that stand for zero, int8 (…, N, G). Raises ConfigError if there are none, as
+    in folders written by older versions."""
     assert weight.offsets is not None
     exact = -weight.offsets / weight.scales
     zeros = exact.round()
@@ -169,23 +170,22 @@ def zero_points(name: str, weight: RoundedWeight) -> Tensor:
 
 
 def packed_words(numbers: Tensor, bits: int) -> Tensor:
-    """Whole numbers from 0 (…, K), of 4 or 8 bits each, as int32 (…, ⌈K · bits / 32⌉), the first in the lowest bits."""
+    """Unsigned numbers (…, K) of 4 or 8 bits, packed in int32 (…, ⌈K · bits / 32⌉), the first in the lowest bits."""
     each = 32 // bits
     words: Tensor = F.pad(numbers.to(torch.int64), (0, -numbers.shape[-1] % each)).unflatten(-1, (-1, each))  # type: ignore[no-untyped-call]
     return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)
 
 
 def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` numbers (…, K), int16, that `packed_words` made words (…, W) of."""
+    """The `count` numbers (…, K), int16, from which `packed_words` made the words (…, W)."""
     shifts = torch.arange(0, 32, bits, device=words.device)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2)[..., :count].to(torch.int16)
 
 
 def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
-    """The weights in few bits that a state dict holds, by the names of their linears; meta tensors do as well.
-
-    Raises CheckpointError where the tensors of one do not go together.
+    """The quantised weights in a state dict, by the names of their linears; tensors may be on the meta device. Raises
+    CheckpointError if the tensors of a linear do not match.
     """
     rounded = {}
     for name in (key.removesuffix(_SCALE) for key in state if key.endswith(_SCALE)):
@@ -221,7 +221,7 @@ _REMEDY = "Fetch or write the folder again."
 
 
 def _unpacked(state: Mapping[str, Tensor], name: str) -> RoundedWeight:
-    """A weight that compressed-tensors packs: of 4 bits where there are zero points, else of 8."""
+    """A weight packed by compressed-tensors: in 4 bits if there are zero points, else in 8."""
     words, scales = state[name + _PACKED], state[name + _SCALE]
     zeros, shape = state.get(name + _ZERO), state.get(name + _SHAPE)
     bits = 8 if zeros is None else 4
@@ -245,11 +245,11 @@ def _unpacked(state: Mapping[str, Tensor], name: str) -> RoundedWeight:
 
 
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of MXFP4: a sign, two bits of exponent, one of mantissa."""
+"""The values of MXFP4's codes: a sign, two bits of exponent, one of mantissa."""
 
 
 def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
-    """The weight (E, K, N) that is stored in MXFP4, in bf16, which holds each value exactly."""
+    """The weight (E, K, N) of tensors stored in MXFP4, in bf16, which represents each value exactly."""
     fits = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, 16)
     if not fits or scales.ndim != 3:
         raise CheckpointError(
@@ -269,12 +269,12 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 _BLOCK = 128
-"""Rows and columns of the numbers in fp8 that share a scale."""
+"""Rows, and columns, of a block of fp8 numbers that share a scale."""
 _BLOCK_SCALE = ".weight_scale_inv"
 
 
 def _of_fp8(name: str, numbers: Tensor, scales: Tensor) -> Tensor:
-    """The weight (N, K) that is stored in fp8 with a scale for each block, in bf16."""
+    """The weight (N, K), in bf16, of tensors stored in fp8 with a scale for each block."""
     if numbers.dtype != torch.float8_e4m3fn or scales.shape != tuple(-(-n // _BLOCK) for n in numbers.shape):
         raise CheckpointError(
             f"{name}.weight, {numbers.dtype} {tuple(numbers.shape)}, does not go with {name}{_BLOCK_SCALE} "
@@ -285,7 +285,8 @@ def _of_fp8(name: str, numbers: Tensor, scales: Tensor) -> Tensor:
 
 
 def plain_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict with values for weights in few bits, fp32, or bf16 of MXFP4 and fp8. Raises as `rounded_in`."""
+    """The state dict with quantised weights replaced by their values, in fp32, or bf16 for MXFP4 and fp8. Raises as
+    `rounded_in`."""
     plain = dict(state)
     for name in (key.removesuffix(_BLOCK_SCALE) for key in state if key.endswith(_BLOCK_SCALE)):
         if f"{name}.weight" in state:

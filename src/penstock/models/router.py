@@ -1,4 +1,4 @@
-"""A router's logits, and the choices of experts that a recomputation repeats."""
+"""A router's logits, and the record of chosen experts that a recomputation repeats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Router(nn.Linear):
 
 
 class _Choices(threading.local):
-    """Choices of experts, and what follows from them, that a recomputation repeats."""
+    """Choices of experts, and values derived from them, that a recomputation repeats."""
 
     def __init__(self) -> None:
         self.recorded: list[Tensor] | None = None
@@ -43,8 +43,8 @@ _choices = _Choices()
 
 
 def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward pass and of its recomputation, as torch's checkpoints take them: tokens go to the experts
-    again that they went to, even if sums round otherwise, and are not counted twice."""
+    """Contexts of a forward pass and of its recomputation, for torch's checkpoint function: tokens visit the same
+    experts again, even if sums round differently, and are not counted twice."""
     kept: list[Tensor] = []
 
     @contextmanager
@@ -67,12 +67,12 @@ def same_choices() -> tuple[AbstractContextManager[None], AbstractContextManager
 
 
 def recomputing() -> bool:
-    """Whether a recomputation repeats choices."""
+    """Whether a recomputation is running, which repeats choices."""
     return _choices.replayed is not None
 
 
 def repeated(choose: Callable[[], Tensor]) -> Tensor:
-    """The result of `choose`; in a recomputation the one of before."""
+    """The result of `choose`; in a recomputation, the recorded result."""
     if _choices.replayed is not None:
         return next(_choices.replayed)
     chosen = choose()

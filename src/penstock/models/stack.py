@@ -1,4 +1,4 @@
-"""A run of a model's graph: positions, blocks, and where norms come first, a last norm.
+"""A run of a model's graph: positions, blocks, and, for pre-norm blocks, a last norm.
 
 Shapes: B samples, N tokens, M tokens of the memory, D width.
 """
@@ -43,11 +43,10 @@ from penstock.models.wrap import put_around
 
 
 class TokenStack(nn.Module):
-    """The vectors of tokens (B, N, D) to features (B, N, D).
-
-    Where it `enters`, the vectors come from an input and get positions; else they are what another run made, of `width`
-    features, which a linear maps to its own where these are others. Its cross attention reads `memory` features of a
-    token, by default as many as it has. `one` is the input whose samples it computes.
+    """Maps tokens (B, N, D) to features (B, N, D). If it `enters`, the tokens come from an input and get positions;
+    else they are another run's output with `width` features, which a linear maps to its own width if they differ. Its
+    cross attention reads `memory` features per token, by default its own width. `one` is the input whose samples it
+    computes.
     """
 
     def __init__(
@@ -61,17 +60,17 @@ class TokenStack(nn.Module):
             self.bridge = nn.Linear(width, sizes.width, bias=sizes.bias, **where)
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.begins = True
-        """Whether it is the first that a text goes through."""
+        """Whether it is the first run that computes a text."""
         self.turns = turns_of(sizes, one)
         self.windows = tuple(layer.window for layer in sizes.layers)
-        """Tokens that a token of each block attends to; 0 is all."""
+        """Window of attention of each block, in tokens; 0 is all."""
         self.sequence_first = False
         self.padding: Padding = "keep"
         self.backend: AttentionBackend = "sdpa"
         self.outputs: list[Tensor] | None = None
-        """Where the outputs at each depth are put, for one who looks at them; none: nowhere."""
+        """If a list, the output at each depth is appended to it."""
         self.heads = slice(None)
-        """Slice of all heads that is computed here."""
+        """Slice of the heads that this rank computes."""
         unplaced = (
             (one.learned_tokens - one.registers, one.registers) if isinstance(one, PatchInput) else (0, 0)
         )
@@ -84,7 +83,7 @@ class TokenStack(nn.Module):
         self.embedding_norm = make_norm(sizes.norm_kind, sizes.width, **where) if run.embedding_norm else None
         self.dropout = Dropout(sizes.dropout) if enters and sizes.dropout else None
         self.deepens = tuple(expert in (None, sizes.experts - 1) for expert in sizes.experts_of_blocks)
-        """Whether all samples have gone through a block at its depth once it has run."""
+        """Whether all samples have been computed at its depth once a block has run."""
         self.blocks = nn.ModuleList()
         for i, (layer, expert) in enumerate(zip(sizes.layers, sizes.experts_of_blocks)):
             depth = sum(self.deepens[:i])
@@ -100,7 +99,7 @@ class TokenStack(nn.Module):
         )
 
     def forward(self, x: Tensor, given: RunInputs = NOTHING) -> Tensor:
-        """The features of tokens (B, N, D) whose samples are described by what is `given`."""
+        """The features of tokens (B, N, D); `given` describes their samples."""
         x, places = self._enter(x, given)
         shape, unpadded = x.shape[:2], self._unpadded(x, given)
         if unpadded is not None:
@@ -126,7 +125,7 @@ class TokenStack(nn.Module):
         return x if unpadded is None else unpadded.real.put(x)
 
     def _enter(self, x: Tensor, given: RunInputs) -> tuple[Tensor, Tensor]:
-        """The tokens that the first block gets, and their positions."""
+        """The tokens that enter the first block, and their positions."""
         x = x if self.bridge is None else self.bridge(x)
         past, documents = given.past, given.documents
         places = places_of(x.shape[1], documents, x.device) if past is None else past.places
@@ -138,7 +137,7 @@ class TokenStack(nn.Module):
         return x if self.dropout is None else self.dropout(x), places
 
     def _removes_padding(self, given: RunInputs) -> bool:
-        """Whether padding is not computed: of tokens that see all others, in samples of one input."""
+        """Whether padding is skipped: only without a causal mask, and in samples of one input."""
         removes = self.padding == "remove" and given.lengths is not None and len(given.batches) < 2
         return removes and not self._is_causal(given)
 
@@ -146,7 +145,7 @@ class TokenStack(nn.Module):
         return all(hides for _, hides in given.batches) if given.batches else self.causal
 
     def _unpadded(self, x: Tensor, given: RunInputs) -> Unpadded | None:
-        """The tokens that are no padding, one sample after the other, where attention can compute them so."""
+        """The non-padding tokens, concatenated over samples, if attention can compute them in this form."""
         if given.documents is not None or given.past is not None or not self._removes_padding(given):
             return None
         dtype, varlen = type_of_scores(x), self._knows_lengths(x)
@@ -156,7 +155,7 @@ class TokenStack(nn.Module):
     def _with_routing(
         self, context: Context, x: Tensor, shape: torch.Size, given: RunInputs, unpadded: Unpadded | None
     ) -> Context:
-        """The context with what experts are chosen by, for the tokens of x, which were `shape` (B, N)."""
+        """Add to the context the values by which experts are chosen, for the tokens x, originally of `shape` (B, N)."""
         sizes, routes = self.sizes, given.routes
         if sizes.experts_in == "block":
             return context._replace(samples_of=_samples_of(sizes, routes))
@@ -175,7 +174,7 @@ class TokenStack(nn.Module):
         )  # fmt: skip
 
     def _beside(self, context: Context, memory: Tensor, given: RunInputs, x: Tensor) -> Context:
-        """The context with the memory that cross attention of x reads."""
+        """Add to the context the memory that cross attention of x reads."""
         lengths, dtype = given.memory_lengths, type_of_scores(x)
         mask: Tensor | AttentionMask | None = added(given.memory_seen, dtype)
         if lengths is not None:
@@ -190,7 +189,7 @@ class TokenStack(nn.Module):
         return context._replace(memory=memory, memory_mask=mask)
 
     def _knows_lengths(self, x: Tensor) -> bool:
-        """Whether attention of x goes through a kernel of variable lengths."""
+        """Whether attention of x uses a kernel for variable lengths."""
         drops, dtype = self.training and self.sizes.weights_dropout > 0, format_of(type_of_scores(x))
         biased = self.sizes.biased or self.sizes.sinks or self.sizes.score_cap is not None
         return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=biased)
@@ -198,7 +197,7 @@ class TokenStack(nn.Module):
     def _context(
         self, x: Tensor, places: Tensor, tokens: int, given: RunInputs, unpadded: Unpadded | None
     ) -> Context:
-        """The inputs of the blocks besides x, whose samples have at most `tokens` tokens."""
+        """The inputs of the blocks besides x; samples have at most `tokens` tokens."""
         if given.past is not None:
             if given.memory_seen is not None:
                 given.past.see(given.memory_seen)
@@ -252,9 +251,9 @@ class TokenStack(nn.Module):
         self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,
         *, causal: bool, dtype: torch.dtype, varlen: bool = False, prefixes: Tensor | None = None, **known: Any,
     ) -> Tensor | AttentionMask | None:  # fmt: skip
-        """Which tokens see which, in the form that takes the least memory here."""
+        """The attention mask, in the form that needs the least memory here."""
         if prefixes is not None:
-            assert not isinstance(documents, Unpadded)  # whose tokens have no order
+            assert not isinstance(documents, Unpadded)  # its tokens are not causal
             given = {"lengths": known["lengths"], "documents": documents, "prefixes": prefixes}
             mask = visible(tokens, known["device"], causal=causal, window=window, **given)
             return added(mask if bias is None else biased(bias, mask, causal=causal), dtype)
@@ -277,7 +276,7 @@ class TokenStack(nn.Module):
             )
             if separate is not None:
                 return separate
-        assert not isinstance(documents, Unpadded)  # of which there are documents
+        assert not isinstance(documents, Unpadded)  # `Documents` serves those
         if window is not None and bias is None and not torch.compiler.is_exporting():
             near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)
             if near is not None:
@@ -288,20 +287,20 @@ class TokenStack(nn.Module):
 
 
 def shares_of(counts: Tensor, tokens: int) -> Tensor:
-    """Shares (B, N) that add up to 1 / B over the first `counts` tokens of each sample; see `Context.shares`."""
+    """Equal shares (B, N) of the first `counts` tokens of each sample, which sum to 1 / B; see `Context.shares`."""
     return is_real(counts, tokens).double() / (len(counts) * counts.clamp(min=1))[:, None]
 
 
 def _samples(x: Tensor, shape: torch.Size, documents: Tensor | None) -> Tensor:
-    """The number of the sample, or of the document in it, that each of the tokens `shape` (B, N) is of, rising."""
+    """The index of the sample, or of the document in it, of each token of `shape` (B, N), in rising order."""
     starts = torch.ones(shape, dtype=torch.int64, device=x.device)
     starts[:, 1:] = 0 if documents is None else documents[:, 1:] != documents[:, :-1]
     return starts.flatten().cumsum(0).view(shape) - 1
 
 
 def _samples_of(sizes: Stack, routes: Tensor | None) -> tuple[Tensor, ...]:
-    """The samples that go to each expert by routes (B,), in ascending order. On a GPU this waits to know how many.
-    Raises ConfigError without routes, and for those of no expert."""
+    """The samples that routes (B,) send to each expert, in ascending order. On a GPU this synchronises, to know their
+    number. Raises ConfigError without routes, and for routes to no expert."""
     labels = sizes.labels or sizes.experts
     if routes is None or (len(routes) and not 0 <= int(routes.min()) <= int(routes.max()) < labels):
         raise ConfigError(

@@ -33,7 +33,7 @@ class PatchStem(nn.Module):
 
 
 def images_of(patches: Tensor, images: PatchInput) -> Tensor:
-    """The inverse of how `PatchStem` takes images apart: patches (B, N, C·P·P) to images (B, C, S, S)."""
+    """The inverse of `PatchStem`'s split of images: patches (B, N, C·P·P) to images (B, C, S, S)."""
     p, side = images.patch_size, images.image_size // images.patch_size
     pixels = patches.view(-1, side, side, images.channels, p, p)
     return pixels.permute(0, 3, 1, 4, 2, 5).reshape(-1, images.channels, side * p, side * p)

@@ -1,8 +1,8 @@
-"""Everything that stands around a module, and its order; `show` prints it.
+"""Wrappers around a module, and their order; `show` prints them.
 
-A call of a module passes, from the outside in: torch's own layers (shards, compiled code, hooks), what `put_around` put
-around its forward, in the reverse of `ORDER`, and the classes that `swap` laid over its own, the last one first. A
-module that takes another's place altogether is put there by `exchange`. Names in a model's state dict stay.
+A call of a module passes, from the outside in: torch's own layers (shards, compiled code, hooks), the wrappers that
+`put_around` put around its forward, in the reverse of `ORDER`, and the classes that `swap` laid over its own, the last
+one first. `exchange` replaces a module as a whole. Names in a model's state dict do not change.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A", bound="Around")
 
 _LAID = "penstock_laid"
-"""Attribute of a class that `_class_over` made: what it laid over another."""
+"""Attribute of a class made by `_class_over`: the class that it laid over another."""
 ORDER = ("samples of an expert", "one call", "stages", "recomputation", "offload")
-"""Kinds of `Around`, from the inside out: what is recomputed sees the samples of its expert, and the inputs that a
-recomputed block keeps are offloaded."""
+"""Kinds of `Around`, from the inside out: recomputation happens outside the selection of an expert's samples, and
+inputs that a recomputed block keeps are offloaded."""
 
 
 class Around:
@@ -32,7 +32,7 @@ class Around:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        functools.update_wrapper(self, forward, updated=())  # fields of one inside are its own
+        functools.update_wrapper(self, forward, updated=())  # a wrapper inside has fields of its own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -48,24 +48,24 @@ def arounds(module: nn.Module) -> list[Around]:
 
 
 def find(module: nn.Module, kind: type[A]) -> A | None:
-    """The one of a kind that is around a module's forward."""
+    """The wrapper of this kind around a module's forward, if any."""
     return next((one for one in arounds(module) if isinstance(one, kind)), None)
 
 
 def put_around(module: nn.Module, around: Around) -> None:
-    """Let `around`, made of the module's forward, be called in its place."""
+    """Let `around`, which was made from the module's forward, be called in its place."""
     assert all(ORDER.index(one.kind) <= ORDER.index(around.kind) for one in arounds(module))
     module.forward = around
 
 
 def take_off(module: nn.Module, around: Around) -> None:
-    """Undo `put_around`, whatever was put around it since."""
+    """Undo `put_around`, even if more wrappers were added since."""
     outside: Any = next((one for one in arounds(module) if one.forward is around), module)
     outside.forward = around.forward
 
 
 def set_class(module: M, cls: type) -> M:
-    """Make a module one of another class; what is around its forward calls that of the new class."""
+    """Change a module's class; wrappers around its forward then call the forward of the new class."""
     module.__class__ = cls
     if chain := arounds(module):
         chain[-1].forward = MethodType(type(module).forward, module)
@@ -74,14 +74,13 @@ def set_class(module: M, cls: type) -> M:
 
 @functools.cache
 def _class_over(kind: Any, base: Any) -> Any:
-    """A class that computes by `kind` and is else `base`, under the same name."""
+    """A subclass of `kind` and `base` with the name of `base`."""
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, _LAID: kind}
     return type(base.__name__, (kind, base), named)
 
 
 def swap(module: M, kind: type) -> M:
-    """Lay `kind` over a module's class, once, which `kind` calls as `super()`; under what stands in for it in
-    precision."""
+    """Lay `kind` over a module's class, once; `kind` calls it as `super()`. Stand-ins of precision stay outside."""
     base: Any = module.__class__
     return module if isinstance(module, kind) else set_class(module, _class_over(kind, base))
 
@@ -93,14 +92,14 @@ def class_under(module: nn.Module, kind: type) -> Any:
 
 
 def restore(model: nn.Module, kind: type) -> None:
-    """Undo `swap` of subclasses of `kind`, in all modules of a model where they are the last."""
+    """Undo `swap` of subclasses of `kind`, in all modules of a model in which they were swapped in last."""
     for module in model.modules():
         while issubclass(vars(module.__class__).get(_LAID, object), kind):
             set_class(module, module.__class__.__bases__[1])
 
 
 def exchange(model: nn.Module, instead: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Put other modules under these names of a model; returns those that were there, which undo it."""
+    """Replace the modules of these names; returns the former modules, which undo it when passed to `exchange`."""
     before = {name: model.get_submodule(name) for name in instead}
     for name, module in instead.items():
         model.set_submodule(name, module)
@@ -118,8 +117,7 @@ def exchanged(model: nn.Module, instead: Mapping[str, nn.Module]) -> Iterator[No
 
 
 def show(model: nn.Module) -> str:
-    """A line for each module that has anything around it: its name, its class, and what is around from the inside
-    out."""
+    """One line for each module that has wrappers: its name, its class, and its wrappers from the inside out."""
     lines = []
     for name, module in model.named_modules():
         laid = [vars(cls)[_LAID].__name__ for cls in reversed(type(module).__mro__) if _LAID in vars(cls)]

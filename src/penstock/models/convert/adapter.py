@@ -1,4 +1,4 @@
-"""Adapters alone, as peft stores them: a few megabytes, which whoever has the weights can put beside these."""
+"""Adapters alone, in peft's format: a few megabytes, for users who have the base weights already."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _PEFT = "base_model.model."
 def adapter_files(
     state: Mapping[str, Tensor], config: ModelConfig, lora: Lora, base: str | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of `adapter_model.safetensors` and the values of `adapter_config.json`, of a state dict's adapters:
-    in transformers' names where it has such a model, else in Penstock's. A linear of ours that is several of theirs
-    gives each its rows of B, and A. `base` names the weights that they began beside.
+    """The tensors of `adapter_model.safetensors` and the values of `adapter_config.json`, for the adapters in a state
+    dict: in transformers' names if it has such a model, else in Penstock's. If one of our linears corresponds to
+    several of theirs, each of these gets its rows of B, and all of A. `base` names the weights that the adapters were
+    trained with.
     """
     tensors, modules, turned = dict[str, Tensor](), list[str](), False
     for key in (key for key in state if key.endswith(f".{SECOND}.weight")):
@@ -44,7 +45,7 @@ def adapter_files(
 
 
 def _in_their_names(name: str, second: Tensor, config: ModelConfig) -> tuple[dict[str, Tensor], bool]:
-    """The rows of B (out, rank) by the linear that they are beside, and whether that is stored as (in, out)."""
+    """The rows of B (out, rank) keyed by the linear that they adapt, and whether its weight is stored as (in, out)."""
     if isinstance(config, TextConfig):
         with suppress(ConfigError):  # transformers has no such model
             weight = f"{name}.weight"

@@ -36,7 +36,7 @@ from penstock.models.convert.vit import to_hf
 from penstock.models.rounded import RoundedWeight, packed_words, zero_points
 
 _NUMBER = re.compile(r"\.(\d+)\.")
-"""The number of a block in the name of a linear."""
+"""Matches the number of the block in a linear's name."""
 Rounded = Mapping[str, tuple[StoredFormat, RoundedWeight]]
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 _ONE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
@@ -47,15 +47,15 @@ _SCHEMES: dict[tuple[StoredFormat, bool], dict[str, Any]] = {
     ("int8_weights", False): {"weights": CHANNELS, "input_activations": None, "format": _PACKED},
     ("int4", False): {"weights": GROUPS, "input_activations": None, "format": _PACKED},
 }
-"""The package's words for a format, with one scale for all inputs or not."""
+"""The package's settings for a format, keyed by the format and whether all inputs share one scale."""
 
 
 def compressed_tensors(config: ModelConfig, rounded: Rounded) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The `quantization_config` of a model's config.json, and the tensors of its quantised linears, by the names of
     transformers.
 
-    Raises ConfigError for a linear that the layout does not have: of experts, of a model whose linears transformers
-    stores transposed, or in 4 bits of which none stands for zero.
+    Raises ConfigError for a linear that the layout cannot hold: one of experts, one that transformers stores
+    transposed, or one in 4 bits without a number for zero.
     """
     tensors: dict[str, Tensor] = {}
     names: dict[tuple[StoredFormat, bool], list[tuple[str, ...]]] = defaultdict(list)
@@ -64,7 +64,7 @@ def compressed_tensors(config: ModelConfig, rounded: Rounded) -> tuple[dict[str,
         parts = {"numbers": weight.numbers, "scales": weight.scales}
         if form == "int4":
             parts["zeros"] = zero_points(linear, weight)
-        # What is one linear of ours may be several of theirs, which have some of the rows each.
+        # One linear of ours may be several of theirs, each with some of its rows.
         rows = {part: _in_library(config, linear, tensor) for part, tensor in parts.items()}
         for name in rows["numbers"]:
             tensors |= _stored(
@@ -105,7 +105,7 @@ def _require_linears(config: ModelConfig, rounded: Rounded) -> None:
 
 
 def _in_library(config: ModelConfig, linear: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A matrix of rows for each output of one of our linears, as transformers has them, by its names of linears."""
+    """A matrix with one row per output of our linear, split and ordered by transformers' linears and their names."""
     state = {f"{linear}.weight": tensor.float()}
     converted = (
         text_to_hf(state, config) if isinstance(config, TextConfig) else to_hf(state, cast(ViTConfig, config))
@@ -132,8 +132,8 @@ def _stored(
 
 
 def _modules(config: ModelConfig, linear: str, numbers: Tensor) -> list[tuple[str, ...]]:
-    """The linears of transformers' model that one of our linears is, each by its name in the file, and where it is
-    another by that in the model too."""
+    """The linears of transformers' model that correspond to one of ours, each by its name in the file, and by its name
+    in the model if that differs."""
     like = torch.empty(numbers.shape, device="meta")
     stored = _in_library(config, linear, like)
     if isinstance(config, ViTConfig):
@@ -145,8 +145,8 @@ def _modules(config: ModelConfig, linear: str, numbers: Tensor) -> list[tuple[st
 
 
 def _patterns(config: ModelConfig, names: Iterable[tuple[str, ...]]) -> list[str]:
-    """Regular expressions of linears, with the beginning that a model with a head has or without it: one for those of
-    all blocks that differ in the block's number alone."""
+    """Regular expressions that match the linears, with or without the prefix of a model with a head. Names that differ
+    only in the number of the block share one."""
     prefix = text_library(config).prefix if isinstance(config, TextConfig) else "vit."
     blocks: dict[tuple[tuple[str, str], ...], list[str]] = defaultdict(list)
     for spellings in names:

@@ -24,8 +24,8 @@ NO_ROWS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 def read_state_dict(path: str | Path, rows: Mapping[str, Sequence[int]] = NO_ROWS) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, or of a folder that holds one or an index of several, on the CPU. Of those
-    that `rows` names, these rows alone are read; of those without rows nothing.
+    """All tensors of a safetensors file, or of a folder that holds one or an index of several, on the CPU. For tensors
+    named in `rows` only these rows are read, and nothing if the rows are empty.
 
     Raises ConfigError when there is none, CheckpointError when one is broken.
     """
@@ -57,7 +57,7 @@ def described(path: str | Path) -> dict[str, Tensor]:
 
 
 def _headers(path: Path) -> dict[Path, dict[str, TensorInfo]]:
-    """The safetensors files at `path` with what their headers say, which is checked."""
+    """The safetensors files at `path` with the content of their headers, which is checked."""
     if path.is_dir() and (path / INDEX).exists():
         return _of_index(path)
     if path.is_dir():
@@ -89,8 +89,8 @@ def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def settings_in(source: Path) -> dict[str, Any]:
-    """The content of config.json and generation_config.json in a folder of weights, or beside a file of them; the
-    latter wins, since transformers generates by it.
+    """The content of config.json and generation_config.json in a folder of weights, or next to a file of weights. The
+    latter takes precedence, because transformers uses it for generation.
     """
     folder = source if source.is_dir() else source.parent
     settings: dict[str, Any] = {}
@@ -101,6 +101,6 @@ def settings_in(source: Path) -> dict[str, Any]:
 
 
 def first_token(settings: dict[str, Any]) -> int | None:
-    """The first token of a decoder, by `settings_in`."""
+    """The token that a decoder starts with, from the result of `settings_in`."""
     start = settings.get("decoder_start_token_id")
     return start if isinstance(start, int) else None

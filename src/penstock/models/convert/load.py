@@ -47,15 +47,15 @@ class Loaded:
     """The result of `load_weights`."""
 
     names: Names
-    """Whose names the weights carried."""
+    """The library whose names the weights had."""
     resized_from: int | None = None
-    """Tokens that the positions were learned for, where they were interpolated."""
+    """Number of tokens that the positions were trained for, if they were interpolated."""
     drawn: tuple[str, ...] = ()
-    """Parameters left at the model's own initialisation: the head, where that was allowed."""
+    """Parameters left at the model's own initialisation: the head, if that was allowed."""
     ignored: tuple[str, ...] = ()
     """Weights that were left out, because a classifier does not need them."""
     upcycled: bool = False
-    """Whether the weights were dense, and mixtures were made of them."""
+    """Whether dense weights were turned into mixtures of experts."""
 
     def __str__(self) -> str:
         library = {"penstock": "Penstock", "hf": "transformers", "timm": "timm"}[self.names]
@@ -76,14 +76,12 @@ def load_weights(
 ) -> Loaded:  # fmt: skip
     """Load a safetensors file, a Hugging Face folder, or a state dict into `model`, in place.
 
-    For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image
-    size are interpolated. `new_head` leaves the head as it is where the weights have none or one of another
-    size: for fine-tuning. Text models take their own names or transformers', with or without a head. Any other model
-    takes its own names only. Adapters stay as they are; linears in few bits round what they get. With `upcycling`,
-    dense weights fill a model with mixtures.
-
-    Raises ConfigError, naming all of them, for weights that are missing, left over or of another shape, and
-    CheckpointError for a file that cannot be read.
+    For Penstock's ViT the names may be its own, transformers' or timm's; positions learned at another image size are
+    interpolated. `new_head` leaves the head as it is if the weights have none or one of another size: for fine-tuning.
+    Text models accept their own names or transformers', with or without a head. Any other model accepts its own names
+    only. Adapters are not changed; quantised linears round the weights that they are given. With `upcycling`, dense
+    weights fill a model with mixtures. Raises ConfigError that lists all weights that are missing, left over or of
+    another shape, and CheckpointError for a file that cannot be read.
     """
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(
@@ -94,7 +92,7 @@ def load_weights(
         with _without_clips(model) as clips, plain_places(model):
             state, loaded, scales = _fitting(model, source, new_head, upcycling)
         if clips:
-            held = model.state_dict()  # of a stage of a pipeline its own
+            held = model.state_dict()  # for a pipeline stage, its own weights only
             starts = {f"{name}.{CLIP}": clip_of(scales[name]) for name in clips & scales.keys()}
             state = held | state | {name: start for name, start in starts.items() if name in held}
         if loaded.ignored:
@@ -108,7 +106,7 @@ def load_weights(
 
 @contextmanager
 def _without_clips(model: nn.Module) -> Iterator[set[str]]:
-    """Inside, the model has none of the clips that its linears learn; given are the names of these linears."""
+    """Inside, the model lacks the clips that its linears learn; yields the names of these linears."""
     held = {
         name: (module, module._parameters.pop(CLIP))
         for name, module in model.named_modules()
@@ -124,8 +122,8 @@ def _without_clips(model: nn.Module) -> Iterator[set[str]]:
 def _fitting(
     model: nn.Module, source: str | Path | Mapping[str, Tensor], new_head: bool, upcycling: Upcycling | None
 ) -> tuple[dict[str, Tensor], Loaded, dict[str, Tensor]]:
-    """The state that a model is to have, and the scale of the inputs of linears where one is stored."""
-    # A stage of a pipeline has the names of the whole model, and some of its weights.
+    """The state dict to load into a model, the report, and the input scales of the linears for which one is stored."""
+    # A pipeline stage has the names of the whole model, and some of its weights.
     whole = create(cast(Any, model).config, device="meta") if WHOLE in model.__dict__ else model
     model_type = None
     if isinstance(source, str | Path):
@@ -137,7 +135,7 @@ def _fitting(
         state = source
     scales = {name: one.input_scale for name, one in rounded_in(state).items() if one.input_scale is not None}
     state, loaded = fitted(whole, state, new_head, model_type, upcycling)
-    if whole is not model:  # what other ranks hold, and what is drawn again, stays as it is
+    if whole is not model:  # other ranks' weights, and those left at their initialisation, are not changed
         held = model.state_dict()
         state = held | {name: value for name, value in state.items() if name in held and not value.is_meta}
     return dict(state), loaded, scales
@@ -146,7 +144,7 @@ def _fitting(
 def require_fitting(
     model: nn.Module, source: Path, *, new_head: bool = False, upcycling: Upcycling | None = None
 ) -> None:
-    """Refuse weights that do not fit the model, which may be on the meta device, by what their files say of them.
+    """Refuse weights that do not fit the model, from the headers of their files. The model may be on the meta device.
 
     Raises as `load_weights`.
     """
@@ -157,9 +155,9 @@ def fitted(
     model: nn.Module, given: Mapping[str, Tensor], new_head: bool = False, model_type: Any = None,
     upcycling: Upcycling | None = None,
 ) -> tuple[dict[str, Tensor], Loaded]:  # fmt: skip
-    """`given` in the names and shapes of `model`, if all of it fits; of weights in few bits the values. Meta tensors do
-    as well as real ones, and the model may be on the meta device. `model_type` is what the config.json beside the
-    weights says. Raises ConfigError as `load_weights`.
+    """Convert the weights `given` to the names and shapes of `model`, if all fit; quantised weights become values.
+    Tensors and model may be on the meta device. `model_type` is the entry of the weights' config.json. Raises
+    ConfigError as `load_weights`.
     """
     given = plain_state(given)
     mixed = isinstance(model, Model) and any(run.stack.experts for run in model.graph.runs)
@@ -172,7 +170,7 @@ def fitted(
         try:
             dense, loaded = _fitted(create(dense_twin(config), device="meta"), given, new_head, model_type)
         except ConfigError:
-            raise error from None  # they are no dense weights of this model either
+            raise error from None  # they are not dense weights for this model either
     if upcycling is None:
         raise ConfigError(
             "The weights are dense, but the model has experts; pass upcycling=Upcycling() of "
@@ -197,7 +195,7 @@ def _fitted(
         state = (from_hf if names == "hf" else from_timm)(state, model.config)
     ignored = tuple(name for name in state if _IGNORED.match(name))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
-    # Each library's own interpolation, so that its weights mean here what they mean there.
+    # Interpolate as the weights' own library does, so that the results agree with it.
     antialias = names != "hf" or (kind is not None and kind.antialias)
     state, resized_from = _resized(state, model.config, antialias=antialias)
     drawn: tuple[str, ...] = ()
@@ -214,15 +212,14 @@ def require_as_large(
     config: ModelConfig, elements: int, where: str, *, error: type[PenstockError] = ConfigError,
     remedy: str = "Use the configuration that the weights were trained with.",
 ) -> None:  # fmt: skip
-    """Refuse a model that needs more than the weights that it is to be filled with can give: `elements` in all. Asked
-    before the model is made, because a wrong digit in a configuration can ask for all memory there is.
-
-    Raises `error`. `where` names the configuration.
+    """Refuse a model with more parameters than its weights can fill, which have `elements` in all. This is checked
+    before the model is created, because a wrong digit in a configuration could use up all memory. Raises `error`.
+    `where` names the configuration.
     """
     needed = totals(config).parameters
-    # Positions may be learned on another grid. They are interpolated to at most eight times as many on a side.
+    # Positions may be trained on another grid. They are interpolated to at most eight times as many per side.
     positions = config.tokens * config.width if isinstance(config, ViTConfig) else 0
-    # A text model may share a table that the count has twice.
+    # A text model may share a table that is counted twice.
     if needed - positions > elements * (1 if positions else 2) or positions > 64 * elements:
         sizes = ", ".join(f"{each.depth} blocks of width {each.width:,}" for each in stacks(config))
         raise error(
@@ -246,19 +243,19 @@ def _fitted_text(
     if names == "hf":
         converted, free = text_from_hf(respelled(state, model_type), model)
         state, misfits = converted.state, converted.misfits
-        # What served another head is of no use to a new one.
+        # Layers that prepared features for another head are of no use to a new head.
         other = tuple(name for name in converted.left if new_head and name.startswith(_THEIR_HEADS))
         ignored = (*free, *other)
         state |= dict.fromkeys((name for name in converted.left if name not in other), torch.empty(0))
     else:
         state = _with_tied(state, model)
-    # What turns features into outputs, and may be learned again.
+    # Layers that turn features into outputs, and may be trained from scratch.
     parts = (part_of(each, part) for each in model.graph.heads for part in ("", "pooler", "transform"))
     heads = (*_OUR_HEADS, *(f"{part.removesuffix('_')}." for part in parts if part))
     head = tuple(name for name in expected if name.startswith(heads))
     drawn: tuple[str, ...] = ()
     if new_head:
-        # Of a model with several branches, those that this one lacks are left out, with their heads.
+        # If the weights have several branches, those that this model lacks are left out, with their heads.
         there = {name.partition(".")[0] for name in expected}
         branches = len(model.graph.runs) > 1 and there & {name.partition(".")[0] for name in state}
         left = (name for name in state if name not in expected)
@@ -276,12 +273,12 @@ def _fitted_text(
 
 
 def _with_tied(state: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
-    """The state with the weights of heads that are tables of tokens in it."""
+    """The state with the weights of tied heads added, which are the tables of tokens."""
     return state | {head: state[table] for head, table in model.graph.tied.items() if table in state}
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:
-    """Whose names a ViT's state dict carries. Raises ConfigError if they are of no known library."""
+    """The library whose names a ViT's state dict has. Raises ConfigError if it is none that is known."""
     if "patch_embed.proj.weight" in state:
         return "timm"
     stem = re.compile(r"embeddings\.patch_embeddings?(\.projection)?\.weight$")
@@ -326,7 +323,8 @@ def _check(
     expected: Mapping[str, Tensor], state: Mapping[str, Tensor], head: tuple[str, ...],
     misfits: Mapping[str, str] = MappingProxyType({}),
 ) -> None:  # fmt: skip
-    """Every name, shape and type that does not fit, at once; `misfits` are known to be such, and not in `state`."""
+    """Raise one error that lists every name, shape and type that does not fit; `misfits` are known ones not in
+    `state`."""
     problems = []
     missing = [name for name in expected if name not in state and name not in misfits]
     if missing:
@@ -336,7 +334,7 @@ def _check(
         problems.append(f"The model has no place for {_some(extra)}.")
     unfit = {name: misfit(name, state[name], tensor) for name, tensor in expected.items() if name in state}
     odd = {name: sentence for name, sentence in {**misfits, **unfit}.items() if sentence}
-    sentences = list(dict.fromkeys(odd.values()))  # what is tied is told once
+    sentences = list(dict.fromkeys(odd.values()))  # report tied weights once
     problems += sentences[:4]
     if len(sentences) > 4:
         problems.append(f"{len(sentences) - 4} more have other shapes or types than the model's.")

@@ -23,14 +23,14 @@ from penstock.tensorfile import Pending
 
 
 def _places(name: str, table: Names) -> tuple[WeightPlaces, tuple[str, ...]]:
-    """The entry for one of our parameters, and the names of theirs."""
+    """The table's entry for one of our parameters, and transformers' names for it."""
     number = re.search(r"\.blocks\.(\d+)\.", name)
     pattern = re.sub(r"\.blocks\.\d+\.", ".blocks.{i}.", name)
     i = number.group(1) if number else ""
     if pattern in table:
         return table[pattern], tuple(each.replace("{i}", i) for each in table[pattern].names)
     module, _, kind = pattern.rpartition(".")
-    # Blocks that differ from the others have entries of their own.
+    # A block that differs from the rest has entries of its own.
     entry = table.get(name.rpartition(".")[0]) or table[module]
     return entry, tuple(f"{each.replace('{i}', i)}.{kind}" for each in entry.names)
 
@@ -38,7 +38,7 @@ def _places(name: str, table: Names) -> tuple[WeightPlaces, tuple[str, ...]]:
 def to_library(
     state: Mapping[str, Tensor], config: TextConfig | ViTConfig, table: Names
 ) -> dict[str, Tensor]:
-    """Our state dict in transformers' names and shapes; what is tied appears once."""
+    """Our state dict in transformers' names and shapes; a tied weight appears once."""
     converted: dict[str, Tensor] = {}
     for name, tensor in state.items():
         floats = tensor.is_floating_point() or name.endswith(".correction")
@@ -65,25 +65,25 @@ class Converted(NamedTuple):
     """transformers' state dict in our names and shapes."""
 
     state: dict[str, Tensor]
-    """A name of ours for which theirs lack a weight, or have one that does not fit, is absent."""
+    """Does not contain names of ours for which transformers' weights have none, or one that does not fit."""
     misfits: dict[str, str]
-    """For a name of ours, the sentence about the weight of theirs that does not fit."""
+    """For names of ours, a sentence that says why transformers' weight does not fit."""
     left: list[str]
-    """Which of theirs were not used."""
+    """Names of transformers' weights that were not used."""
 
 
 def from_library(
     state: Mapping[str, Tensor], config: TextConfig | ViTConfig, table: Names, expected: Mapping[str, Tensor]
 ) -> Converted:
-    """transformers' state dict in our names and shapes, `expected` being ours. Each weight is held to the shape and
-    the type that it must have there, before anything is made of it.
+    """transformers' state dict in the names and shapes of our state dict `expected`. The shape and the type of each
+    weight are checked before it is converted.
     """
     weights, misfits, used = dict[str, Tensor](), dict[str, str](), set[str]()
     for name, tensor in expected.items():
         if name == "head.weight" and shares_head(config):
             continue
         if not tensor.is_floating_point() and not name.endswith(".correction"):
-            weights[name] = torch.zeros_like(tensor)  # visits of experts, of which nothing is known
+            weights[name] = torch.zeros_like(tensor)  # visits of experts, which the weights do not contain
             continue
         wanted = in_library(name, tensor.to("meta"), config, table)
         if not wanted.keys() <= state.keys():
@@ -106,8 +106,8 @@ def from_library(
 
 
 def misfit(name: str, given: Tensor, expected: Tensor) -> str | None:
-    """Why a weight cannot be the model's, as a sentence. One type of floating-point numbers may become another;
-    anything else would be cast without a word.
+    """A sentence that says why a weight does not fit the model. Floating-point types may be converted into one another;
+    any other difference of type is refused, because the cast would be silent.
     """
     if given.shape != expected.shape:
         return f"{name} is {tuple(given.shape)}, but the model's is {tuple(expected.shape)}."
@@ -122,7 +122,7 @@ def shares_head(config: TextConfig | ViTConfig) -> bool:
 
 
 def _sizes(name: str, config: TextConfig | ViTConfig) -> tuple[int, list[int]]:
-    """Features of a head, and how many heads queries, keys and values have for each head of keys."""
+    """Features of a head, and the number of heads of queries, of keys and of values per KV head."""
     stack = stack_of(config, name.partition(".")[0])
     layer = stack.layers[0]
     each = [layer.queries_per_key, 1, 1]
@@ -170,7 +170,7 @@ def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextCon
 
 
 def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:
-    """The weights that no module of ours takes: those that may be left out, by a regular expression, and the others."""
+    """The weights that no module of ours uses: those that may be left out (they match a pattern), and the rest."""
     free = [name for name in names if re.search(ignored, name)]
     return free, [name for name in names if name not in free]
 
@@ -179,7 +179,7 @@ def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:
 
 
 _OLD = ((r"\bLayerNorm\.gamma$", "LayerNorm.weight"), (r"\bLayerNorm\.beta$", "LayerNorm.bias"))
-"""TensorFlow's names of a norm's weights, which the first BERTs on the hub have, too."""
+"""TensorFlow's names of a norm's weights, which the first BERTs on the hub still have."""
 _WORDS = "cls.predictions."
 _ROBERTA = (
     (r"^roberta\.", "bert."), (r"^lm_head\.dense\.", _WORDS + "transform.dense."),
@@ -209,14 +209,14 @@ _SPELLINGS: dict[str, tuple[str, Sequence[tuple[str, str]]]] = {
     "camembert": ("roberta.", _ROBERTA), "distilbert": ("distilbert.", _DISTILLED),
     "gemma3": ("language_model.", _INSIDE),
 }  # fmt: skip
-"""Beginnings of names of weights with a head, and the replacement of each pattern, by model_type."""
+"""For each model_type, the prefix of names of a model with a head, and patterns with their replacements."""
 _PLACES = "embeddings.position_embeddings.weight"
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 
 
 def respelled(state: Mapping[str, Tensor], model_type: Any = None) -> dict[str, Tensor]:
-    """Weights by the names of the tables. `model_type` is what their config.json says; without it names tell what they
-    are of, where there is a head.
+    """Weights under the names in the tables. `model_type` is the entry of their config.json; without it the names show
+    which model the weights belong to, if they have a head.
     """
     kind = model_type if isinstance(model_type, str) and model_type in _SPELLINGS else None
     if kind is None:
@@ -227,14 +227,14 @@ def respelled(state: Mapping[str, Tensor], model_type: Any = None) -> dict[str, 
     if kind is None:
         return {_renamed(name, _OLD): tensor for name, tensor in state.items()}
     changes = (*_OLD, *_SPELLINGS[kind][1])
-    if "classifier.dense.weight" in state:  # a pooler beside it is that of the pretraining
+    if "classifier.dense.weight" in state:  # a pooler next to it is that of the pretraining
         state = {name: tensor for name, tensor in state.items() if not name.startswith("roberta.pooler.")}
     named = {_renamed(name, changes): tensor for name, tensor in state.items()}
     unused = library_of(kind).shift
     for name in [name for name in named if name.endswith(_PLACES) and unused]:
         named[name] = named[name][unused:]
     if kind == "distilbert" and (tokens := named.get("bert.embeddings.word_embeddings.weight")) is not None:
-        named[_TYPES] = tokens.new_zeros(1, *tokens.shape[1:])  # it knows no segments
+        named[_TYPES] = tokens.new_zeros(1, *tokens.shape[1:])  # it has no segments
     return named
 
 
@@ -248,12 +248,12 @@ def _renamed(name: str, changes: Sequence[tuple[str, str]]) -> str:
 
 
 def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Tensor]:
-    """Our state dict as transformers' model of this configuration is stored. Raises ConfigError if there is none."""
+    """Our state dict in the names and shapes of transformers' model. Raises ConfigError if there is none."""
     library = text_library(config)
     converted = to_library(state, config, library.names(config))
     tokens = converted.get("model.shared.weight")
     if "output_bias" in library.own and not config.output_bias and tokens is not None:
-        # Their model always has a bias. It goes with the table of tokens, because `state` may be one weight.
+        # Their model always has a bias. It is written with the table of tokens, because `state` may be one weight.
         converted["final_logits_bias"] = tokens.new_zeros(1, config.vocabulary)
     if isinstance(config, EncoderConfig) and config.head == "none":
         return {name.removeprefix(library.prefix): tensor for name, tensor in converted.items()}
@@ -261,7 +261,7 @@ def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Ten
 
 
 def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pending]:
-    """The result of `text_to_hf`, each weight of which is made of ours when it is fetched, and not kept."""
+    """The result of `text_to_hf` as a lazy mapping: each weight is converted when it is fetched, and not kept."""
 
     def made(key: str, name: str) -> Tensor:
         return text_to_hf({name: state[name]}, config)[key]
@@ -275,15 +275,14 @@ def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pendin
 
 @cache
 def text_library(config: TextConfig) -> Library:
-    """The library of transformers whose model it is. Raises ConfigError if there is none."""
+    """The entry of transformers' model that computes this configuration. Raises ConfigError if there is none."""
     return library_of(write_text_config(config)["model_type"])
 
 
 def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, list[str]]:
-    """transformers' state dict in our names and shapes, whose `left` have no place in the model; and those of theirs
-    that were left out because the model does not need them. With or without the prefix of the base model.
-
-    Meta tensors do as well as real ones: what only values can tell is then taken to be right.
+    """transformers' state dict in our names and shapes, where `left` lists weights without a place in the model; and
+    the names of weights left out because the model does not need them. Names may have the prefix of the base model or
+    not. Tensors may be on the meta device; checks that need values are skipped for them.
     """
     library = text_library(model.config)
     heads = "|".join(map(re.escape, (library.prefix or "\0", *library.heads)))
@@ -293,7 +292,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
             raise ConfigError(f"The weights hold both {twice[0]} and {full[twice[0]]}; keep one of the two.")
         state = {full[name]: tensor for name, tensor in state.items()}
     converted = from_library(state, model.config, library.names(model.config), model.state_dict())
-    # transformers' state dicts hold what is tied under each of its names.
+    # transformers' state dicts hold a tied weight under each of its names.
     tokens = converted.state.get("tokens.weight")
     left = [name for name in converted.left if tokens is None or not _equal(state[name], tokens)]
     free, others = left_over(left, library.ignored.replace("{depth}", str(stacks(model.config)[0].depth)))

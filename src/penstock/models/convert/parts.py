@@ -1,5 +1,5 @@
-"""Runs of a model from whole models (images from a Vision Transformer, texts from BERT, either from CLIP), and models
-of one run."""
+"""Filling one run of a model from another model (images from a Vision Transformer, texts from BERT, either from CLIP),
+and extracting one branch as a model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def load_part(model: Model, run: str, source: str | Path | Model) -> None:
-    """Fill a run of `model`, with the table or the stem that its input goes through, with those of another model: one
-    in a folder of ours or of transformers, or on the Hugging Face hub. Taken is its first run over an input of the same
-    kind. Tables of tokens and of positions may have other numbers of rows: the first are taken. Segments of kind 0 are
-    added to the table of tokens.
+    """Fill a run of `model`, and the table or stem of its input, from another model in a folder of ours or of
+    transformers, or on the Hugging Face hub. The other model's first run over an input of the same kind is used. Tables
+    of tokens and of positions may have another number of rows: the first rows are used. Segments of kind 0 are added to
+    the table of tokens.
 
     Of a CLIP of transformers it is the tower over such inputs, with the projection to vectors and their factor where
     the run has a head for as many features. Its form is that of `vision_norm`, and of `text_causal`.
@@ -79,7 +79,7 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
 
 
 def _differing(run: Run, tower: Tower) -> list[str]:
-    """Problems of a run that computes otherwise than a tower of CLIP does, whatever the shapes of its weights."""
+    """Problems of a run that computes differently from a tower of CLIP, even if the shapes of the weights agree."""
     sizes = {name: (getattr(run.stack, name), value) for name, value in tower.sizes.items()}
     problems = [
         f"{run.setting}.{name} is {size}, but the weights were trained with {trained}."
@@ -95,7 +95,7 @@ def _differing(run: Run, tower: Tower) -> list[str]:
 
 
 def _vectors(model: Model, run: Run, tower: Tower) -> dict[str, Tensor]:
-    """The weights of the head for vectors over a run, of as many features as the tower's."""
+    """The tower's projection as weights of the run's head for vectors; empty if there is none or the shapes differ."""
     heads = (head for head in model.graph.heads_of(VectorHead) if head.run == run.name)
     head, state = next(heads, None), model.state_dict()
     weights = {} if head is None else {f"{head.name}.{name}": value for name, value in tower.head.items()}
@@ -119,7 +119,7 @@ def _like(graph: Graph, one: Input) -> Run | None:
 
 
 def _table(model: Model, run: Run) -> str:
-    """The module of the input of a run, or what it begins with."""
+    """Name of the module that embeds the input of a run."""
     one = model.graph.input_of(run)
     return one.table if isinstance(one, TokenInput) else "stem"
 
@@ -135,7 +135,7 @@ def _pictured(model: Model, run: Run) -> bool:
 
 
 def _taken(model: Model, target: Run, other: Model, origin: Run) -> dict[str, Tensor]:
-    """Weights of a run of another model, by the names that they have in ours."""
+    """Weights of a run of another model, under the names that they have in ours."""
     state, table = other.state_dict(), _table(other, origin)
     taken: dict[str, Tensor] = {}
     for name in _places(other, origin):
@@ -157,7 +157,7 @@ _USUAL: dict[str, dict[str, Any]] = {
     "vision": {"num_attention_heads": 12, "num_hidden_layers": 12},
     "text": {"num_attention_heads": 8, "num_hidden_layers": 12},
 }
-"""transformers' defaults, which a config.json leaves out."""
+"""transformers' defaults, for entries that a config.json omits."""
 _BLOCK = {
     "norm1": "layer_norm1", "attention.out": "self_attn.out_proj", "norm2": "layer_norm2", "mlp.up": "mlp.fc1",
     "mlp.down": "mlp.fc2",
@@ -165,7 +165,7 @@ _BLOCK = {
 
 
 class Tower(NamedTuple):
-    """The weights of one side of a CLIP, and what its shapes do not tell."""
+    """The weights of one tower of a CLIP, and the settings that their shapes do not show."""
 
     state: dict[str, Tensor]
     """Weights of the run by their names in it; those of its input begin with `input.`."""
@@ -177,7 +177,7 @@ class Tower(NamedTuple):
 
 
 def tower_in(folder: Path, one: Input) -> Tower | None:
-    """The tower over inputs of the same kind, in a folder that transformers wrote; None for one of another model.
+    """The tower over inputs of this kind, from a folder that transformers wrote; None if it holds another model.
 
     Raises ConfigError for a CLIP without that tower, and CheckpointError for broken files.
     """
@@ -227,7 +227,7 @@ def tower_in(folder: Path, one: Input) -> Tower | None:
 
 
 def _ends(there: dict[str, Tensor], side: str) -> dict[str, Tensor | None]:
-    """The weights before the first block and behind the last."""
+    """The weights before the first block and after the last."""
     last = "post_layernorm" if side == "vision" else "final_layer_norm"
     state = {f"norm.{kind}": there.get(f"{last}.{kind}") for kind in ("weight", "bias")}
     state["places.weight"] = there.get("embeddings.position_embedding.weight")
@@ -242,7 +242,7 @@ def _ends(there: dict[str, Tensor], side: str) -> dict[str, Tensor | None]:
 
 
 def _by_head(parts: list[Tensor], heads: int) -> Tensor | None:
-    """Rows of queries, keys and values in our order, (head, {q, k, v}, K); None unless all three are there."""
+    """Rows of queries, keys and values in our order, (head, {q, k, v}, K); None unless all three are present."""
     if len(parts) < 3 or any(len(part) % heads for part in parts):
         return None
     return torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
@@ -258,9 +258,9 @@ PARTS = ("transform", "pooler", "norm")
 def branch_of(
     config: ModelConfig, name: str, state: Mapping[str, Tensor]
 ) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and the weights of a branch alone, of the whole model's. Raises ConfigError for a model that
-    has no such branch, or none that a family without branches computes. A second head of the branch, which such a
-    family has no place for, is left out, and a warning names it.
+    """Extract one branch: its configuration, and its weights from the whole model's. Raises ConfigError if the model
+    has no such branch, or no family with a single branch computes the same. Such a family has one head: a second head
+    of the branch is left out, with a warning that names it.
     """
     alone: Any = config.branch(name)
     whole, graph = config.graph, alone.graph
@@ -283,7 +283,7 @@ def branch_of(
 
 
 def _path(graph: Graph, name: str) -> list[Run]:
-    """The runs that end with the one of that name, from an input on."""
+    """The runs from an input up to the run of this name."""
     path = [graph.run(name)]
     while not graph.enters(path[0]):
         path.insert(0, graph.run(path[0].reads))
@@ -291,7 +291,7 @@ def _path(graph: Graph, name: str) -> list[Run]:
 
 
 def _in_body(key: str, path: list[Run], target: Run) -> str | None:
-    """The name in the one run of a parameter of several, which run one after the other; None of any other."""
+    """The name of a parameter after the runs of `path` are joined into `target`; None if it is in none of them."""
     first = 0
     for run in path:
         if key.startswith(f"{run.name}.blocks."):
@@ -304,7 +304,7 @@ def _in_body(key: str, path: list[Run], target: Run) -> str | None:
 
 
 def _in_head(key: str, whole: Graph, graph: Graph, name: str) -> str | None:
-    """The name of a parameter of the branch's head; None of any other."""
+    """The new name of a parameter of the branch's head; None for any other parameter."""
     heads = [head for head in whole.heads if head.run == name and isinstance(head, type(graph.heads[0]))]
     for old, new in zip(heads, graph.heads):
         names = [(old.name, new.name), *((part_of(old, part), part_of(new, part)) for part in PARTS)]

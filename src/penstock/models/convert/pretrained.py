@@ -1,4 +1,4 @@
-"""Folders of one model, its configuration and its weights, as transformers lays them out."""
+"""Folders with the configuration and the weights of one model, in transformers' layout."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _CARRIED = {
     "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "bad_words_ids", "suppress_tokens",
     "id2label", "label2id", "labels", "labels_in_prompts", "languages", "image_range",
 }  # fmt: skip
-"""Entries of config.json that say how a model is used, whatever it is stored like."""
+"""Entries of config.json that say how a model is used; they are copied to any format."""
 _POOLING = "1_Pooling/config.json"
 _BESIDE = (".json", ".txt", ".spm", ".model", ".jinja")
-"""Ends of the names of files that are copied beside a model's weights."""
+"""Suffixes of the files that are copied together with a model's weights."""
 
 
 def save_pretrained(
     model: nn.Module, folder: str | Path, *, weights: Mapping[str, Tensor] | None = None,
     beside: Path | None = None, shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights, as transformers' `from_pretrained` reads them where it has such a model, else
-    in Penstock's own names (`model_type` penstock_vit and so on). `from_pretrained` here reads both.
+    """Write config.json and the weights for transformers' `from_pretrained` if it has such a model, else in Penstock's
+    own names (`model_type` penstock_vit and so on). Our `from_pretrained` reads both.
 
-    Weights are `model.safetensors`, or, of more than `shard_bytes`, numbered files with an index. Beside the state
-    itself one weight at a time is in memory, as it is written. Each file appears whole or not at all; what the folder
-    holds is replaced only when all new weights are on the disk (see `penstock.tensorfile.write_model`, and what it
-    raises). `weights` replace the model's state dict, if the model holds only a part of it. `beside` is a folder whose
-    files are written too, those of a tokenizer; what its config.json holds, such as the numbers of special tokens, goes
-    into the model's. Linears that have learned clips are written in int8, as they multiply.
+    Weights are written to `model.safetensors`, or, if larger than `shard_bytes`, to numbered files with an index.
+    Besides the state dict only one converted weight at a time is in memory. Each file appears whole or not at all;
+    existing files are replaced only when all new weights are on the disk (see `penstock.tensorfile.write_model`, and
+    what it raises). `weights` replace the model's state dict, if the model holds only a part of it. `beside` is a
+    folder whose other files, such as a tokenizer's, are copied; entries of its config.json, such as the ids of special
+    tokens, are added to the model's. Linears with learned clips are written in int8, as they compute.
     """
     config = cast(Any, model).config
     others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
@@ -80,7 +80,7 @@ def _write_folder(
     folder: Path, values: dict[str, Any], tensors: list[Pending], files: Mapping[str, Path],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:  # fmt: skip
-    """Write weights, the config.json of these values, and copies of files under these names."""
+    """Write weights, a config.json with `values`, and copies of `files` under their names."""
     text = json.dumps(values, indent=2) + "\n"
 
     def what_goes_with_them() -> None:
@@ -96,10 +96,9 @@ def save_rounded(
     model: nn.Module, folder: str | Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], *,
     source: Path, extra: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write a model in Penstock's own names with the weights of some linears in few bits: by the name of each, the
-    format by which it multiplies, and its weight. config.json says the formats (`quantised`), and `extra` beside them.
-
-    What the folder `source` says of special tokens, labels and classes, and its tokenizer, go with it.
+    """Write a model in Penstock's own names with some linears quantised: `rounded` maps the name of each to the format
+    in which it multiplies, and its weight. config.json lists the formats (`quantised`), and the entries of `extra`.
+    Special tokens, labels, classes and the tokenizer are copied from the folder `source`.
     """
     config, more = cast(Any, model).config, _carried(source)
     values, tensors = _in_few_bits(config, model.state_dict(), rounded, more, extra)
@@ -111,7 +110,7 @@ def _in_few_bits(
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], more: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Pending]]:  # fmt: skip
-    """The config.json, with `more` in it, and the weights of a model that has some in few bits."""
+    """The config.json, with the entries of `more`, and the tensors of a model with some weights quantised."""
     state = {name: tensor for name, tensor in weights.items() if name not in config.graph.tied}
     for name, (_, weight) in rounded.items():
         state |= {key: part.contiguous() for key, part in weight.stored(name).items()}
@@ -121,8 +120,8 @@ def _in_few_bits(
 
 
 def save_values(model: nn.Module, folder: str | Path, *, source: Path) -> None:
-    """Write a model as `save_pretrained` does, and with it what the folder `source` of another form of it has beside
-    its weights, as `save_rounded` does."""
+    """Write a model as `save_pretrained` does, and copy the rest of the folder `source`, which holds the model in
+    another form, as `save_rounded` does."""
     values, tensors = _in_their_form(cast(Any, model).config, model.state_dict(), _carried(source))
     values |= {"dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
     _write_folder(Path(folder), values, tensors, files_beside(source))
@@ -132,10 +131,9 @@ def save_compressed(
     model: nn.Module, folder: str | Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]], *,
     source: Path,
 ) -> None:  # fmt: skip
-    """Write a model with the weights of some linears in few bits, by the name of each, as `save_rounded` does, but as
-    transformers reads it through the package compressed-tensors.
-
-    Raises ConfigError for a model that transformers, or that layout, does not have.
+    """Write a model with some linears quantised, as `save_rounded` does, but in the layout that transformers reads with
+    the package compressed-tensors. Raises ConfigError for a model that transformers does not have or the layout cannot
+    hold.
     """
     config = cast(Any, model).config
     if isinstance(config, ViTConfig):
@@ -171,10 +169,8 @@ def files_beside(folder: Path) -> dict[str, Path]:
 
 
 def rounded_weights(folder: str | Path) -> dict[str, tuple[StoredFormat, RoundedWeight]]:
-    """By the names of linears that a folder holds in few bits, the format by which each multiplies, and its weight;
-    none for a model that was not quantised.
-
-    Raises CheckpointError where config.json and the weights contradict each other.
+    """The quantised linears in a folder: for each name the format in which it multiplies, and its weight; empty for a
+    model that was not quantised. Raises CheckpointError if config.json and the weights contradict each other.
     """
     folder = local_weights(folder)
     file = folder / "config.json"
@@ -201,8 +197,8 @@ def rounded_weights(folder: str | Path) -> dict[str, tuple[StoredFormat, Rounded
 def _in_their_form(
     config: ModelConfig, state: Mapping[str, Tensor], more: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Pending]]:
-    """The config.json, with `more` in it, and the weights of transformers' model where there is such a model, or our
-    own."""
+    """The config.json, with the entries of `more`, and the weights: in transformers' form if it has one, else in
+    ours."""
     if isinstance(config, ViTConfig):
         with suppress(ConfigError):
             return hf_config(config) | more, pending(to_hf(state, config))
@@ -222,7 +218,7 @@ def _own_form(config: ModelConfig) -> dict[str, Any]:
 
 
 def require_theirs(config: ModelConfig) -> None:
-    """Raise ConfigError, with what they lack, for a model that none of transformers' computes the same as."""
+    """Raise ConfigError if no model of transformers computes the same; the message says what they lack."""
     if isinstance(config, ViTConfig):
         hf_config(config)
     elif isinstance(config, TextConfig):
@@ -236,7 +232,7 @@ def from_pretrained(
     labels: Sequence[int] = (),
 ) -> Model:  # fmt: skip
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
-    `penstock.config.theirs.libraries`, wrote. With `labels`, numbers of those that choose its experts, the others'
+    `penstock.config.theirs.libraries`, wrote. With `labels`, the numbers of labels that select experts, other labels'
     experts are not read: see `penstock.models.convert.upcycle`.
 
     Raises ConfigError for another family, CheckpointError for broken files.
@@ -255,7 +251,7 @@ def from_pretrained(
 
 
 def model_in(source: str | Path) -> ModelConfig | None:
-    """The model that a folder, or a name on the hub, describes; None of weights without a config.json, and of timm's.
+    """The model that a folder, or a name on the hub, describes; None for weights without a config.json, and for timm's.
 
     Raises ConfigError for a model of another family, and as `local_weights`.
     """

@@ -23,21 +23,21 @@ from penstock.models.experts import MixtureOfExperts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upcycling:
-    """How experts are made of perceptrons, or of blocks: each starts as a copy, and routers are drawn."""
+    """How perceptrons, or blocks, become experts: each expert starts as a copy; routers are random at first."""
 
     noise: float = 0.0
-    """Deviation of what is added to each number of an expert, as a share of its weight's own deviation."""
+    """Standard deviation of the noise added to an expert's weights, relative to that of the weight itself."""
     seed: int = 0
     """Determines the noise."""
 
 
 _NAMES = [one.name for one in fields(Stack)]
 DENSE = {name: getattr(Stack, name) for name in _NAMES[_NAMES.index("experts") : _NAMES.index("unequal")]}
-"""Settings that say nothing of a dense stack, with their defaults."""
+"""Settings that have no meaning for a dense stack, with their defaults."""
 
 
 def dense_twin(config: ModelConfig) -> ModelConfig:
-    """The same model with a perceptron in place of each mixture, and one block in place of those of experts."""
+    """The same model with a perceptron in place of each mixture, and one block in place of several experts' blocks."""
 
     def dense(stack: Stack) -> Stack:
         return replace(stack, unequal=dense_layers(stack) if stack.unequal else (), **DENSE)
@@ -46,13 +46,13 @@ def dense_twin(config: ModelConfig) -> ModelConfig:
 
 
 def dense_layers(stack: Stack) -> tuple[LayerSizes, ...]:
-    """The sizes of the layers of a stack that a sample goes through, none of them with experts."""
+    """The layers of a stack that compute one sample, each without experts."""
     every = zip(stack.layers, stack.experts_of_blocks)
     return tuple(replace(layer.sizes, mixture=False, routed=False) for layer, expert in every if not expert)
 
 
 def require_copies(config: ModelConfig) -> None:
-    """Raise ConfigError for mixtures whose experts cannot be copies of a perceptron."""
+    """Raise ConfigError for mixtures whose experts cannot start as copies of a perceptron."""
     for run in config.graph.runs:
         stack, where = run.stack, run.setting
         if stack.experts and stack.shared_experts:
@@ -68,7 +68,7 @@ def require_copies(config: ModelConfig) -> None:
 
 
 def starts_equal(stack: Stack) -> bool:
-    """Whether upcycled mixtures without noise give what the perceptrons gave."""
+    """Whether upcycled mixtures without noise compute the same as the perceptrons."""
     weighted = not stack.mixture.learns_routes or stack.mixture.router_normalised
     return weighted and not stack.expert_dropout and stack.sample_capacity is None
 
@@ -76,8 +76,8 @@ def starts_equal(stack: Stack) -> bool:
 def upcycled(
     dense: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: ModelConfig, options: Upcycling
 ) -> dict[str, Tensor]:
-    """The state dict of a model with experts, whose own is `expected`, made of that of its `dense_twin`: all but its
-    routers, which stay as they are. Nothing is copied where there is no noise."""
+    """The state dict of a model with experts, named and shaped as `expected`, from that of its `dense_twin`. Routers
+    keep their values in `expected`. Without noise nothing is copied."""
     made, sources = {}, _sources(config)
     for name, target in expected.items():
         block = ".".join(name.split(".")[:3])
@@ -100,7 +100,7 @@ def upcycled(
 
 
 def _sources(config: ModelConfig) -> dict[str, tuple[str, bool]]:
-    """The dense block that each block is made of, by its name, and whether it is an expert's."""
+    """For each block's name, the dense block that it is copied from, and whether the block is one expert's."""
     sources = {}
     for run in config.graph.runs:
         experts, blocks = run.stack.experts_of_blocks, f"{run.name}.blocks."
@@ -115,8 +115,8 @@ def _sources(config: ModelConfig) -> dict[str, tuple[str, bool]]:
 
 
 def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:
-    """The model with the experts of these labels alone, which are numbered from 0 on in their order. Its routers that
-    choose among all experts stay as they are."""
+    """The model with only the experts of these labels, which are renumbered from 0 in their order. Routers that choose
+    among all experts are not changed."""
 
     def change(stack: Stack) -> Stack:
         if not stack.experts:
@@ -130,7 +130,7 @@ def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:
         stack = replace(stack, unequal=tuple(sizes for sizes, one in every if one is None or one in kept))
         size = stack.experts // stack.router_groups if stack.mixture.learns_routes else 1
         if stack.mixture.learns_routes and len(kept) == 1:
-            # A router that chooses in the only group chooses among all.
+            # With one group left, the router chooses among all experts.
             alone: dict[str, Any] = {"router": "softmax", "router_groups": 1, "expert_of": ()}
             return replace(stack, experts=size, labels=len(labels), **alone)
         of = tuple(kept.index(_table(stack)[label]) for label in labels)
@@ -166,8 +166,8 @@ def _dense(stack: Stack) -> Stack:
 
 
 def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict[str, Tensor]:
-    """The weights of `gated(config, labels)` in a folder with those of the whole model. Of its experts, no others are
-    read. Raises as `read_state_dict`."""
+    """The weights of `gated(config, labels)` from the whole model's folder; no others are read. Raises as
+    `read_state_dict`."""
     expected = create(gated(config, labels), device="meta").state_dict()
     rows: dict[str, list[int]] = {}
     whole = create(config, device="meta")
@@ -183,7 +183,7 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
                 if not part.startswith("shared."):
                     rows[f"{name}.{part}"] = kept
     state = {_moved(name, places): value for name, value in read_state_dict(folder, rows).items()}
-    # A perceptron has no dimension of experts, and neither a router nor counts.
+    # A perceptron has no dimension of experts, no router and no counts.
     return {
         name: value[0] if name in rows and value.shape != expected[name].shape else value
         for name, value in state.items()
@@ -192,7 +192,7 @@ def read_gated(folder: Path, config: ModelConfig, labels: Sequence[int]) -> dict
 
 
 def _places(config: ModelConfig, labels: Sequence[int]) -> dict[str, str | None]:
-    """The name of each block in `gated(config, labels)`, by its own; None of one that is left out."""
+    """For each block's name, its name in `gated(config, labels)`; None if it is left out."""
     places: dict[str, str | None] = {}
     for run in config.graph.runs:
         stack, at, blocks = run.stack, 0, f"{run.name}.blocks."
@@ -205,7 +205,7 @@ def _places(config: ModelConfig, labels: Sequence[int]) -> dict[str, str | None]
 
 
 def _block_of(name: str) -> str:
-    """The name of the block that a weight is in, if it is in one."""
+    """The name of the block that contains a weight, if any."""
     return ".".join(name.split(".")[:3])
 
 

@@ -1,7 +1,7 @@
 """Names and shapes of a ViT's weights: Penstock's, transformers' and timm's.
 
-Files of transformers carry the names of its version 4 (`vit.encoder.layer.0.attention.attention.query.weight`), and
-version 5 still writes them, though its modules are named otherwise (`vit.layers.0.attention.q_proj.weight`). Both are
+transformers' files have the names of its version 4 (`vit.encoder.layer.0.attention.attention.query.weight`), and
+version 5 still writes them, though its modules have other names (`vit.layers.0.attention.q_proj.weight`). Both are
 read; the former are written.
 """
 
@@ -34,9 +34,9 @@ _TOKENS = ("class_token", "distil_token")
 
 
 def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = False) -> dict[str, Tensor]:
-    """Penstock's state dict as transformers' ViTForImageClassification is stored, or with the names of its `modules` in
-    version 5; or as the model of `config.theirs.backbones` that computes the same. Raises ConfigError if it has no such
-    model.
+    """Penstock's state dict in the stored names and shapes of transformers' ViTForImageClassification, or with
+    `modules` in the names of its modules in version 5; or in those of the model of `config.theirs.backbones` that
+    computes the same. Raises ConfigError if transformers has no such model.
     """
     if unrepresentable(config) and (written := written_as(config)):
         one, values = written
@@ -52,7 +52,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
     """A state dict of ViTForImageClassification or ViTModel, of either naming and with or without the prefix `vit.`,
     in Penstock's names and shapes; or one of a model of `config.theirs.backbones`.
 
-    Positions keep the grid they were learned on; names that the model lacks are kept.
+    Positions keep the grid they were trained on; names that the model lacks are kept.
     """
     if one := backbone_in(state):
         state = _projections_apart(
@@ -63,7 +63,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
         if places is not None and places.ndim > 1:
             expected[POSITIONS] = places.new_empty(places.shape[-2:], device="meta")
         made = from_library(state, config, table, expected)
-        # What does not fit is refused by its name here, and what the model lacks by its own.
+        # A weight that does not fit is refused under its name here, a superfluous one under its own name.
         odd = {
             name: state[key]
             for name in made.misfits
@@ -114,8 +114,8 @@ def to_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
 def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
     """timm's state dict in Penstock's names and shapes; names that the model lacks are kept.
 
-    Positions keep the grid they were learned on. Where timm's learned tokens have no positions (`no_embed_class`),
-    they get such of zeros, which is the same model.
+    Positions keep the grid they were trained on. If timm's learned tokens have no positions (`no_embed_class`), they
+    get positions of zeros, which is the same model.
     """
     source = pruned(_timm(state, config), state)
     named = _inward(translate(state, source, ours.anatomy(config.graph)))
@@ -140,12 +140,12 @@ def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
 
 
 def _outward(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Tensors in the shapes of both libraries: a stem that convolves, and tokens and positions of one sample."""
+    """Tensors in the shapes of both libraries: the stem as a convolution, tokens and positions with a batch of one."""
     kernel = (config.width, config.channels, config.patch_size, config.patch_size)
     shapes = {
         "stem.proj.weight": kernel, POSITIONS: (1, -1, config.width), **dict.fromkeys(_TOKENS, (1, 1, -1)),
     }  # fmt: skip
-    # Theirs are a parameter and not a table: the name of the table takes the place of its weight's.
+    # Their positions are a parameter and not a table: its name is the table's, without `.weight`.
     return {
         _TABLE if name == POSITIONS else name: tensor.reshape(shapes.get(name, tensor.shape))
         for name, tensor in state.items()
@@ -170,8 +170,8 @@ def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def resize_positions(positions: Tensor, tokens: int, *, learned: int, antialias: bool = True) -> Tensor:
     """Bicubic interpolation of (tokens', D) on its square grid to (tokens, D), in fp32.
 
-    The rows of `learned` tokens, such as the class token, come first and are kept. `antialias` is what timm does;
-    transformers interpolates without, and so does Penstock for weights that come from there.
+    The rows of the `learned` tokens, such as the class token, come first and are not changed. timm uses `antialias`;
+    transformers does not, nor does Penstock for weights from there.
 
     Raises ConfigError when either number of tokens is no square grid.
     """
@@ -191,10 +191,9 @@ def resize_positions(positions: Tensor, tokens: int, *, learned: int, antialias:
 
 
 def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> dict[str, Tensor]:
-    """The tensors of `state`, named as in `source`, by their names in `target`.
-
-    Linears that one of them stores transposed are turned, and queries, keys and values are fused or taken apart as in
-    the target. What no part of the source owns, or the target has no part for, keeps its name.
+    """Rename the tensors of `state` from the anatomy `source` to `target`. Linears that only one of them stores
+    transposed are transposed, and queries, keys and values are fused or separated as in the target. A tensor that is in
+    no part of the source, or has no part in the target, keeps its name.
     """
     renamed: dict[str, Tensor] = {}
     taken: set[str] = set()
@@ -222,7 +221,7 @@ def translate(state: Mapping[str, Tensor], source: Anatomy, target: Anatomy) -> 
 
 
 def _require_alike(names: Sequence[str], rows: Sequence[Tensor], *, parts: int) -> None:
-    """Queries, keys and values are taken apart and joined only where their shapes let them."""
+    """Raise an error unless queries, keys and values have shapes that allow them to be separated and joined."""
     shapes = {tuple(tensor.shape) for tensor in rows}
     (shape, *others) = shapes
     if others or not 1 <= len(shape) <= 2 or not all(shape) or shape[0] % parts:
@@ -234,7 +233,7 @@ def _require_alike(names: Sequence[str], rows: Sequence[Tensor], *, parts: int) 
 
 
 def _turned(tensor: Tensor, part: Role) -> Tensor:
-    """A weight stored transposed as (out, in), and one of (out, in) as it is stored."""
+    """Convert a weight between (out, in) and its stored form, which is transposed if the part says so."""
     return tensor.T if isinstance(part, Linear) and part.transposed and tensor.ndim == 2 else tensor
 
 
@@ -249,7 +248,7 @@ def _corresponding(source: Anatomy, target: Anatomy) -> Iterator[tuple[Role, Rol
 
 
 def _by_role(parts: tuple[Role, ...]) -> dict[Any, list[Role]]:
-    """Attentions, and what parameters belong to except their projections, by role."""
+    """Attentions, and all other roles with parameters except their projections, by role."""
     by_role: dict[Any, list[Role]] = {}
     inside: set[Role] = set()
     for part in walk(parts):
@@ -264,7 +263,7 @@ def _by_role(parts: tuple[Role, ...]) -> dict[Any, list[Role]]:
 
 
 def _separate(attention: Attention, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Rows of queries, of keys and of values, whether they are fused or not."""
+    """Rows of queries, of keys and of values, from fused or separate linears."""
     if len(tensors) > 1:
         return tuple(tensors)
     if len(attention.projections[0].fused) > 1:

@@ -1,6 +1,6 @@
 """The families that Penstock knows: one file per library, each with anatomies and how to switch attention.
 
-Importing this enrols them. None of them imports a foreign library; a user's enrolment takes the place of ours.
+Importing this enrols them. None of them imports a foreign library; a user's enrolment replaces ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Penstock's own models: the parts of the one block, and what a graph puts around its blocks."""
+"""Anatomy of Penstock's own models: the parts of `Block`, and the parts of a graph around its blocks."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def anatomy(graph: Graph) -> Anatomy:
 
 
 def index(graph: Graph, name: str) -> int:
-    """The number of a run, or −1 for an input."""
+    """The index of the run called `name`, or −1 if it is an input."""
     return next((i for i, run in enumerate(graph.runs) if run.name == name), -1)
 
 
 def _condition(graph: Graph) -> tuple[Role, ...]:
-    """The parts that make the condition of a sample."""
+    """The parts that compute a sample's condition."""
     one = graph.condition
     if one is None:
         return ()
@@ -73,7 +73,7 @@ def _condition(graph: Graph) -> tuple[Role, ...]:
 
 
 def _input(one: Input) -> tuple[Role, ...]:
-    """The parts that make an input vectors."""
+    """The parts that embed an input."""
     if isinstance(one, PatchInput):
         names = {"class_token": one.class_token, "distil_token": one.distil_token}
         tokens = (Embedding(name, "class") for name, there in names.items() if there)
@@ -83,7 +83,7 @@ def _input(one: Input) -> tuple[Role, ...]:
 
 
 def _bridge(graph: Graph, run: Run) -> tuple[Role, ...]:
-    """The linear that maps what a run reads to its own width."""
+    """The linear that maps a run's input features to its own width."""
     return (Linear(f"{run.name}.bridge"),) if graph.width_before(run) != run.stack.width else ()
 
 
@@ -122,7 +122,7 @@ def _head(head: GraphHead, graph: Graph) -> tuple[Role, ...]:
 
 
 def _blocks(run: Run) -> tuple[Block, ...]:
-    """The blocks of a run, each of the parts that its layer has."""
+    """The blocks of a run, each with the parts that its layer has."""
     sizes = run.stack
     parts = {
         layer: _block(sizes, layer, cross=bool(run.memories), modulated=run.modulated)
@@ -144,7 +144,7 @@ def _block(sizes: Sizes, layer: Layer, *, cross: bool = False, modulated: bool =
             *((Dropout(name),) if sizes.dropout or sizes.drop_path else ()),
         )
 
-    # Rows of queries, keys and values are ordered by head, so that they are split as one matrix.
+    # Rows of queries, keys and values are ordered by head, so that they can be split as one matrix.
     inside = (
         _latent(layer)
         if layer.latent
@@ -218,7 +218,7 @@ def _set_heads(model: Any, place: tuple[int, int]) -> None:
 
 
 def _switches(model: Model) -> Switches:
-    """The fields of a Plan that a model's graph has something for."""
+    """The switches for the fields of a Plan that apply to a model's graph."""
     switches: dict[str, Any] = {
         "attention": Model.set_attention, "token_order": Model.set_token_order,
         "recompute": _recompute_scores, "cp": Model.share_tokens, "tp": _set_heads,

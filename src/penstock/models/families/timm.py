@@ -25,10 +25,10 @@ from penstock.models.roles import (
 
 
 def vit_stack(names: Collection[str], heads: int, *, gated: bool = False) -> Stack:
-    """All that a VisionTransformer with the blocks among `names` may have. `gated`: its perceptrons have a gate, fused
-    with the other linear of its size.
+    """All parts that a VisionTransformer with the blocks in `names` may have. `gated`: its perceptrons have a gate,
+    fused with the up projection.
     """
-    # A norm over the features of all heads, or over the hidden ones, keeps the linears around it from being split.
+    # Linears around a norm over the features of all heads, or over the hidden features, cannot be split.
     joined = any(".attn.norm." in name for name in names)
     hidden = any(".mlp.norm." in name for name in names)
     attention = Attention(
@@ -61,7 +61,7 @@ def vit_stack(names: Collection[str], heads: int, *, gated: bool = False) -> Sta
 def _anatomy(model: nn.Module) -> Anatomy:
     blocks: Any = model.get_submodule("blocks")
     names = {name for name, _ in model.named_parameters()}
-    # Of modules without parameters only those that draw random numbers have a role.
+    # Modules without parameters have a role only if they draw random numbers.
     names |= {name for name, _ in model.named_modules() if "drop" in name}
     mlp = blocks[0].mlp
     gated = mlp.fc1.out_features == 2 * mlp.fc2.in_features
@@ -70,7 +70,7 @@ def _anatomy(model: nn.Module) -> Anatomy:
 
 
 def _set_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """timm knows two forms, chosen by `fused_attn` in each attention module."""
+    """Set `fused_attn` in each attention module, by which timm chooses between its two forms of attention."""
     if backend not in ("plain", "sdpa"):
         raise ConfigError(
             f"timm's VisionTransformer computes attention plainly or through torch's SDPA, so plan.attention "

@@ -1,7 +1,6 @@
 """Models of Hugging Face transformers: ViT, GPT-2, Llama, Mistral, Mixtral, Qwen 2 and 3, BERT, RoBERTa, XLM-RoBERTa,
-CamemBERT, ModernBERT, T5, mT5, BART and Marian, with whatever head a task gives them.
-
-A base class is enrolled with each, so that all models of the family are known.
+CamemBERT, ModernBERT, T5, mT5, BART and Marian, with any task's head. The base class of each family is enrolled, so
+that all its models are known.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Stacks = tuple[Stack, ...]
 def _attention(
     name: str, inner: Sequence[str], out: str, heads: int, *, kv_heads: int | None = None, **more: Any
 ) -> Attention:
-    """Attention whose queries, keys and values are linears of their own. `more` are other fields of the role."""
+    """Attention with separate linears for queries, keys and values. `more` are other fields of the role."""
     projections = tuple(Linear(each, "column") for each in inner)
     kv_heads = heads if kv_heads is None else kv_heads
     return Attention(
@@ -66,8 +65,8 @@ _BERT_PERCEPTRON = _perceptron("", "intermediate.dense", "output.dense")
 
 
 def vit_stacks(names: Collection[str], heads: int) -> Stacks:
-    """All that a ViTModel with the blocks among `names` may have, in the names of transformers 5, or in those of
-    version 4, which its files still carry.
+    """All parts that a ViTModel with the blocks in `names` may have, in the names of transformers 5, or in those of
+    version 4, which its files still use.
     """
     if blocks := numbered(names, r"layers\.(\d+)"):
         inner, out = ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"
@@ -210,7 +209,7 @@ def _t5(names: Collection[str], config: Any) -> Stacks:
 
 
 def _bart(names: Collection[str], config: Any) -> Stacks:
-    """Also Marian, whose positions are computed, though they lie in a table."""
+    """Also Marian, whose positions are computed, though they are stored in a table."""
 
     def attention(name: str, norm: str, heads: int, *, cross: bool = False) -> tuple[Role, ...]:
         inner = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -240,14 +239,14 @@ def _bart(names: Collection[str], config: Any) -> Stacks:
     )
 
 
-# Linears of a task whose outputs are the model's.
+# Linears of a task's head that return the model's output.
 _HEADS = (
     "lm_head", "decoder", "classifier", "score", "qa_outputs", "seq_relationship", "out_proj",
 )  # fmt: skip
 
 
 def _anatomy(family: str, stacks: Callable[[Collection[str], Any], Stacks], model: Any) -> Anatomy:
-    """The stacks of the base model, and behind the last what a task puts around it."""
+    """The base model's stacks; the parts of a task's head are appended to the last one."""
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, module in model.named_modules() if isinstance(module, nn.Dropout)}

@@ -1,7 +1,7 @@
-"""The choices of a Plan in models of Hugging Face transformers: attention's kernel, the form of the loss over a
+"""Fields of a Plan in models of Hugging Face transformers: the attention kernel, the form of the loss over a
 vocabulary, and whether padding is computed.
 
-Shapes: B samples, N tokens, T tokens that are no padding, D width, H heads, K features per head.
+Shapes: B samples, N tokens, T non-padding tokens, D width, H heads, K features per head.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from penstock.kernels.varlen import Varlen
 
 _AGAIN = "penstock_scores_again"
 _LENGTHS = "penstock_lengths"
-"""The attention function of transformers' registry that knows which tokens belong together."""
+"""Name, in transformers' registry, of the attention function that skips padding."""
 _CONTENT = "penstock_mask"
-"""Keyword argument that blocks hand on to it."""
+"""Keyword argument that blocks pass on to this function."""
 
 
 def set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
-    """Through transformers' own registry of attention functions, in which Penstock's are entered."""
+    """Select the attention kernel in transformers' registry of attention functions, to which Penstock's are added."""
     transformers: Any = sys.modules["transformers"]  # imported: the model is one of its classes
     # By number: transformers takes any name with "flash" in it for a package of its own to import.
     name = "sdpa" if backend == "sdpa" else f"penstock_{BACKENDS.index(backend)}"
@@ -51,7 +51,7 @@ def set_vit_attention(model: nn.Module, backend: AttentionBackend) -> None:
 
 
 def recompute_vit_scores(model: nn.Module, name: str) -> None:
-    """Wherever attention comes to be computed: in Penstock's forms, or in a call of torch's."""
+    """Recompute a block's scores, whether Penstock's or torch's function computes attention."""
     block = model.get_submodule(name)
     for module in block.modules():
         setattr(module, _AGAIN, True)
@@ -59,7 +59,7 @@ def recompute_vit_scores(model: nn.Module, name: str) -> None:
 
 
 def _interface(backend: AttentionBackend) -> Any:
-    """Penstock's attention as transformers calls it: out is (B, N, H, K), and no weights are returned."""
+    """Penstock's attention in the form that transformers calls: out is (B, N, H, K), and no weights are returned."""
 
     def forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -82,7 +82,7 @@ def _interface(backend: AttentionBackend) -> Any:
 
 
 def set_loss(model: Any, form: LossForm) -> None:
-    """Let the head over the vocabulary be multiplied in the loss, whatever code makes that, or at once."""
+    """Choose whether logits are computed in chunks inside the loss, whatever code computes it, or by the head."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(
@@ -93,9 +93,7 @@ def set_loss(model: Any, form: LossForm) -> None:
 
 
 def set_padding(blocks: Iterable[nn.Module], model: nn.Module, padding: Padding) -> None:
-    """Let these blocks of an encoder compute the tokens alone that their mask shows. Where there is none their outputs
-    are zeros.
-    """
+    """Let these blocks of an encoder skip the tokens that their mask hides; outputs for these are zeros."""
     if padding == "keep":
         for block in blocks:
             under_sdpa(block, _around(block))
@@ -131,7 +129,7 @@ def _with_lengths(
     usual: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None, **more: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention as transformers calls it: query (B, H, N, K) gives (B, N, H, K)."""
+    """Attention in the form that transformers calls: query (B, H, N, K), result (B, N, H, K)."""
     handed: tuple[_MaskContent, Switch | None] | None = more.pop(_CONTENT, None)
     if handed is None:
         return usual(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more)  # type: ignore[no-any-return]
@@ -150,13 +148,14 @@ def _with_lengths(
 
 
 def _backend(switch: Switch | None, query: Tensor, dropout: float) -> AttentionBackend:
-    """`plain` where no call of torch's attention would follow; what is set around the block answers such calls."""
+    """`plain` if the kernel does not call torch's attention, else `sdpa`: such calls are answered by a block's
+    wrapper."""
     backend: AttentionBackend = "sdpa" if switch is None or switch.backend == "auto" else switch.backend
     return "plain" if kernel_for(backend, query, Scores(dropout=dropout)) == "plain" else "sdpa"
 
 
 class _MaskContent:
-    """The content of a mask: which tokens are not padding, and how attention uses that."""
+    """The content of a mask: which tokens are not padding, and the form of it for each attention kernel."""
 
     def __init__(self, real: Real, lengths: Tensor, mask: Tensor) -> None:
         self.real, self._lengths, self._mask = real, lengths, mask
@@ -164,7 +163,7 @@ class _MaskContent:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def sight(self, dtype: torch.dtype, *, varlen: bool) -> AttentionMask:
-        """How queries of this type attend; made once for all blocks. `varlen` says that the kernel knows lengths."""
+        """The mask for queries of this type, computed once for all blocks. `varlen`: the kernel knows lengths."""
         if (dtype, varlen) not in self._sights:
             self._sights[dtype, varlen] = self._made(dtype, varlen=varlen)
         return self._sights[dtype, varlen]
@@ -179,7 +178,7 @@ class _MaskContent:
 
 
 class _Known:
-    """The content of the last mask, so that it is read once for all blocks."""
+    """Cache of the last mask's content, so that it is read once for all blocks."""
 
     def __init__(self) -> None:
         self._mask: Tensor | None = None
@@ -187,7 +186,7 @@ class _Known:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def of(self, mask: Tensor) -> _MaskContent | None:
-        """`mask` (B, 1, N, N) says what each token may look at. None where it hides no padding, or more than that."""
+        """The content of `mask` (B, 1, N, N); None if it hides no padding, or more than padding."""
         if self._mask is not mask:
             self._mask, self._content = mask, _look(mask)
         return self._content
@@ -206,7 +205,7 @@ def _unpadded(
     forward: Callable[..., Any], block: nn.Module, known: _Known, hidden_states: Tensor, attention_mask: Any = None,
     *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """A block's forward pass of x (B, N, D) by way of (1, T, D)."""
+    """A block's forward pass of x (B, N, D), computed on its non-padding tokens (1, T, D)."""
     masked = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
     content = known.of(attention_mask) if masked else None
     if content is None:
@@ -220,7 +219,7 @@ def _unpadded(
 
 
 def _around(block: nn.Module) -> Callable[..., Any]:
-    """A block's own forward pass, under what a Plan has put around it."""
+    """A block's own forward pass, inside the wrappers that a Plan has put around it."""
     forward: Any = block.forward
     if switch_of(block) is not None:
         forward = forward.args[0]

@@ -78,7 +78,7 @@ def test_pairs_are_held_out_both_ways_and_some_languages_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("captions:no/such", "such as captions:en,de, or a folder that is there, not 'no/such'"),
+        ("captions:no/such", "takes a folder or two languages (captions:en,de), not 'no/such'"),
         ("captions:en,xx", "num2words does not speak 'xx'; data.source=captions:"),
         ("digits", "this task takes images with captions"),
     ],

@@ -179,8 +179,7 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
 
     if len(set(languages)) < 2:
         raise ConfigError(
-            "data.source=captions needs two languages, such as captions:en,de, or a folder that is there, not "
-            f"{quoted(','.join(languages))}."
+            f"data.source=captions takes a folder or two languages (captions:en,de), not {quoted(','.join(languages))}."
         )
     languages = tuple(dict.fromkeys(languages))
     say = speaker("captions", languages)

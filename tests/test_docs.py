@@ -440,9 +440,7 @@ def test_tables_of_fused_operators_are_what_was_measured() -> None:
         words = []
         for cell in columns:
             parts = [one for one in cell["parts"] if name == "whole step" or one["name"] == name]
-            parts = (
-                [one for one in cell["parts"] if one["name"] not in named] if name == "the rest" else parts
-            )
+            parts = [it for it in cell["parts"] if it["name"] not in named] if name == "the rest" else parts
             took, least = (
                 sum(one[key] or 0.0 for one in parts) for key in ("milliseconds", "least_milliseconds")
             )

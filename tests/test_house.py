@@ -563,9 +563,7 @@ def test_a_plan_is_applied_in_one_place() -> None:
 
 def test_classes_and_forwards_are_replaced_in_one_place() -> None:
     replaced = re.compile(r"\.(__class__|forward) = (?!forward$|True$|False$)", re.M)
-    found = {
-        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if replaced.search(path.read_text())
-    }
+    found = {str(one.relative_to(SOURCE)) for one in SOURCE.rglob("*.py") if replaced.search(one.read_text())}
     assert found == {"models/wrap.py"}
 
 

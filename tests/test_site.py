@@ -80,9 +80,7 @@ def test_the_planners_page_compares_and_gives_the_terminals_reasons(
     search_command, compare_command = found["command"].splitlines()
     assert main(shlex.split(search_command)[1:]) == 0
     out = capsys.readouterr().out
-    assert found["why"] == [
-        line[2:] for line in out.partition("why the others are slower:\n")[2].splitlines()
-    ]
+    assert found["why"] == [one[2:] for one in out.partition("why the others are slower:\n")[2].splitlines()]
     assert main(shlex.split(compare_command)[1:]) == 0
     out = capsys.readouterr().out
     assert found["beside"][0] == ["", "best of all", "tp=2", "pp=2"]

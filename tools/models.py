@@ -12,12 +12,24 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from penstock.config.model import PRESETS, DiffusionConfig, ModelConfig, UniversalConfig, ViTConfig, stacks
+from penstock.config.model import (
+    PRESETS,
+    DecoderConfig,
+    DiffusionConfig,
+    EncoderConfig,
+    ModelConfig,
+    Seq2SeqConfig,
+    UniversalConfig,
+    ViTConfig,
+    stacks,
+)
 from penstock.config.plan import Plan, Precision
+from penstock.config.shipped import read_shipped
 from penstock.config.theirs.backbones import BACKBONES
-from penstock.config.theirs.libraries import LIBRARIES
+from penstock.config.theirs.libraries import ELSEWHERE, LIBRARIES
+from penstock.config.theirs.text import TEXTS_OF
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config
 from penstock.planner.describe import describe, totals
@@ -36,6 +48,14 @@ FAMILIES = {
     "multimodal": "Images and texts",
     "universal": "One body with two branches",
 }
+
+VERBS = {
+    ViTConfig: "`classify`, `serve`",
+    DecoderConfig: "`generate`, `serve`",
+    EncoderConfig: "`classify`, `embed`, `retrieve`, `serve`",
+    Seq2SeqConfig: "`generate`, `serve`",
+}
+"""What a trained model of each kind does."""
 
 INTRODUCTION = """\
 # Models: counts, and parity with transformers
@@ -58,6 +78,24 @@ and with `attention=sdpa`. Where attention weights are dropped, or positions are
 bf16 several forms of them; a GPU's fused kernels keep none. `penstock plan` counts any other Plan.
 """
 
+CHECKPOINTS = """\
+## Checkpoints of the hub
+
+These names, and folders that transformers wrote with such a `model_type` in config.json, stand wherever a verb takes a
+model: `penstock train --from NAME`, `penstock generate NAME`, `penstock plan NAME`. All of them are trained, tuned with
+LoRA, planned, compressed, evaluated and exported. [Fine-tune](../how-to/fine-tune.md) says how names are found and
+which files are read, and [parity](#parity-with-transformers) has the classes of transformers. timm's names of such
+backbones are taken behind `timm:`.
+
+| checkpoint | `model_type` | as a trained model | read |
+|---|---|---|---|"""
+
+NOT_READ = """
+These are refused, because
+
+| `model_type` | reason, and what to take |
+|---|---|"""
+
 CHECKS = """\
 ## How counts are checked
 
@@ -78,8 +116,8 @@ logit, the worst of {draws} draws of a random model of width {width} and {depth}
 Mixtures of NLLB-MoE are compared with transformers' as its version 4 had them: 5.23 sends the best choice of every
 token to expert 1 and the second to expert 0.
 
-DeepSeek V3 and R1 are read from weights in bf16 or fp32, and without their heads that predict further tokens than the
-next, which the log reports. In generation the cache keeps the latent of a token alone.
+DeepSeek V3 and R1 are read from weights in fp8 as published, bf16 or fp32, and without their heads that predict further
+tokens than the next, which the log reports. In generation the cache keeps the latent of a token alone.
 
 | model_type | class in transformers | read | written | tests |
 |---|---|---|---|---|"""
@@ -174,7 +212,7 @@ EMBEDDINGS = (
 def page() -> str:
     """The whole page. Raises LookupError where a test is not there, or holds another tolerance, and where a class has
     no figure."""
-    lines = [INTRODUCTION]
+    lines = [INTRODUCTION, CHECKPOINTS, *_checkpoints(), NOT_READ, *_not_read(), ""]
     for family, title in FAMILIES.items():
         size = "classes" if family in ("vit", "diffusion") else "words"
         lines += [
@@ -185,6 +223,30 @@ def page() -> str:
         ]  # fmt: skip
     lines += [CHECKS, *map(_check, CLAIMS), "", *_parity(), WRITTEN, *_written(), ""]
     return "\n".join(lines)
+
+
+def _checkpoints() -> Iterator[str]:
+    """A row for each model_type of transformers that is read."""
+    known: dict[str, Any] = {"vit": ViTConfig, **{one.model_type: ViTConfig for one in BACKBONES}}
+    known |= {one.model_type: type(one.base) for one in LIBRARIES}
+    tables = read_shipped("libraries")
+    if known.keys() != tables["examples"].keys():
+        odd = sorted(known.keys() ^ tables["examples"].keys())
+        raise LookupError(f"libraries.toml has other examples than model_types: {', '.join(odd)}.")
+    for model_type, family in known.items():
+        wholes = [one.whole for one in BACKBONES if one.model_type == model_type and one.whole]
+        wholes += [whole for whole, inner in TEXTS_OF.items() if inner == model_type]
+        types = ", ".join(f"`{name}`" for name in (model_type, *wholes))
+        names = ", ".join(f"`{name}`" for name in tables["examples"][model_type])
+        yield f"| {names} | {types} | {VERBS[family]} | {tables['read_as'].get(model_type, 'all')} |"
+
+
+def _not_read() -> Iterator[str]:
+    """A row for each reason to refuse."""
+    for name, why in ELSEWHERE.items():
+        if not why.startswith("as "):
+            alike = [other for other, reason in ELSEWHERE.items() if reason == f"as {name}"]
+            yield f"| {', '.join(f'`{one}`' for one in (name, *alike))} | {why} |"
 
 
 def sample_bytes(model: ModelConfig, precision: Precision, device: str) -> float:

@@ -203,9 +203,7 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
             agent.until(lambda before=before: len(tally(killed)) > before, timeout=120)  # type: ignore[misc]
             time.sleep(dice.uniform(0.0, 0.3))
             rank = psutil.Process(int((folder / f"rank.{dice.randrange(2)}").read_text()))
-            workers = [
-                child for child in rank.children() if "penstock.data.pool" in " ".join(child.cmdline())
-            ]
+            workers = [one for one in rank.children() if "penstock.data.pool" in " ".join(one.cmdline())]
             assert len(workers) == 2
             os.kill(dice.choice(workers).pid, signal.SIGKILL)
             struck = time.monotonic()

@@ -185,9 +185,7 @@ def _made_tar() -> st.SearchStrategy[Case]:
         st.none(), st.none(), st.sampled_from((0, 1, 511, 513, 1 << 16, 1 << 28, 1 << 33, 1 << 63))
     )
     member = st.builds(
-        lambda name, kind, size, content: _header(
-            name, kind, len(content) if size is None else size, content
-        ),
+        lambda name, kind, size, data: _header(name, kind, len(data) if size is None else size, data),
         _TEXTS,
         st.sampled_from([b"0", b"0", b"0", b"x", b"L", *_TYPES]),
         sizes,

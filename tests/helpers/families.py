@@ -139,9 +139,7 @@ ENROLLED = {
         "AutoModelForImageClassification",
     ),
     # Distilled too, so that a second token and a second head meet every layout.
-    "vit moe": Enrolled(
-        replace(_VIT, experts=4, distilled=True), None
-    ),
+    "vit moe": Enrolled(replace(_VIT, experts=4, distilled=True), None),
     "experts of blocks": Enrolled(replace(_DIFFUSION, experts=2, experts_in="block", expert_every=2), None),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.generation import BOTH, WORDS, Letters, tiny
+from helpers.generation import BOTH, DECODERS, WORDS, Letters, tiny
 from helpers.models_of_strangers import chain
 from helpers.sweeps import sweep
 from penstock.config.decoding import Decoding
@@ -144,8 +144,9 @@ def test_drawn_texts_are_those_of_the_draft_where_both_models_are_one() -> None:
     )
 
 
-def test_a_seed_draws_the_same_texts_and_texts_of_one_call_differ() -> None:
-    made = generator("llama")
+@pytest.mark.parametrize("name", sweep(DECODERS, ["llama"]))
+def test_a_seed_draws_the_same_texts_and_texts_of_one_call_differ(name: str) -> None:
+    made = generator(name)
     given: dict[str, Any] = {"max_tokens": 8, "temperature": 1.0, "seed": 5}
     one = made.generate([1, 2], **given)[0].ids
     several = made.generate([[1, 2], [1, 2]], best=2, **given)

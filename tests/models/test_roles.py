@@ -285,9 +285,7 @@ def _cut(original: nn.Module, block: Block, part: Any, index: int) -> nn.Module:
     half = copy.deepcopy(original)
     split = [role for role in roles.walk(part) if isinstance(role, roles.Linear | roles.Embedding)]
     for role in split:
-        _replace(
-            half, role.name.removeprefix(f"{block.name}."), partial(_share, role, index),
-        )  # fmt: skip
+        _replace(half, role.name.removeprefix(f"{block.name}."), partial(_share, role, index))
     for role in roles.walk(part):
         column = isinstance(role, roles.Attention) or (
             isinstance(role, roles.Linear) and role.split == "column"

@@ -333,9 +333,7 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name() -> None:
         build(_config("gpt"), plan, dims=dims, loss=lambda model, batch: model(*batch))
     with pytest.raises(ConfigError, match="cannot be cut: its blocks must be known by role"):
         build(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), plan, dims=dims, loss=Given())
-    two = Anatomy(
-        family="two", stacks=tuple(Stack(blocks=(Block(name),)) for name in ("first.0", "second.0"))
-    )
+    two = Anatomy(family="two", stacks=tuple(Stack(blocks=(Block(one),)) for one in ("first.0", "second.0")))
     with pytest.raises(ConfigError, match=r"of the family two cannot be cut: .* known what each reads"):
         StageCut.of(two, (1, 1))
     assert StageCut.of(replace(two, reads=((-1, ()), (0, ()))), (1, 1)).edges == (0, 1, 2)

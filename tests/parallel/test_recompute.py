@@ -181,9 +181,7 @@ def test_a_budget_is_spent_as_well_as_any_choice_could() -> None:
     largest = max(cost(part, "early") for part in work.blocks)
     for share in (0.9, 0.6, 0.45, 0.3):
         found = choose(work, share * whole)
-        kept = sum(
-            n * sum(kept_by(part, Recompute(kind)).values()) for part, some in found for kind, n in some
-        )
+        kept = sum(n * sum(kept_by(part, Recompute(way)).values()) for part, some in found for way, n in some)
         spent = sum(n * cost(part, kind) for part, some in found for kind, n in some)
         best = min(c for k, c in ways if k <= share * whole)
         assert kept <= share * whole

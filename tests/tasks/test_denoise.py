@@ -53,12 +53,10 @@ def stirred(config: DiffusionConfig) -> Model:
     return model
 
 
-def batches(
-    config: DiffusionConfig, count: int, *, training: bool = True, **options: Any
-) -> list[NoisyBatch]:
+def batches(config: DiffusionConfig, count: int, *, training: bool = True, **more: Any) -> list[NoisyBatch]:
     source = TASK.open(DataConfig(source="digits"), config, "train" if training else "val")
     prepare = TASK.prepare(source, config, augment=Augment() if training else None, seed=3)
-    with Loader(source, prepare, seed=3, endless=training, **options) as loader:
+    with Loader(source, prepare, seed=3, endless=training, **more) as loader:
         return [batch for _, batch in zip(range(count), loader)]
 
 

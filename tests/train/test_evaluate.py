@@ -115,9 +115,7 @@ def _evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any
 
 
 def _last(run: str) -> dict[str, Any]:
-    return [record for record in read_metrics(Path(run, "metrics.jsonl")) if record["event"] == "evaluation"][
-        -1
-    ]
+    return [one for one in read_metrics(Path(run, "metrics.jsonl")) if one["event"] == "evaluation"][-1]
 
 
 def test_a_run_its_export_and_its_checkpoint_are_evaluated_alike(

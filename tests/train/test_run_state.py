@@ -44,9 +44,7 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path, monkeypatch: pytest
     losses = [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
     assert len(losses) == 8
     assert losses[4:] == pytest.approx(LOSSES, rel=1e-5)  # bit for bit on the machine where they were taken
-    evaluations = [
-        (record["step"], record["samples"]) for record in records if record["event"] == "evaluation"
-    ]
+    evaluations = [(one["step"], one["samples"]) for one in records if one["event"] == "evaluation"]
     assert evaluations == [(2, 355), (4, 355), (6, 355), (8, 355)]
     assert result.evaluation.top1 == pytest.approx(TOP1, abs=0.003)
     assert result.evaluation.loss == pytest.approx(LOSS, rel=1e-5)

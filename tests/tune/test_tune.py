@@ -154,9 +154,7 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.usefixtures("forked_scripts")
-@pytest.mark.parametrize(
-    "words", sweep(KNOWN, (), slow=[words for words in KNOWN if words.split()[0] in FEW])
-)
+@pytest.mark.parametrize("words", sweep(KNOWN, (), slow=[w for w in KNOWN if w.split()[0] in FEW]))
 def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     name = words.split()[0]
     if name == "lightning_fit.py":

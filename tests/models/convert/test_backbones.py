@@ -43,9 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 OF_TEXTS = {"dropout": 0.0, "encoder_no_repeat_ngram_size": 0, "tie_word_embeddings": True}
 """Options that older files of CLIP have and nothing reads."""
-TOWERS: dict[str, dict[str, Any]] = {
-    **FAMILIES, "CLIPVision": {**WIDE, **OF_TEXTS}, "SiglipVision": WIDE,
-}  # fmt: skip
+TOWERS = {**FAMILIES, "CLIPVision": {**WIDE, **OF_TEXTS}, "SiglipVision": WIDE}
 UNUSED = re.compile(r"mask_token|post_layernorm|vision_model\.head\.|register_tokens")
 """Weights that no class with a head for classes computes with; of no registers, too."""
 

@@ -676,9 +676,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, config in PRESETS.items() if not isinstance(config, ViTConfig)]
-)
+@pytest.mark.parametrize("name", [name for name, one in PRESETS.items() if not isinstance(one, ViTConfig)])
 def test_presets_have_a_form_of_transformers_or_say_why_not(name: str) -> None:
     config = PRESETS[name]
     if name in HELD:

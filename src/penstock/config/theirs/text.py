@@ -37,14 +37,14 @@ _OWN = ("init", "sequence", "decoder_sequence")
 """Fields that any library keeps under `penstock`, where its models have them."""
 
 
-_TEXTS_OF = {"gemma3": "gemma3_text"}
+TEXTS_OF = {"gemma3": "gemma3_text"}
 """The model_type of the language model in each that reads images too, whose options are its `text_config`."""
 
 
 def library_of(model_type: Any) -> Library:
     """The entry of a config.json's model_type, or of its language model's. Raises ConfigError for one that is not
     known."""
-    model_type = _TEXTS_OF.get(str(model_type), model_type)
+    model_type = TEXTS_OF.get(str(model_type), model_type)
     for library in LIBRARIES:
         if library.model_type == model_type:
             return library
@@ -103,7 +103,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
 
 def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options of the language model, of a model that reads images too."""
-    if values.get("model_type") not in _TEXTS_OF:
+    if values.get("model_type") not in TEXTS_OF:
         return values
     inner = values.get("text_config")
     if not isinstance(inner, dict):

@@ -95,9 +95,7 @@ def quantise_step(bench: Workbench, call: StepCall) -> dict[str, Any]:
     if not learns:
         return notes
     if not result.formats:
-        raise ConfigError(
-            "No layer could be rounded within quantise.drop, so that no scale can learn; raise it."
-        )
+        raise ConfigError("No layer could be rounded within quantise.drop: no scale can learn; raise it.")
     train(learning_run(config, replace(call, source=folder)))
     lost = None
     if data.score is not None and result.before is not None:

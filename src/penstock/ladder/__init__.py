@@ -1,7 +1,6 @@
-"""The ladder: every optimisation on this machine, one rung at a time, predicted beside measured.
+"""The ladder: every optimisation on this machine, one rung at a time, predicted and measured.
 
-Names are imported on first use, so that results and pages can be read where there is no torch; `__init__.pyi` lists
-them.
+Names are imported on first use, so that results and pages can be read without torch; `__init__.pyi` lists them.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ MOST_LONGER = 50.0
 """A longer climb is not advised if it would need more than this many times the budget."""
 
 OnProgress = Callable[[Progress], None]
-"""Called before anything that takes time."""
+"""Called before any activity that takes time."""
 
 
 class Course:

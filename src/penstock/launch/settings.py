@@ -35,7 +35,7 @@ class LaunchSettings(Checked):
     bind_cores: bool = False
     """Bind each rank to its own cores. Ranks that compute on CPUs wait less; two such runs would share cores."""
     nnodes: FilledText = "1"
-    """Nodes, `N` or `MIN:MAX`. With MIN:MAX the run goes on with the nodes that are there."""
+    """Nodes, `N` or `MIN:MAX`. With MIN:MAX the run continues with the nodes that are present."""
     rdzv: FilledText | None = None
     """HOST:PORT at which the agents of all nodes meet; the agent on HOST serves it. Start the same command on each."""
     rdzv_id: FilledText = "penstock"

@@ -1,16 +1,17 @@
-"""Expert parallelism: ranks hold some of the experts each, and tokens travel to those that they visit (Lepikhin et al.,
-"GShard", ICLR 2021, section 3; experts folded over all ranks of a stage: Liu et al., "MoE Parallel Folding", 2025).
+"""Expert parallelism: each rank holds some of the experts, and tokens are sent to the ranks of the experts they visit
+(Lepikhin et al., "GShard", ICLR 2021, section 3; experts folded over all ranks of a stage: Liu et al., "MoE Parallel
+Folding", 2025).
 
-Neighbours form a group of `ep` ranks that together hold every expert once. Each rank has its own tokens: of ranks with
-the same samples (`tp`), each routes a part of them. Without `ep`, ranks that split layers split every expert as they
+Neighbours form a group of `ep` ranks that together hold every expert once. Each rank has its own tokens; of ranks with
+the same samples (`tp`), each routes a part of them. Without `ep`, tensor-parallel ranks split every expert as they
 split a perceptron.
 
-The forward pass of a mixture makes three exchanges in its group: of how many visits come, of the tokens that visit, and
-of the results. On a GPU the host waits for the first. The backward pass makes the other two in the other direction.
-While tokens travel, and in the backward pass their gradients, shared experts compute what every token visits.
+The forward pass of a mixture makes three exchanges in its group: the numbers of visits, the visiting tokens, and the
+results. On a GPU the host waits for the first. The backward pass repeats the other two in reverse. While tokens (and in
+the backward pass their gradients) are in transfer, the shared experts compute.
 
-Gradients of an expert come from all tokens of its group. Over the ranks that hold the same experts they are added up,
-and divided by the number of ranks whose losses are averaged, as those of all other weights are.
+An expert's gradients come from all tokens of its group. They are summed over the ranks that hold the same experts, and
+divided by the number of ranks whose losses are averaged, like the gradients of all other weights.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
     {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped"}
 )  # fmt: skip
-"""Products with weights, one in `every` of which a policy keeps."""
+"""Products with weights, of which a policy keeps one in `every`."""
 _ATTENTION = "scaled_dot_product"
 _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 

@@ -2,21 +2,21 @@
 
 | part | how it is split | what is sent |
 |---|---|---|
-| attention | linears before it by heads, the one after it by inputs | gradients of what comes in, sums at its end |
+| attention | its first linears by heads, its last by inputs | gradients of its input, sums of its output |
 | perceptron | the same, by hidden features | the same |
-| table of tokens | by entries of the vocabulary | sums of what is found |
-| output over the vocabulary | by entries | gradients of what comes in; three numbers a row for the loss |
+| table of tokens | by entries of the vocabulary | sums of the vectors looked up |
+| output over the vocabulary | by entries | gradients of its input; three numbers per row for the loss |
 | relative positions, sinks | by heads | nothing |
 | mixture | each expert as a perceptron; with `ep` experts are whole, and a rank routes some tokens | the same |
-| adapter beside a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
-| norm of all heads' queries or keys | nothing | sums of squares |
-| all else, such as linears to latents | each rank has it whole | nothing |
+| adapter of a split linear | B by outputs, or A by inputs, as the linear is | sums of A's few outputs |
+| norm of all heads' queries or keys | not split | sums of squares |
+| all others, such as linears to latents | not split: each rank has it whole | nothing |
 
-With sequence parallelism tokens are split between the first block and the end of a stack, and what is between the
-split parts works on a rank's own tokens: see `penstock.parallel.sequence`.
+With sequence parallelism tokens are split between the first block and the end of a stack, and the parts between the
+split layers work on a rank's own tokens: see `penstock.parallel.sequence`.
 
-Split weights become DTensors on the mesh dimension `tp`: so clipping, optimizers, checkpoints and `fully_shard` see how
-they lie. The classes of their modules are swapped for subclasses that compute with this rank's part: names stay.
+Split weights become DTensors on the mesh dimension `tp`, so clipping, optimizers, checkpoints and `fully_shard` know
+their layout. The classes of their modules are swapped for subclasses that compute with this rank's part; names stay.
 """
 
 from __future__ import annotations

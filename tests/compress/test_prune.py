@@ -168,9 +168,9 @@ REFUSED: dict[str, tuple[str, Callable[[Model], object], str]] = {
     "unequal experts": (
         "mixtral",
         lambda m: keep_experts(m, "decoder", [[0, 1], [0, 1, 2]]),
-        "as many in each",
+        "many in each",
     ),
-    "no mixture": ("gpt", lambda m: keep_experts(m, "decoder", [[0], [0]]), "as many in each"),
+    "no mixture": ("gpt", lambda m: keep_experts(m, "decoder", [[0], [0]]), "many in each"),
 }
 
 

@@ -15,14 +15,14 @@ class Pass(NamedTuple):
 
     name: str
     function: str = ""
-    """The function that it computes, as a probe names it; "" of sums and products."""
+    """The function that it computes, in the words of a probe; "" for sums and products."""
     ahead: tuple[float, float] = (1, 1)
-    """Elements read and written for each element, forward."""
+    """Elements read and written per element of the activation in the forward pass."""
     behind: tuple[float, float] = (1, 1)
-    """Operators of torch that compute its gradient."""
+    """Elements read and written per element of the activation in the backward pass."""
     launches: int = 1
     keeps: bool = False
-    """Whether it keeps an element for each beside what the first operator reads."""
+    """Whether it saves one element per element, besides the input of the first operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +30,21 @@ class ActivationRow:
     """One activation."""
 
     names: tuple[str, ...] = ()
-    """transformers' names, of which the first is written; of a gated one, those of its gate's function."""
+    """transformers' names; the first is written. A gated activation has the names of its gate's function."""
     classes: tuple[str, ...] = ()
     """Classes of its modules in torch, timm and transformers."""
     gate: Mlp | None = None
-    """The function that a gated one computes of its gate; None: it has none."""
+    """The function that a gated activation applies to its gate; None: it has no gate."""
     limit: float | None = None
-    """Largest gate, and largest magnitude of what it multiplies, to which 1 is then added; None: neither is done."""
+    """Clamp of the gate from above, and of the other factor on both sides, to which 1 is then added; None: neither."""
     kernel: int | None = None
-    """Its number in the C++ kernels, which compute a gated one by its gate's; None: torch's operators compute it."""
+    """Its number in the C++ kernels, for a gated one the number of its gate; None: torch's operators compute it."""
     merged: str = ""
-    """The function by whose rate one kernel of it is priced; "": its own."""
+    """The function whose measured rate predicts a single kernel of it; "": its own."""
     passes: tuple[Pass, ...] = ()
     """Operators of torch that compute it; none: it has an operator of its own."""
     keeps_output: bool = False
-    """Whether its gradient is made of its output, which the next product keeps anyway."""
+    """Whether its gradient is computed from its output, which the next matrix product saves anyway."""
 
 
 ACTIVATIONS: dict[Mlp, ActivationRow] = {
@@ -55,7 +55,7 @@ ACTIVATIONS: dict[Mlp, ActivationRow] = {
     ),
     "gelu_quick": ActivationRow(
         names=("quick_gelu",), classes=("QuickGELUActivation", "QuickGELU"), kernel=4, merged="silu",
-        # Backward two products, and the sum of both gradients of x.
+        # Its backward pass has two multiplications, and the sum of both gradients of x.
         passes=(
             Pass("scale"), Pass("", "sigmoid", behind=(2, 1)),
             Pass("gate", ahead=(2, 1), behind=(6, 3), launches=2, keeps=True)
@@ -73,13 +73,13 @@ ACTIVATIONS: dict[Mlp, ActivationRow] = {
     "swiglu_clamped": ActivationRow(gate="gelu_quick", limit=7.0),
 }  # fmt: skip
 UNGATED: dict[Mlp, Mlp] = {name: row.gate for name, row in ACTIVATIONS.items() if row.gate is not None}
-"""The function that a gated activation computes of its gate."""
+"""The function that a gated activation applies to its gate."""
 KERNELS = frozenset(
     name
     for name, row in ACTIVATIONS.items()
     if row.limit is None and ACTIVATIONS[row.gate or name].kernel is not None
 )
-"""Activations that a fused kernel computes; torch's operators compute the others."""
+"""Activations with a fused kernel; torch's operators compute the rest."""
 PLAIN_NAMES: dict[str, Mlp] = {
     word: name for name, row in ACTIVATIONS.items() if row.gate is None for word in row.names
 }

@@ -31,7 +31,7 @@ Criterion = Literal["taylor", "activation", "magnitude"]
 LayerCriterion = Literal["loss", "activation", "even"]
 ExpertCriterion = Literal["error", "load"]
 StepName = Literal["prune", "distil", "quantise"]
-"""Steps after which the original can no longer teach: they come last, and in the last round alone."""
+"""The steps of a compression; quantisation comes last, and only in the last round."""
 Speedup = Annotated[str, Text(r"[0-9]+(\.[0-9]+)?x?", "a number such as 3x")]
 
 
@@ -48,18 +48,18 @@ class Prune(Checked, where="prune"):
     experts: Probability = 0.0
     """Share of the experts of each mixture that are removed."""
     by: Criterion = "taylor"
-    """Score of heads and hidden features. `taylor`: what the loss would change by. `activation`: the size of what they
-    add to the residual stream. `magnitude`: the size of their weights, without data."""
+    """Score of heads and hidden features. `taylor`: the estimated change of the loss. `activation`: the magnitude of
+    their contribution to the residual stream. `magnitude`: the magnitude of their weights, without data."""
     layers_by: LayerCriterion = "loss"
-    """How layers are chosen. `loss`: those without which the loss is lowest. `activation`: those that change what they
-    read least. `even`: all but every n-th."""
+    """Which layers are removed. `loss`: those whose removal leaves the lowest loss. `activation`: those that change
+    their input least. `even`: all but every n-th."""
     experts_by: ExpertCriterion = "error"
-    """How experts are chosen. `error`: those without which the outputs of their mixture change least. `load`: those
+    """Which experts are removed. `error`: those whose removal changes the outputs of their mixture least. `load`: those
     that the fewest tokens visit."""
     even: bool = False
-    """Whether each block loses the same share; else those that matter less lose more."""
+    """Whether each block loses the same share; otherwise blocks with lower scores lose more."""
     multiple: Natural = 0
-    """Hidden widths become a multiple of it, where they can; 0 is 8 on a CPU and 64 on a GPU."""
+    """Hidden widths become a multiple of this, if possible; 0 means 8 on a CPU and 64 on a GPU."""
     samples: Count = 256
     """Samples of the training data by which parts are scored."""
 
@@ -71,10 +71,10 @@ class Prune(Checked, where="prune"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distil(Checked, where="distil"):
-    """Training after pruning, with the original model as the teacher. What is not here is as in `recipe`."""
+    """Training after pruning, with the original model as the teacher. All other settings are those of `recipe`."""
 
     epochs: Positive | None = None
-    """Times that each training sample is used; none: no training, unless `steps` is set."""
+    """How often each training sample is used; none: no training, unless `steps` is set."""
     steps: Count | None = None
     """Optimizer steps, in place of `epochs`."""
     lr: Positive | None = None
@@ -82,17 +82,17 @@ class Distil(Checked, where="distil"):
     warmup_share: Share = 0.1
     """Warm-up as a share of all steps."""
     weight: Share = 0.5
-    """Share of the divergence from the teacher's logits in the loss; the task's own loss is the rest."""
+    """Weight of the divergence from the teacher's logits in the loss; the task's own loss has the rest."""
     hidden: NotNegative = 0.0
-    """Weight of the difference between the outputs of blocks and those of the original's at the same share of the
+    """Weight of the difference between the outputs of blocks and those of the original's blocks at the same relative
     depth; 0: none."""
     attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block; 0: none."""
     scores: NotNegative = 0.0
-    """Weight of the difference between the attention scores of blocks and those of the original's at the same share of
-    the depth, which must have as many heads; 0: none."""
+    """Weight of the difference between the attention scores of blocks and those of the original's blocks at the same
+    relative depth, which must have the same number of heads; 0: none."""
     temperature: Positive = 2.0
-    """Divisor of the logits of both before these are compared."""
+    """Divisor of both models' logits before they are compared."""
 
     @property
     def enabled(self) -> bool:
@@ -107,34 +107,33 @@ class CompressConfig(Checked):
     model: FilledText | None = None
     """A run's folder or its export, a folder that transformers wrote, or a name on the Hugging Face hub."""
     steps: tuple[StepName, ...] = ()
-    """Steps in their order; none: those that have settings, pruning first."""
+    """Steps in their order; none: all steps with settings, pruning first."""
     rounds: Count = 1
-    """How often the steps are repeated; each round removes an equal part of what is removed in all, and the last alone
-    quantises."""
+    """How often the steps are repeated; each round removes an equal part of the total, and only the last quantises."""
     target: Speedup | None = None
-    """Speed to reach, as a multiple of the model's own, such as `3x`: the shares of `prune` are raised or lowered
-    together until the planner's forecast and then a measurement meet it. Without shares, layers, heads and hidden
-    features are removed alike."""
+    """Speedup to reach, relative to the original model, such as `3x`: the shares of `prune` are scaled together until
+    the planner's forecast and then a measurement reach it. Without shares, layers, heads and hidden features are
+    removed in equal shares."""
     prune: Prune = field(default_factory=Prune)
     distil: Distil = field(default_factory=Distil)
     quantise: QuantiseOptions = field(default_factory=QuantiseOptions)
     task: TaskName = "auto"
-    """Task by which the model is scored, trained and evaluated; `auto` is that of the run, or of the model."""
+    """Task for scoring, training and evaluation; `auto` is that of the run, or of the model."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Data, as in `penstock train`; those of the run where the model is a run's folder."""
+    """Data, as in `penstock train`; by default those of the run, if the model is a run's folder."""
     recipe: Recipe = field(default_factory=Recipe)
-    """How the distil step trains; that of the run where the model is a run's folder."""
+    """How the distil step trains; by default as the run did, if the model is a run's folder."""
     plan: Plan = field(default_factory=Plan)
-    """How the distil step runs, as one line."""
+    """Plan of the distil step, as one line."""
     batch: Count = 1
-    """Samples of a pass whose latency is measured and predicted."""
+    """Samples per forward pass for which latency is measured and predicted."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     machine: FilledText | None = None
     """Name of a shipped Machine or path of one that `penstock probe` stored; none: the cached one, which is probed if
     missing."""
     seed: Seed = 0
-    """Decides which samples score the parts, and the order of training."""
+    """Determines the samples for scoring, and the order of training."""
     output: FilledText = "runs/compressed"
     """Folder for the steps, the report and, in `export`, the compressed model."""
 
@@ -185,15 +184,15 @@ _NOT_OF_RECIPE: dict[str, str] = {
     "recipe.teacher": "for the original teaches; leave it out",
     "recipe.eval_every_epochs": "for each step is evaluated at its end; leave it out",
 }
-"""Settings of `recipe` that a compression does not take from there, and what is in their place."""
+"""Settings of `recipe` that a compression does not use, and the settings that replace them."""
 
 
 def load_compression(
     cls: type[Any] = CompressConfig, *, file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> CompressConfig:  # fmt: skip
-    """A compression from general defaults, then task, data, recipe and Plan of the run whose folder the model is, then
-    `file`, then `overrides`. Raises ConfigError as `penstock.config.load.load` does."""
+    """A compression from general defaults, then task, data, recipe and Plan of the run if the model is a run's folder,
+    then `file`, then `overrides`. Raises ConfigError as `penstock.config.load.load` does."""
     stored = read_file(file) if file is not None else {}
     model: Any = (overrides or {}).get("model", stored.get("model"))
     base = CompressConfig()

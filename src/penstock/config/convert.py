@@ -1,9 +1,9 @@
-"""Type checks and conversion of values for the configuration dataclasses, with messages for what is wrong.
+"""Type checks and conversion of values for the configuration dataclasses, with messages for wrong values.
 
-A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, text with a `Text`,
-`T | None`, `tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses distinguished by their
-field `family`. No other field types are allowed, so every configuration is plain data. Text has no control characters
-but tabs and ends of lines, and whole numbers have at most 64 bits.
+A type here is one of `bool`, `int`, `float`, `str`, `Literal[...]`, a number with a `Range`, text with a `Text`, `T |
+None`, `tuple[T, ...]`, `dict[str, T]`, a dataclass of these, or a union of dataclasses distinguished by their field
+`family`. No other field types are allowed, so every configuration is plain data. Text has no control characters except
+tabs and line ends, and whole numbers have at most 64 bits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FALSE_WORDS = ("false", "no", "off", "0")
 
 
 HUGE = 1e30
-"""Above every rate, time and number of FLOPs, and far from where products of several such numbers overflow."""
+"""Above every real rate, time and number of FLOPs, but so small that products of several do not overflow."""
 TINY = 1e-30
-"""A number nearer to 0, other than 0, has no use, and dividing by it overflows."""
+"""Numbers nearer to 0, except 0 itself, are refused: they have no use, and dividing by them overflows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class Range:
         return f"{low}, {'<' if self.open_high else '≤'} {_figure(self.high)}" if reached else low
 
     def problem(self, value: float) -> str | None:
-        """The fault of `value`, to complete `<key> is <value>, but ...`, or None."""
+        """The problem of `value`, to complete `<key> is <value>, but ...`, or None."""
         above = self.low < value if self.open_low else self.low <= value
         below = value < self.high if self.open_high else value <= self.high
         if above and below:
             return f"must be 0, or at least {TINY:g} in size." if 0 < abs(value) < TINY else None
         low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
         high = f"{'below' if self.open_high else 'at most'} {_figure(self.high)}"
-        if self.high > 1e3:  # a bound that only nonsense meets; then the other one says it all
+        if self.high > 1e3:  # a bound that only absurd values reach; the other bound is enough then
             finite = "" if math.isfinite(value) else " and finite"
             return f"must be {high if above and math.isfinite(value) else low + finite}."
         if self.open_low or self.open_high:
@@ -72,10 +72,10 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """The texts that a field may hold, as in `Annotated[str, Text()]`: none that says nothing."""
+    """The texts that a field may hold, as in `Annotated[str, Text()]`: no blank ones."""
 
     pattern: str = ""
-    """A regular expression for the whole text, if it has a form."""
+    """A regular expression that the whole text must match; "": any text."""
     form: str = ""
     """The form in words, for messages."""
     longest: int = 4096
@@ -93,8 +93,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AsTyped:
-    """The mark of texts that are taken as they are typed: a list of them is not cut at commas, nor are spaces taken
-    off."""
+    """Marks texts that are used exactly as typed: lists are not split at commas, and spaces are not stripped."""
 
     longest: int = 4096
 
@@ -135,7 +134,7 @@ class BadValue(ValueError):
         super().__init__(problem)
         self.value = value
         self.path = ""
-        """Place of the value inside the field's, such as `[1].size`."""
+        """Path of the value inside the field's value, such as `[1].size`."""
 
     def sentence(self, key: str) -> str:
         """The whole sentence about the setting `key`."""
@@ -147,16 +146,17 @@ class OutOfRange(BadValue):
 
 
 def shown_value(value: Any) -> str:
-    """A value from outside in a message, shortened; control characters in it are spelled out."""
+    """A user's value for a message, shortened, with control characters escaped."""
     try:
         text = repr(plain(value))
-    except (ValueError, RecursionError):  # Python prints no number of thousands of digits
+    except (ValueError, RecursionError):  # Python refuses to print numbers of thousands of digits
         return f"too large a {type(value).__name__} to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or an empty string if no option is similar. A beginning goes before what looks alike."""
+    """` Did you mean 'x'?`, or an empty string if no option is similar. Names that it begins are preferred to similar
+    ones."""
     name, options = name[:200], list(options)
     near = difflib.get_close_matches(name, options, n=1, cutoff=0.85)
     if not near and len(name) > 1:
@@ -241,7 +241,7 @@ def _convert_items(value: Any, item: Any, kind: Any, *, text: bool) -> tuple[Any
 
 
 def _convert_record(value: Any, kind: Any) -> Any:
-    """A dataclass from a table. One that is finished already is checked and returned as it is."""
+    """A dataclass from a table. A finished dataclass is checked and returned unchanged."""
     types_by_name = field_types(kind)
     finished = isinstance(value, kind)
     if finished:
@@ -264,7 +264,7 @@ def _convert_record(value: Any, kind: Any) -> Any:
 
 
 def _inside(place: str, value: Any, kind: Any, *, text: bool = False) -> Any:
-    """`convert` for a part of a value; `place` is where it stands there."""
+    """`convert` for a part of a value; `place` is its path inside the value."""
     try:
         return convert(value, kind, text=text)
     except BadValue as bad:
@@ -293,7 +293,7 @@ def _convert_plain(value: Any, kind: Any, *, text: bool) -> Any:
 
 
 def _number(value: Any, kind: Any) -> int | float | None:
-    """A number as it is, or the one that a text holds; None for anything else."""
+    """A number unchanged, or parsed from a text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     if not isinstance(value, str):
@@ -314,9 +314,8 @@ def word(value: Any) -> str:
 
 
 def present(cls: type, name: str, value: Any) -> tuple[str, Any]:
-    """The name and value of a setting of `cls` as they are today, where they may be of an earlier version.
-
-    `cls.RENAMED` has the names that changed, and `cls.REWORDED` the values that did, by the earlier name.
+    """The current name and value of a setting of `cls`, which may come from an earlier version. `cls.RENAMED` maps
+    changed names, and `cls.REWORDED` changed values by the earlier name.
     """
     reworded = getattr(cls, "REWORDED", {}).get(name, {})
     if reworded and isinstance(value, str | bool):
@@ -336,7 +335,7 @@ def plain(value: Any) -> Any:
 
 
 def require(name: str, value: Any, kind: Any) -> None:
-    """Raise ConfigError where the argument `name` of a function is no `kind`, such as `Count`."""
+    """Raise ConfigError if the argument `name` of a function is not of type `kind`, such as `Count`."""
     try:
         convert(value, kind)
     except BadValue as bad:
@@ -369,8 +368,8 @@ EXCLUSIVE: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Distil": (("steps", "epochs"),),
     "PlanConfig": (("tokens", "images"), ("compute", "budget_gpu_hours")),
 }
-"""Pairs of settings that say the same in two ways, by dataclass: one of a pair at most is not none. That of a higher
-layer replaces the other, and both in one layer are an error (`penstock.config.load`)."""
+"""Pairs of alternative settings, by dataclass: at most one of a pair may be set. A setting in a higher layer replaces
+its alternative, and both in one layer are an error (`penstock.config.load`)."""
 
 
 def both_given(key: str, value: Any, other_key: str, other: Any) -> str:
@@ -382,14 +381,14 @@ def both_given(key: str, value: Any, other_key: str, other: Any) -> str:
 
 
 class Checked:
-    """A configuration dataclass that holds its fields to their types when it is made, and then to rules of its own."""
+    """A configuration dataclass that checks its fields' types when it is created, and then its own rules."""
 
     __slots__ = ()
     _where: ClassVar[str] = ""
 
     def __init_subclass__(cls, where: str | None = None) -> None:
         """`where` is the path of the dataclass from the configuration's root, empty for the root."""
-        if where is not None:  # a dataclass with slots is made a second time, without it
+        if where is not None:  # a dataclass with slots creates its class a second time, without `where`
             cls._where = where
 
     def __post_init__(self) -> None:
@@ -405,5 +404,5 @@ class Checked:
                 yield both_given(path + pair[0], values[0], path + pair[1], values[1])
 
     def _problems(self) -> Iterable[str]:
-        """Every reason why these values contradict each other; asked only if each is of its type."""
+        """Every contradiction between these values; called only if each has its type."""
         return ()

@@ -33,15 +33,14 @@ Bias = Annotated[
 USUAL_TOKENS = 128
 """Default of `max_tokens`, if neither the model's folder nor its positions say otherwise."""
 RECORDED = 16
-"""Steps, one for each bucket of widths and number of texts, whose recording on a GPU is kept; each has a cache of its
-own."""
+"""Number of recorded GPU steps to keep, one per cache width (bucket) and number of texts, each with its own cache."""
 _LEAST = 64
 """Columns of the smallest bucket."""
 
 
 def bucket(count: int) -> int:
-    """The least size of a bucket that holds `count`: 64, 128, 192, 256, and then four for each doubling, of which at
-    most a fifth is empty."""
+    """The size of the smallest bucket for `count` columns: 64, 128, 192, 256, and then four sizes per doubling, so that
+    at most a fifth is empty."""
     step = max(_LEAST, 1 << max(0, (count - 1).bit_length() - 3))
     return -(-count // step) * step
 
@@ -50,63 +49,63 @@ def bucket(count: int) -> int:
 class Decoding(Checked, where="decoding"):
     """How a text is continued. By default each step takes the likeliest token (greedy).
 
-    The order is that of transformers: bias, penalties, blocked n-grams, least tokens, forced tokens, then temperature,
-    `top_k`, `top_p` and `min_p` where tokens are drawn.
+    The order is that of transformers: bias, penalties, blocked n-grams, minimum lengths, forced tokens, then
+    temperature, `top_k`, `top_p` and `min_p` if tokens are drawn.
     """
 
     max_tokens: Natural = 0
-    """Most new tokens; 0: as many as `max_length` or the model's folder says, else 128, or fewer where the model's
-    positions end before."""
+    """Maximum number of new tokens; 0: as `max_length` or the model's folder says, else 128, or fewer if the model has
+    fewer positions left."""
     max_length: Natural = 0
-    """Most tokens together with the prompt's, or with the first of an encoder–decoder's decoder; 0: any number."""
+    """Maximum number of tokens including the prompt, or the first token of an encoder–decoder's decoder; 0: any."""
     min_tokens: Natural = 0
-    """New tokens before which the text may not end."""
+    """Minimum number of new tokens."""
     min_length: Natural = 0
-    """Tokens, counted as for `max_length`, before which the text may not end."""
+    """Minimum number of tokens, counted as for `max_length`."""
     temperature: Annotated[float, Range(0, 100)] = 0.0
-    """0 takes the likeliest token; above, tokens are drawn with logits divided by it."""
+    """0 takes the likeliest token; above 0, tokens are drawn with logits divided by it."""
     top_k: Natural = 0
     """Draw among this many of the likeliest tokens (Fan et al., ACL 2018); 0: among all."""
     top_p: PositiveShare = 1.0
-    """Draw among the likeliest tokens that together have this probability (Holtzman et al., ICLR 2020)."""
+    """Draw among the likeliest tokens whose probabilities sum to this (Holtzman et al., ICLR 2020)."""
     min_p: Probability = 0.0
     """Draw among tokens at least this many times as likely as the likeliest (Nguyen et al., ICLR 2025)."""
     repetition_penalty: Positive = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens that the prompt or the text already has (Keskar
-    et al., 2019, "CTRL", section 4.1)."""
+    """Divides positive logits, and multiplies negative ones, of tokens that are already in the prompt or the text
+    (Keskar et al., 2019, "CTRL", section 4.1)."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each time that it has been generated."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of each token that has been generated."""
     no_repeat_ngram: Natural = 0
-    """No sequence of this many tokens occurs twice, the prompt included; 0: any may."""
+    """No sequence of this many tokens occurs twice, including the prompt; 0: no limit."""
     bias: tuple[Bias, ...] = ()
-    """Added to logits: a token's number and an amount each, such as `42=-1.5`, or `42=-inf` for never. Of several
-    tokens, `5 6=-2`, the last has it where the others came before."""
+    """Added to logits: a token id and an amount each, such as `42=-1.5`, or `42=-inf` for never. With several tokens,
+    `5 6=-2`, the amount is added to the last one after the ones before it."""
     forced_first: Natural | None = None
-    """The token that follows the first of an encoder–decoder's decoder, or a prompt of one token."""
+    """The token that follows the first token of an encoder–decoder's decoder, or a prompt of one token."""
     forced_last: tuple[Natural, ...] = ()
-    """Tokens of which one comes last where a text reaches `max_tokens`."""
+    """A text that reaches `max_tokens` ends with one of these tokens."""
     not_first: tuple[Natural, ...] = ()
-    """Tokens with which no text begins, after `forced_first`."""
+    """Tokens that may not come first, after `forced_first`."""
     stop: tuple[TypedText, ...] = ()
-    """Generation ends before any of these texts. Each is taken as it is typed; for several, give the option again."""
+    """Generation ends before any of these texts. Each is used exactly as typed; repeat the option for several."""
     ignore_end: bool = False
     """Whether generation continues after the model's end of text."""
     seed: Natural | None = None
-    """Makes drawing repeatable, whatever else is generated with it; none: other draws each time."""
+    """Makes drawing repeatable, whatever else is in the batch; none: different draws each time."""
     beams: Annotated[int, Range(1, 256)] = 1
-    """Texts that beam search keeps at each step."""
+    """Number of beams that beam search keeps at each step."""
     length_penalty: Annotated[float, Range(-100, 100)] = 1.0
     """A finished beam's score is divided by its number of tokens to this power."""
     early_stopping: Literal["never", "heuristic", "full"] = "heuristic"
-    """When beam search ends, as transformers defines it: once no beam can become better (`never`), once the best beam
-    of this length cannot (`heuristic`), or once as many have finished as there are beams (`full`)."""
+    """When beam search ends, as in transformers: once no beam can become better (`never`), once the best beam of this
+    length cannot (`heuristic`), or once as many beams have finished as `beams` says (`full`)."""
     best: Annotated[int, Range(1, 256)] = 1
-    """Texts that are returned for each prompt: the best of beam search, or independent draws."""
+    """Number of texts returned for each prompt: the best of beam search, or independent draws."""
     speculate: Annotated[int, Range(0, 64)] = 0
-    """Tokens that are drafted and checked in one pass, which changes no result: by a draft model, or without one from
-    an earlier place in the text that begins alike. 0: none."""
+    """Number of tokens that are drafted and then checked in one pass, without changing the result: by a draft model, or
+    without one by copying from an earlier place in the text that begins in the same way. 0: none."""
 
     def _problems(self) -> Iterator[str]:
         if self.beams > 1 and self.temperature:
@@ -130,7 +129,7 @@ class Decoding(Checked, where="decoding"):
 
     @property
     def named_tokens(self) -> set[int]:
-        """All tokens that some setting names."""
+        """All token ids that appear in a setting."""
         forced = () if self.forced_first is None else (self.forced_first,)
         return {*forced, *self.forced_last, *self.not_first, *(n for each, _ in self.biases for n in each)}
 
@@ -141,7 +140,7 @@ class Decoding(Checked, where="decoding"):
 
     @property
     def looks_back(self) -> bool:
-        """Whether logits are changed by the tokens that are already there."""
+        """Whether the preceding tokens change logits."""
         return bool(
             self.repetition_penalty != 1.0
             or self.frequency_penalty
@@ -152,7 +151,7 @@ class Decoding(Checked, where="decoding"):
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits are changed at all before a token is chosen."""
+        """Whether logits are changed before a token is chosen."""
         lengths = self.min_tokens or self.min_length
         forced = self.forced_first is not None or self.forced_last or self.not_first
         return bool(self.looks_back or self.bias or lengths or forced)
@@ -170,17 +169,17 @@ class InferConfig(Checked, where=""):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type of computation."""
     weights: Weights = "auto"
-    """How the weights of linear layers are kept: `packed` in the processor's own layout, which `auto` takes on a CPU;
-    `int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller; `fp8` multiplies in fp8, on GPUs that do
-    so. Only the last four change results."""
+    """How the weights of linear layers are stored: `packed` in the processor's own layout, which `auto` chooses on a
+    CPU; `int8` multiplies in int8; `int8_weights` and `int4` store smaller weights; `fp8` multiplies in fp8, on GPUs
+    that support it. Only the last four change results."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     batch: Count = 32
     """Texts that are computed together."""
     plan: str = ""
-    """The work of several devices, each with a process of its own (`penstock launch --procs N -- generate …`): `dp=2`
-    splits the texts, and `dp=2 ep=2` the experts too. To generate, `tp=2` splits each layer, `pp=2` gives each device
-    half of the blocks, and `compile=whole` compiles the step that generates the next tokens."""
+    """How several devices, each with its own process, share the work (`penstock launch --procs N -- generate …`):
+    `dp=2` splits the texts, and `dp=2 ep=2` the experts too. For generation, `tp=2` splits each layer, `pp=2` gives
+    each device half of the blocks, and `compile=whole` compiles the step that generates the next tokens."""
 
     @property
     def as_plan(self) -> Plan:
@@ -190,7 +189,7 @@ class InferConfig(Checked, where=""):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `penstock.Embedder`, `Classifier` and `ImageGenerator` behind the model."""
+        """Arguments of `penstock.Embedder`, `Classifier` and `ImageGenerator` after the model."""
         return {"plan": self.as_plan, "weights": self.weights, "batch": self.batch, "device": self.device}
 
     def _problems(self) -> Iterator[str]:
@@ -218,12 +217,12 @@ class GenerateConfig(InferConfig, where=""):
 
     decoding: Decoding = field(default_factory=Decoding)
     label: str | None = None
-    """Label of the texts, such as their language, which chooses experts of a model whose router is `given`. None: each
-    prompt begins with its label, if it did in training."""
+    """Label of the texts, such as their language, which chooses the experts if the model's router is `given`. None:
+    each prompt begins with its label, if it did in training."""
     draft: str | None = None
     """A smaller model that drafts for `speculate`."""
     shortlist: str | None = None
-    """A file of token numbers: only these, and the end of a text, are computed and generated."""
+    """A file of token ids: only these, and the end of a text, are computed and generated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ class Field:
     help: str
     """The docstring below the field; may be empty."""
     families: tuple[str, ...] = ()
-    """Families that have it, where the default of this part is of another family or is none; empty otherwise."""
+    """Families that have it, if the default of this part is of another family or is none; empty otherwise."""
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -71,7 +71,7 @@ def _documented(cls: ast.ClassDef) -> Iterator[tuple[str, str]]:
 def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
     """Every setting of `cls`, depth first; a nested part that has a short text form comes before its fields.
 
-    For a part that is a union, the settings of all families follow, each once.
+    For a part that is a union, the settings of all families are included, each once.
     """
     docs = field_docs(cls)
     default = default if default is not None else cls()
@@ -91,7 +91,7 @@ def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
 
 
 def _of_families(arms: tuple[type, ...], path: str, default: Any) -> Iterator[Field]:
-    """The settings of a union: those of the default's family first, then what each other family adds."""
+    """The settings of a union: those of the default's family first, then those that other families add."""
     own = arms[0] if default is None else type(default)
     words = tuple(family_of(arm) for arm in arms)
     seen = {f"{path}family"}
@@ -125,7 +125,7 @@ def type_word(kind: Any) -> str:
 
 
 def range_word(kind: Any) -> str:
-    """The numbers that a setting may hold: `≥ 1, ≤ 100`. Empty where its type says it all."""
+    """The range of a setting's numbers: `≥ 1, ≤ 100`. Empty if the type says enough."""
     if is_union(kind):
         return "".join(map(range_word, typing.get_args(kind)))
     allowed = typing.get_args(kind)[1] if typing.get_origin(kind) is Annotated else None
@@ -133,7 +133,7 @@ def range_word(kind: Any) -> str:
 
 
 def default_word(value: Any) -> str:
-    """A default as a user would type it; `()` stands for no values at all, of which nothing is to be seen."""
+    """A default as a user would type it; an empty list is shown as `()`."""
     if value == ():
         return "()"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -24,9 +24,9 @@ class EvaluateConfig(Checked):
     """A run's folder or its export, a checkpoint, a folder that transformers wrote, or a name on the Hugging Face
     hub."""
     data: DataConfig = field(default_factory=DataConfig)
-    """Labelled data, as in `penstock train`; those of the run where the model is of one."""
+    """Labelled data, as in `penstock train`; by default those of the run, if the model comes from one."""
     split: Literal["val", "train", "all"] = "val"
-    """Samples that are read. Data that are not split have every fifth sample in `val`; `all` reads both parts."""
+    """Which samples are read. Data without a split have every fifth sample in `val`; `all` reads both parts."""
     task: TaskName = "auto"
     """Task whose metrics are computed; `auto` is that of the run, or of the model."""
     batch: Count = 32
@@ -34,17 +34,17 @@ class EvaluateConfig(Checked):
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     reference: FilledText | None = None
-    """Weights that training by preferences began with (its init_from); those of the run where the model is of one."""
+    """Weights that training by preferences started from (its init_from); by default those of the model's run."""
     preference_beta: Positive = 0.1
-    """β of the margins of preferences; that of the run where the model is of one."""
+    """β of the margins of preferences; by default the run's, if the model comes from one."""
 
 
 def load_evaluation(
     cls: type[Any] = EvaluateConfig, *, file: Path | str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> EvaluateConfig:  # fmt: skip
-    """An evaluation from general defaults, then the run or compression that the model is of, then `file`, then
-    `overrides`. Raises ConfigError as `penstock.config.load.load` does, and where nothing says which data."""
+    """An evaluation from general defaults, then the run or compression that made the model, then `file`, then
+    `overrides`. Raises ConfigError as `penstock.config.load.load` does, and if no data are named."""
     stored = read_file(file) if file is not None else {}
     model: Any = (overrides or {}).get("model", stored.get("model"))
     job = _of_job(Path(model)) if isinstance(model, str) and Path(model).exists() else None
@@ -61,7 +61,7 @@ def load_evaluation(
 
 
 def _of_job(path: Path) -> EvaluateConfig | None:
-    """Settings of the run or compression whose folder, export or checkpoint a path is; None of other paths."""
+    """Settings of the run or compression that a folder, export or checkpoint belongs to; None for other paths."""
     for folder in (path, *path.absolute().parents[:2]):
         if (file := folder / "run.toml").is_file():
             run = from_dict(RunConfig, read_file(file), origin=str(file))

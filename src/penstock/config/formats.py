@@ -16,17 +16,17 @@ class Format:
     """How a number is stored."""
 
     dtype: str
-    """The torch type that holds it. Two numbers of `int4` share one of its bytes."""
+    """The torch type that stores it. Two `int4` numbers share one byte."""
     bits: int
     group: int = 0
-    """Numbers that share a scale of 16 bits. 0: as many as a row has at least, so that scales take next to nothing, or
-    there are no scales."""
+    """Number of elements that share a scale of 16 bits. 0: there are no scales, or a scale serves at least a whole row,
+    so that its bytes do not count."""
     offsets: bool = False
-    """Whether they share an offset of 16 bits, too."""
+    """Whether they also share an offset of 16 bits."""
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number, with its share of a scale and an offset."""
+        """Bytes of one number, including its part of a scale and an offset."""
         return self.bits / 8 + (2 * (1 + self.offsets) / self.group if self.group else 0.0)
 
 
@@ -55,7 +55,7 @@ _LEVELS_OF: dict[str, str] = {
 
 
 def level_of(word: str) -> str:
-    """The levels of precision that a type, or another program's word for it, means, behind a space; "" for others."""
+    """A hint on the levels of precision for a type, or another program's word for it, after a space; else ""."""
     return f" {level}" if (level := _LEVELS_OF.get(word.lower())) else ""
 
 
@@ -72,31 +72,31 @@ class Product:
     """How a linear layer multiplies and stores its weights."""
 
     weights: Dtype | None
-    """The format of its weights while it multiplies; None where it is the model's own, and results do not change."""
+    """The format in which its weights are multiplied; None: the model's own, so that results do not change."""
     scales: Scales = "none"
-    """The numbers that share a scale: a whole tensor, each row of what a product sums over, or each group of a row."""
+    """The elements that share a scale: a whole tensor, each row over which a product sums, or each group of a row."""
     devices: tuple[str, ...] = ()
-    """Kinds of devices that multiply so in inference. Then no row of inputs changes the results of another."""
+    """Kinds of devices that support it in inference, where no row of inputs changes the results of another."""
     capability: tuple[int, int] = (0, 0)
-    """The compute capability of the first NVIDIA GPUs that do."""
+    """The lowest compute capability of NVIDIA GPUs that support it."""
     multiple: tuple[int, int] = (1, 1)
-    """Inputs and outputs of a layer must be multiples of these; a layer whose are not multiplies otherwise."""
+    """Numbers of inputs and outputs must be multiples of these; other layers do not use the format."""
     linears: Literal["all", "blocks"] = "all"
-    """Which linear layers multiply so: all that are one by role, or those inside the blocks except for routers."""
+    """Which linear layers use it: all with the role of a linear, or those inside the blocks except routers."""
     trains: tuple[str, ...] = ()
-    """Kinds of devices that multiply so in training, where weights keep their values beside it."""
+    """Kinds of devices that support it in training, where weights are also kept unrounded."""
     passes: tuple[ProductPass, ...] = ()
-    """The products in training that are in this format; the others are in the compute type."""
+    """The products of training that use this format; the rest use the compute type."""
     kept: Dtype | None = None
-    """The format in which inputs stay for the backward pass; None is the compute type."""
+    """The format in which inputs are saved for the backward pass; None: the compute type."""
     clips: bool = False
-    """Whether inputs have one scale in each layer, whose end is a parameter that learns."""
+    """Whether each layer's inputs have one scale with a learned limit."""
     splits: bool = False
-    """Whether ranks that split a layer may each round their own part."""
+    """Whether ranks that split a layer may each round their part separately."""
 
     @property
     def serves(self) -> bool:
-        """Whether a trained model can be stored so."""
+        """Whether a trained model can be stored in this form."""
         return bool(self.devices)
 
 

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 FUSED_FORM = "fused_"
-"""How measured activations are named that the operator `bias_activation` computes: `fused_gelu`."""
+"""Prefix of the measurements' names of activations that `bias_activation` computes: `fused_gelu`."""
 FusedName = Literal["residual_norm", "bias_activation"]
 Fuse = Literal["auto", "residual_norm", "bias_activation"]
 
 
 @dataclass(frozen=True, slots=True)
 class FusedOperator:
-    """One operator that takes the place of several."""
+    """One operator that replaces several."""
 
     title: str
     """A few words, for tables."""
     why: str
-    """The work that it merges and why that should pay, for readers of the ladder's page."""
+    """The work that it merges, and why that should be faster, for the ladder's page."""
     devices: tuple[str, ...] = ("cpu",)
-    """Devices that it has a kernel for, under torch's names."""
+    """Devices with a kernel for it, under torch's names."""
 
 
 FUSED: dict[FusedName, FusedOperator] = {

@@ -1,8 +1,8 @@
-"""Which fused operators pay on which kind of machine: a table of measurements, shipped and re-measured.
+"""Which fused operators are faster on which kind of machine: a table of measurements, shipped or made by the user.
 
-`presets/gains.json` holds, by kind of machine, operator, variant, type and form of the rest (eager, compiled), how many
-times as fast the fused operator was. A variant is the kind of a norm or an activation. `penstock tune-kernels` measures
-the machine at hand and stores its own table in the cache folder, which goes before the shipped one. `plan.fuse=auto`
+`presets/gains.json` holds the speedup of each fused operator by kind of machine, operator, variant, type and form of
+the rest (eager, compiled). A variant is the kind of a norm or an activation. `penstock tune-kernels` measures this
+machine and stores its own table in the cache folder, which takes precedence over the shipped one. `plan.fuse=auto`
 chooses by it, and the planner predicts by it.
 """
 
@@ -21,11 +21,11 @@ from penstock.config.machine import cache_folder, is_trusted
 from penstock.errors import PenstockError
 
 LEAST_GAIN = 1.03
-"""Times as fast that an operator must be at least for `auto` to take it: smaller differences are noise."""
+"""The smallest speedup for which `auto` chooses an operator: smaller differences are noise."""
 _LARGEST = 1 << 20
 _SHIPPED = Path(__file__).parent / "presets" / "gains.json"
 Gains = Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]
-"""By operator, variant, type and form of the rest."""
+"""Speedups by operator, variant, type and form of the rest."""
 
 
 def stored_path() -> Path:
@@ -34,7 +34,7 @@ def stored_path() -> Path:
 
 
 def gains_of(kind: str) -> Gains:
-    """Measured gains of a kind of machine: this user's, else those shipped, else none."""
+    """Measured speedups of a kind of machine: the user's own, else the shipped ones, else none."""
     for path in (stored_path(), _SHIPPED):
         table = _table(path)
         if isinstance(table.get(kind), dict):
@@ -44,7 +44,7 @@ def gains_of(kind: str) -> Gains:
 
 def variants_that_pay(name: FusedName, kind: str, dtype: str, *, compiled: bool) -> frozenset[str]:
     """The variants of an operator that were measured to be faster than eager or compiled operators on a kind of
-    machine, for products of a type under torch's name, such as `bfloat16`."""
+    machine, for products of `dtype` (torch's name, such as `bfloat16`)."""
     form = "compiled" if compiled else "eager"
     variants: Any = gains_of(kind).get(name, {})
     try:
@@ -54,14 +54,14 @@ def variants_that_pay(name: FusedName, kind: str, dtype: str, *, compiled: bool)
 
 
 def store(kind: str, gains: Gains) -> Path:
-    """Keep measurements for later runs, beside those of other kinds; returns the file."""
+    """Store measurements for later runs, next to those of other kinds of machines; returns the file."""
     path = stored_path()
     write_text(path, json.dumps({**_table(path), kind: gains}, indent=1) + "\n")
     return path
 
 
 def _table(path: Path) -> dict[str, Any]:
-    """The table in a file; empty where there is none that can be read, which measuring again replaces."""
+    """The table in a file; empty if there is none or it cannot be read. Measuring again replaces it."""
     try:
         state = path.stat()
     except OSError:
@@ -71,7 +71,7 @@ def _table(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4)
 def _read(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """The table in a file as it was at a time: a search for a layout asks a thousand times."""
+    """The table in a file, cached by the file's time and size: a search for a layout reads it a thousand times."""
     if path != _SHIPPED and not is_trusted(path):
         return {}
     try:

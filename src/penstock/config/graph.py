@@ -1,7 +1,7 @@
 """The graph of a model: its inputs, the runs of layers over them, and its heads.
 
-Every configuration of a model has a `graph`. Whoever builds, cuts, predicts, serves or exports a model goes through
-these lists and does not ask for the model's family.
+Every configuration of a model has a `graph`. Code that builds, splits, predicts, serves or exports a model iterates
+over these lists and does not depend on the model's family.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Target = Literal["v", "eps", "x0"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInput:
-    """An input of token numbers, (B, N), each of which is a row of a table of vectors."""
+    """An input of token ids, (B, N), which index the rows of an embedding table."""
 
     name: str = "tokens"
     """The model's argument."""
@@ -33,17 +33,18 @@ class TokenInput:
     length: int
     """Tokens of a sample."""
     table: str = "tokens"
-    """The module that holds the table; inputs with the same one share it."""
+    """Name of the module with the table; inputs with the same name share it."""
     segments: int = 0
-    """Rows of a second table, of kinds of segments; 0 is none."""
+    """Rows of a second table, for kinds of segments; 0: there is none."""
     scaled: bool = False
     """Whether vectors are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
     ordered: bool = False
-    """Whether its tokens see none that come later, in every run that they go through."""
+    """Whether its tokens attend to no later ones, in every run that computes them."""
     prefix: float = 0.0
-    """Share of samples in training whose first tokens see each other all the same, as many as `prefixes` says."""
+    """Share of training samples whose first tokens attend to each other nevertheless; `prefixes` says how many
+    tokens."""
     share: float = 1.0
-    """Samples of it that a micro-batch has, on average for each of its own."""
+    """Average number of this input's samples per sample of a micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,9 @@ class PatchInput:
     class_token: bool = False
     """Whether a learned vector comes before the patches."""
     distil_token: bool = False
-    """Whether another one comes behind it, of which a head learns from a teacher."""
+    """Whether a second one follows, whose head is trained by a teacher."""
     registers: int = 0
-    """Learned vectors without positions that come next (Darcet et al., ICLR 2024)."""
+    """Number of learned vectors without positions that follow (Darcet et al., ICLR 2024)."""
     bias: bool = True
     """Whether the linear map has a bias."""
 
@@ -78,7 +79,7 @@ class PatchInput:
 
     @property
     def learned_tokens(self) -> int:
-        """Tokens of a sample that come before its patches."""
+        """Number of a sample's tokens before its patches."""
         return self.class_token + self.distil_token + self.registers
 
     @property
@@ -101,45 +102,45 @@ class Condition:
     time in [0, 1], (B,), and of its class, (B,) (Peebles & Xie, ICCV 2023, "DiT", section 3.2, adaLN-Zero)."""
 
     name: str = "condition"
-    """The module that makes it."""
+    """Name of the module that computes it."""
     frequencies: int = 256
-    """Sines and cosines by which a time is embedded."""
+    """Number of sines and cosines that embed a time."""
     classes: int = 0
-    """Classes; the number after the last one stands for none of them. 0: samples have no classes."""
+    """Number of classes; the number after the last one means no class. 0: samples have no classes."""
     dropout: float = 0.0
-    """Share of samples in training whose class, or text, is left out."""
+    """Share of training samples whose class, or text, is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Layers that run one after the other over the tokens of an input, or over what another run made of them."""
+    """A stack of layers over the tokens of an input, or over the output of another run."""
 
     name: str
     """The module that holds it."""
     stack: Stack
     reads: str
-    """The input, or the earlier run, whose tokens it computes."""
+    """The input, or the earlier run, that it reads."""
     more_inputs: tuple[str, ...] = ()
-    """Further inputs whose samples it computes behind those of the one that it reads, each with a mask of its own."""
+    """Further inputs, whose samples follow those of the input that it reads, each with its own mask."""
     input: str = ""
-    """The input whose samples it computes, where it reads a run over several inputs."""
+    """The input whose samples it computes, if it reads a run over several inputs."""
     memories: tuple[str, ...] = ()
-    """Earlier runs whose outputs its cross attention sees, one after the other; of several, those that are there, or
-    of each sample the one that is asked for. Features that narrower ones lack are 0."""
+    """Earlier runs to whose concatenated outputs its cross attention attends; of several, those that were computed, or
+    for each sample the one that is chosen. Narrower outputs are padded with zero features."""
     causal: bool = False
-    """Whether a token sees itself and those before it only."""
+    """Whether a token attends only to itself and earlier tokens."""
     rows: int = 0
-    """Rows in its table of learned positions."""
+    """Rows of its table of learned positions."""
     max_tokens: int = 0
-    """Tokens that it can be given."""
+    """Maximum number of tokens of a sample."""
     embedding_norm: bool = False
-    """Whether a norm comes before its first layer's."""
+    """Whether a norm precedes its first layer."""
     modulated: bool = False
     """Whether the condition of a sample shifts, scales and gates its blocks."""
     last_norm: bool = True
-    """Whether a pre-norm run ends with a norm; without one a head has it."""
+    """Whether a pre-norm run ends with a norm; otherwise the head has one."""
     setting: str = "model"
-    """The setting of the configuration that its stack is."""
+    """Name of the configuration's setting that holds its stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +153,16 @@ class WordHead:
     """The run that it reads."""
     vocabulary: int
     tied: str = ""
-    """The table of tokens that is its weight; empty for a weight of its own."""
+    """Name of the table of tokens that it uses as its weight; empty for a weight of its own."""
     bias: bool = False
     scaled: bool = False
     """Whether its inputs are divided by √width."""
     transform: bool = False
     """Whether a dense layer, its activation and a norm come before it (BERT)."""
     cap: float = 0.0
-    """Logits z become c·tanh(z / c); 0: they stay as they are."""
+    """The cap c of logits z, which become c·tanh(z / c); 0: no cap."""
     target_share: float = 1.0
-    """Share of the tokens of its run whose words the loss asks for, where its task does not say so for all heads."""
+    """Share of its run's tokens that have a target in the loss, unless its task sets it for all heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,29 +173,29 @@ class ClassHead:
     run: str
     classes: int
     pool: ImagePool = "first"
-    """The vector of a sample: that of its first token, the mean over tokens, or `both`, one after the other; or what a
-    learned query attends to among all tokens, and a perceptron makes of that (`attention`; Zhai et al., CVPR 2022,
-    "Scaling Vision Transformers", section 3.2)."""
+    """The vector of a sample: the first token, the mean over tokens, or `both` concatenated; or the attention of a
+    learned query to all tokens, followed by a perceptron (`attention`; Zhai et al., CVPR 2022, "Scaling Vision
+    Transformers", section 3.2)."""
     skipped: int = 0
-    """Tokens at the beginning that are no part of the mean."""
+    """Number of first tokens that are left out of the mean."""
     before: Before = "norm"
     """The layers before the last linear: a norm; a dense layer and tanh; a dense layer, its activation and a norm; or
     none."""
     norm_first: bool = False
-    """Whether the norm acts on all tokens before the mean is taken."""
+    """Whether the norm is applied to all tokens before the mean."""
     dropout: float = 0.0
     distilled: bool = False
-    """Whether a second linear reads the second token: logits are the mean of both, and a teacher is compared with the
-    second's alone (Touvron et al., ICML 2021, "DeiT", section 4)."""
+    """Whether a second linear reads the second token: logits are the mean of both, and only the second's are compared
+    with the teacher (Touvron et al., ICML 2021, "DeiT", section 4)."""
 
     @property
     def vectors(self) -> int:
-        """Vectors of as many features as a token that make a sample's."""
+        """Number of token-sized vectors that are concatenated as a sample's."""
         return 1 + (self.pool == "both")
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The modules that hold its last linears: that of the vector, then the distilled one."""
+        """Names of the modules of its last linears: the vector's, then the distilled one."""
         second = "distil_head" if self.name == "head" else f"{self.name}_distil_head"
         return (self.name, second) if self.distilled else (self.name,)
 
@@ -209,35 +210,33 @@ class FeatureHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelHead:
-    """A head: an image of each sample, (B, C, S, S), of the form of an input of images; a patch from each token.
-
-    Of a noisy image it predicts what `penstock.tasks.noise` describes."""
+    """A head: an image for each sample, (B, C, S, S), shaped like an input of images; each token yields a patch. For a
+    noisy image it predicts the target that `penstock.tasks.noise` describes."""
 
     name: str = "head"
     run: str
     predicts: Target = "v"
     schedule: NoiseKind = "cosine"
     min_snr: float | None = None
-    """γ of the weights of the loss; None: all samples weigh the same."""
+    """γ of the weights of the loss; None: all samples have the same weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorHead:
-    """A head: a vector of each sample, to be compared with those of another such head. Their products are logits.
-
-    Vectors have length 1, (B, features), times the learned factor where there is one. With an offset they have one
-    feature more: the learned offset beside the factor, and 1 in the other head.
+    """A head: a vector for each sample, to be compared with those of another such head. Their dot products are logits.
+    Vectors have length 1, (B, features), times the learned factor if there is one. With an offset they have one more
+    feature: the learned offset in the head with the factor, and 1 in the other head.
     """
 
     name: str
     run: str
     features: int
     pool: Literal["first", "last", "mean"] = "mean"
-    """The vector of a sample is made of its first token, of its last that is no padding, or of the mean over tokens."""
+    """The token that becomes a sample's vector: the first, the last that is not padding, or the mean over tokens."""
     scale: float | None = None
-    """The learned factor at first, an inverse temperature; none: there is no factor."""
+    """Initial value of the learned factor, an inverse temperature; none: there is no factor."""
     offset: float | None = None
-    """The learned offset at first; none: there is no offset."""
+    """Initial value of the learned offset; none: there is no offset."""
 
 
 Head = WordHead | ClassHead | FeatureHead | PixelHead | VectorHead
@@ -245,29 +244,30 @@ Head = WordHead | ClassHead | FeatureHead | PixelHead | VectorHead
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The parts of a model. Runs are in the order in which they compute; each reads what comes before it."""
+    """The parts of a model. Runs are listed in the order in which they are computed; each reads inputs or earlier
+    runs."""
 
     inputs: tuple[Input, ...]
     runs: tuple[Run, ...]
     heads: tuple[Head, ...] = ()
     condition: Condition | None = None
     init: Init = "normal"
-    """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama, ViT); `scaled`: the same, and those that end
-    residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
-    inputs and outputs (Glorot & Bengio, 2010)."""
+    """How weights are initialised: `normal` with deviation 0.02 (BERT, Llama, ViT); `scaled`: the same, with the last
+    linears of residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform
+    by inputs and outputs (Glorot & Bengio, 2010)."""
 
     # -- parts by name and kind
 
     def run(self, name: str) -> Run:
-        """The run of that name."""
+        """The run called `name`."""
         return next(run for run in self.runs if run.name == name)
 
     def input_of(self, run: Run) -> Input:
-        """The input whose tokens a run computes, of several the first."""
+        """The input whose tokens a run computes; the first if there are several."""
         return self.inputs_through(run)[0]
 
     def inputs_through(self, run: Run) -> tuple[Input, ...]:
-        """The inputs whose samples a run computes, in the order in which their samples come."""
+        """The inputs whose samples a run computes, in the order of their samples."""
         at: Run | None = run
         names: tuple[str, ...] = ()
         while at is not None and not names:
@@ -278,7 +278,7 @@ class Graph:
         return tuple(one for name in names for one in self.inputs if one.name == name)
 
     def hides_later(self, run: Run, one: Input) -> bool:
-        """Whether the tokens of an input see none that come later, in a run."""
+        """Whether the tokens of an input attend to no later ones, in a run."""
         return run.causal or (isinstance(one, TokenInput) and one.ordered)
 
     def enters(self, run: Run) -> bool:
@@ -294,8 +294,8 @@ class Graph:
         return tuple(one for one in self.inputs if isinstance(one, kind))
 
     def runs_of(self, heads: Container[str]) -> tuple[Run, ...]:
-        """The runs that the heads of these names read, and those that these see as memories, in their order; not those
-        between them and their inputs."""
+        """The runs that these heads read, and the memories of those runs, in order; not the runs between them and their
+        inputs."""
         names = {head.run for head in self.heads if head.name in heads}
         for run in reversed(self.runs):
             at: Run | None = run if run.name in names else None
@@ -317,7 +317,7 @@ class Graph:
         return tuple(self.length(run) for run in self.runs)
 
     def samples(self, run: Run) -> float:
-        """Samples that a run computes for each of a micro-batch, on average."""
+        """Average number of samples that a run computes per sample of a micro-batch."""
         return sum(one.share if isinstance(one, TokenInput) else 1.0 for one in self.inputs_through(run))
 
     @property
@@ -326,38 +326,38 @@ class Graph:
         return self.runs[0].stack.width
 
     def width_of(self, one: Input) -> int:
-        """Features of a token of an input: those of the run that reads it."""
+        """Width of an input's tokens: that of the run that reads it."""
         reading = (run.stack.width for run in self.runs if one.name in (run.reads, *run.more_inputs))
         return next(reading, self.width)
 
     def memory_width(self, run: Run) -> int:
-        """Features of a token that a run's cross attention sees, the most of several memories; 0 where it has none."""
+        """Width of the memory that a run's cross attention reads, the largest of several; 0 if it has none."""
         return max([0, *(self.run(name).stack.width for name in run.memories)])
 
     def width_before(self, run: Run) -> int:
-        """Features of a token that a run reads."""
+        """Width of the tokens that a run reads."""
         return next((one.stack.width for one in self.runs if one.name == run.reads), run.stack.width)
 
     @cached_property
     def main(self) -> Run:
-        """The run that the last head reads: its tokens are those that are counted."""
+        """The run that the last head reads, whose tokens are counted in figures per token."""
         return self.run(self.heads[-1].run) if self.heads else self.runs[-1]
 
     # -- what the model is for
 
     @cached_property
     def vision(self) -> bool:
-        """Whether it takes images and nothing else."""
+        """Whether images are its only input."""
         return all(isinstance(one, PatchInput) for one in self.inputs)
 
     @property
     def images(self) -> PatchInput:
-        """The first input of images, of a model that has one."""
+        """The first input of images, if there is one."""
         return self.inputs_of(PatchInput)[0]
 
     @cached_property
     def words(self) -> WordHead | None:
-        """The head for words that text is read from: the last of a causal run, else the last."""
+        """The head for words that generates text: the last one on a causal run, else the last."""
         heads = self.heads_of(WordHead)
         causal = [head for head in heads if self.run(head.run).causal]
         return (causal or heads or (None,))[-1]
@@ -374,12 +374,12 @@ class Graph:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names of the weights of heads that are tables of tokens, with the names of these."""
+        """Names of tied head weights, mapped to the names of the tables of tokens that they share."""
         return {f"{head.name}.weight": f"{head.tied}.weight" for head in self.heads_of(WordHead) if head.tied}
 
     @cached_property
     def writer(self) -> Run | None:
-        """The causal run from which words are read: it continues a text token by token. None where there is none."""
+        """The causal run that generates text token by token; None if there is none."""
         run = None if self.words is None else self.run(self.words.run)
         return run if run is not None and run.causal else None
 
@@ -390,7 +390,7 @@ class Graph:
 
     @cached_property
     def written(self) -> tuple[Run, ...]:
-        """The runs that a continued text goes through, from its input to the writer."""
+        """The runs that compute a generated text, from its input to the writer."""
         path: list[Run] = []
         name = "" if self.writer is None else self.writer.name
         while at := next((run for run in self.runs if run.name == name), None):
@@ -400,8 +400,8 @@ class Graph:
 
     @cached_property
     def remembered(self) -> tuple[Run, ...]:
-        """The runs whose outputs are computed once before a text is written: those that its runs' cross attention
-        sees, with all that they read."""
+        """The runs that are computed once before a text is generated: the memories of its runs, and all runs that these
+        read."""
         wanted = {name for run in self.written for name in run.memories}
         runs: list[Run] = []
         for run in reversed(self.runs):
@@ -412,8 +412,8 @@ class Graph:
 
     @cached_property
     def generates(self) -> bool:
-        """Whether texts can be continued with it: words are read from a causal run, which sees one memory at most, made
-        of one input of tokens."""
+        """Whether it can generate texts: a head for words reads a causal run, which has at most one memory, computed
+        from one input of tokens."""
         memories = {run.memories for run in self.written if run.memories}
         sources = {self.input_of(run) for run in self.remembered}
         alone = all(len(names) == 1 for names in memories) and max(len(memories), len(sources)) <= 1
@@ -421,8 +421,7 @@ class Graph:
 
     @cached_property
     def padded(self) -> str:
-        """The input that lengths are of unless they are given by name: the first whose padding a run, or a vector,
-        would see."""
+        """The input that unnamed lengths belong to: the first whose padding would affect a run or a vector."""
         every = ((run, one) for run in self.runs for one in self.inputs_through(run))
         looked = {name for run in self.runs for name in run.memories} | {
             head.run for head in self.heads_of(VectorHead)
@@ -435,8 +434,8 @@ class Graph:
 
     @cached_property
     def form(self) -> str:
-        """The inputs that the last head is made from, in words, with `causal` before those of a causal run; and the
-        number of heads where there are several. Images of which an image is made are noisy, whatever else is seen."""
+        """The inputs that the last head depends on, in words, with `causal` before those of a causal run, and the
+        number of heads if there are several. Input images of a head for images are called noisy."""
         run = self.main
         if self.pixels is not None and len(self.heads) == 1:
             return "noisy images"
@@ -454,8 +453,7 @@ class Graph:
 
     @cached_property
     def ranges(self) -> int:
-        """Labels of samples that are told apart where experts are given: equal ranges of times, of a model that
-        denoises."""
+        """Number of labels of samples if experts are given: equal ranges of times, for a model that denoises."""
         mixed = (run.stack for run in self.runs if run.stack.experts and run.stack.router == "given")
         counts = (
             one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in mixed
@@ -464,12 +462,12 @@ class Graph:
 
     @cached_property
     def labelled(self) -> bool:
-        """Whether each sample has a label by which visits to experts are counted, or which chooses its expert."""
+        """Whether each sample has a label, by which visits to experts are counted or its expert is chosen."""
         return self.routed or any(run.stack.labels for run in self.runs if run.stack.experts)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The model's arguments in their order: its inputs, then what describes them, then what is asked for."""
+        """The model's arguments in their order: its inputs, then their descriptions, then the choice of outputs."""
         text = bool(self.inputs_of(TokenInput))
         crossed = any(run.memories for run in self.runs)
         seen = bool(self.padded)
@@ -489,7 +487,7 @@ class Graph:
         )
 
     def ordered(self, **values: Any) -> tuple[Any, ...]:
-        """The model's arguments by name in their order, up to the last that is given; it takes no others."""
+        """The values of the model's arguments in their order, up to the last one given; other names are dropped."""
         every = [values.get(name) for name in self.arguments]
         while every[-1] is None:
             every.pop()

@@ -1,4 +1,4 @@
-"""Defaults of `penstock train NAME`, in `presets/jobs.toml`: settings that suit a preset, or what it is trained for."""
+"""Defaults of `penstock train NAME`, in `presets/jobs.toml`: settings that suit a preset, or its task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The types that fields of a configuration have: what they are made of, and how they are told."""
+"""The types of configuration fields: their parts, and their description in words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union
 
 
 def places_of(name: str, cls: Any, path: str = "") -> Iterator[str]:
-    """The dotted keys under which a dataclass, or a part of it, has a field `name`: `recipe.lr` of `lr`."""
+    """The dotted keys of all fields called `name` in a dataclass and its parts: `recipe.lr` for `lr`."""
     for key, kind in field_types(cls).items():
         if key == name:
             yield f"{path}{key}"
@@ -42,7 +42,7 @@ _MORE: dict[Any, list[Any]] = {}
 
 
 def add_arm(first: type, arm: type) -> None:
-    """Make a dataclass one of the types of every union that begins with `first`, in place of one of the same family."""
+    """Add a dataclass to every union that begins with `first`, replacing one of the same family."""
     others = [other for other in _MORE.get(first, []) if family_of(other) != family_of(arm)]
     _MORE[first] = [*others, arm]
 

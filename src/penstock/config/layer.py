@@ -1,6 +1,5 @@
-"""A block of a Transformer as data: `Layer` says everything about it.
-
-Whoever builds, splits, prices or prunes a block asks its layer alone. A `Stack` is what users write; it makes layers.
+"""A block of a Transformer as data: `Layer` describes it completely. Code that builds, splits, prices or prunes a block
+reads only its layer. Users write a `Stack`, which produces the layers.
 """
 
 from __future__ import annotations
@@ -22,64 +21,65 @@ Router = Literal["softmax", "sigmoid", "given"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary positions: pairs of features turn, each at its own rate (Su et al., 2021, "RoFormer", section 3.2)."""
+    """Rotary positions: pairs of features are rotated, each at its own rate (Su et al., 2021, "RoFormer", section
+    3.2)."""
 
     base: Positive = 10000.0
-    """The slowest pair turns once in about 2π times so many positions."""
+    """The slowest pair makes one rotation in about 2π times this number of positions."""
     scaling: Scaling = "none"
-    """How longer texts than those of training are fitted in: `linear` slows all pairs down (Chen et al., 2023);
-    `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only; `longrope` (Ding et al.,
-    ICML 2024) each pair as `short` and `long` say."""
+    """How rotations are adapted to texts longer than those of training: `linear` slows all pairs down (Chen et al.,
+    2023); `llama3` (Grattafiori et al., 2024) and `yarn` (Peng et al., ICLR 2024) the slow ones only; `longrope` (Ding
+    et al., ICML 2024) each pair as `short` and `long` say."""
     factor: Annotated[float, Range(1, 1 << 20)] = 1.0
-    """How many times longer texts become."""
+    """Factor by which texts become longer."""
     trained: Annotated[int, Range(2, 1 << 31)] = 8192
-    """Positions of training, for `llama3`, `yarn` and `longrope`."""
+    """Number of positions in training, for `llama3`, `yarn` and `longrope`."""
     low: Positive = 1.0
-    """Pairs that turn fewer times within `trained` positions are slowed down by the whole factor."""
+    """Pairs with fewer rotations than this within `trained` positions are slowed down by the whole factor."""
     high: Positive = 4.0
-    """Pairs that turn more often are left as they are; those between are slowed down in part."""
+    """Pairs with more rotations than this are not changed; those between the two are slowed down in part."""
     truncate: bool = True
-    """Whether `yarn` rounds the numbers of the first and the last of these outwards to whole ones."""
+    """Whether `yarn` rounds the indices of the first and the last of these pairs outwards to integers."""
     short: tuple[Positive, ...] = ()
-    """How many times each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
+    """Factor by which each pair is slowed down in samples of at most `trained` tokens, for `longrope`."""
     long: tuple[Positive, ...] = ()
-    """Factors in longer samples, and in texts that may become longer as they are continued."""
+    """The same factors for longer samples, and for generated texts that may become longer."""
     interleaved: bool = False
-    """Whether features 2 i and 2 i + 1 turn together, as in DeepSeek's attention with latents, and not i and i + half
-    of those that turn."""
+    """Whether features 2 i and 2 i + 1 form a pair, as in DeepSeek's attention with latents, instead of i and i + half
+    of the rotated features."""
     share: PositiveShare = 1.0
-    """Share of a head's features that turn, the first ones; the others stay as they are."""
+    """Share of a head's features that are rotated, the first ones; the rest are not changed."""
     mscale: NotNegative = 0.0
-    """With `yarn`, cosine and sine grow with the logarithm of `factor` as this says, and shrink as `mscale_all` says
-    (DeepSeek-V2); 0 for either: they grow as in the paper."""
+    """With `yarn`, coefficient by which cosine and sine grow with the logarithm of `factor`; `mscale_all` shrinks them
+    in the same way (DeepSeek-V2). If either is 0, they grow as in the paper."""
     mscale_all: NotNegative = 0.0
-    """With `yarn`, scores grow by the square of what this makes of the logarithm of `factor`; 0: not at all."""
+    """With `yarn`, coefficient of the logarithm of `factor` in a growth whose square multiplies scores; 0: none."""
 
     def turned(self, features: int) -> int:
-        """How many of a head's features turn."""
+        """Number of a head's features that are rotated."""
         return int(features * self.share)
 
     def growth(self, mscale: float = 1.0) -> float:
-        """A factor that grows with the logarithm of how much longer texts became."""
+        """A factor that grows with the logarithm of `factor`."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.scaling == "yarn" else 1.0
 
 
 def unscaled(rotary: Rotary, base: float) -> Rotary:
-    """The same positions with another base, for texts of the length of training."""
+    """The same positions with another base and without scaling for longer texts."""
     return Rotary(base=base, share=rotary.share, interleaved=rotary.interleaved)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """A short vector of each token of which attention makes keys and values: all that generation keeps of the token,
-    with a rotated part of the keys that all heads share (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1)."""
+    """A short vector per token from which attention computes keys and values: generation caches only this vector, and a
+    rotated part of the keys that all heads share (DeepSeek-AI, 2024, "DeepSeek-V2", section 2.1)."""
 
     kv_rank: Features = 512
     """Features of the latent of keys and values."""
     query_rank: Features | None = 1536
-    """Features of the latent of queries; none: queries are made of the token itself."""
+    """Features of the latent of queries; none: queries are computed from the token itself."""
     plain_width: Features = 128
-    """Features of a head's queries and keys that know no position."""
+    """Features of a head's queries and keys without positions."""
     rotary_width: Features = 64
     """Rotated features of a head, which are the same for the keys of all heads."""
     value_width: Features = 128
@@ -94,7 +94,7 @@ class Latent:
 
     @property
     def kept(self) -> int:
-        """Elements that generation keeps of a token."""
+        """Elements that generation caches per token."""
         return self.kv_rank + self.rotary_width
 
 
@@ -110,7 +110,7 @@ class NormKind:
 
     @property
     def tensors(self) -> int:
-        """Parameters that it has, each with as many elements as features."""
+        """Number of its parameter tensors, each with one element per feature."""
         return 1 + self.bias
 
 
@@ -124,13 +124,13 @@ class FeedForward:
 
     @property
     def gated(self) -> bool:
-        """Whether a third matrix makes a gate."""
+        """Whether a third matrix computes a gate."""
         return self.activation in UNGATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMixture:
-    """Experts, and how those of a token are chosen. Fields are as those of `Stack` of the same names."""
+    """Experts, and how a token's experts are chosen. Fields are those of the same names in `Stack`."""
 
     expert: FeedForward
     experts: int
@@ -155,7 +155,7 @@ class ExpertMixture:
 
     @property
     def learns_routes(self) -> bool:
-        """Whether a router chooses experts, or some of the given group."""
+        """Whether a learned router chooses experts, among all or within the given group."""
         return self.router != "given" or self.router_groups > 1
 
     @property
@@ -183,13 +183,13 @@ class LayerSizes:
     turned: bool = True
     """Whether it has the rotary positions of its stack, if that has any."""
     routed: bool = False
-    """Whether it computes the samples of one expert alone. Such layers come one for each expert, in their order."""
+    """Whether it computes the samples of one expert only. Such layers come one per expert, in the experts' order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One block, whole. Blocks of equal layers are of one kind. Fields are as those of `Stack` of the same names, of
-    this block alone."""
+    """The complete description of one block. Blocks with equal layers are of one kind. Fields are those of the same
+    names in `Stack`, for this block only."""
 
     heads: int
     kv_heads: int
@@ -201,7 +201,7 @@ class Layer:
     """Where norms are: `before` attention and feed-forward, `after` each residual sum, on what each of these parts
     returns (`branch`), before the sum, or `both`: before each part and on what it returns."""
     normed: bool = True
-    """Whether attention has such a norm."""
+    """Whether attention has the norm that `placement` says."""
     turned: bool = True
     """Whether it has the rotary positions of its stack, if that has any."""
     qk_norm: bool = False
@@ -209,7 +209,7 @@ class Layer:
     attention_scale: float | None = None
     score_cap: float | None = None
     rotary: Rotary | None = None
-    """How queries and keys are turned; none: they are not."""
+    """How queries and keys are rotated; none: they are not."""
     latent: Latent | None = None
     window: int = 0
     """Tokens that a token attends to; 0 is all."""
@@ -220,16 +220,16 @@ class Layer:
     key_bias: bool = True
     layer_scale: float | None = None
     routed: bool = False
-    """Whether it computes the samples of one expert alone."""
+    """Whether it computes the samples of one expert only."""
 
     @property
     def norms_branches(self) -> bool:
-        """Whether what attention and feed-forward return is normalised before the sum."""
+        """Whether the outputs of attention and feed-forward are normalised before the sum."""
         return self.placement in ("both", "branch")
 
     @property
     def shifted(self) -> bool:
-        """Whether its projection to queries, keys and values has a bias of all but the keys."""
+        """Whether its projection to queries, keys and values has a bias for all but the keys."""
         return self.qkv_bias and not self.key_bias and self.latent is None
 
     @property
@@ -254,15 +254,15 @@ class Layer:
 
     @property
     def head_rows(self) -> dict[str, int]:
-        """Outputs of each projection of self-attention for a KV head and its queries."""
+        """Outputs of each projection of self-attention per KV head and its query heads."""
         if self.latent:
             plain = self.head_width - self.rotary_width
             return {"q_up": self.head_width, "kv_up": plain + self.value_width}
         return {"qkv": (self.queries_per_key + 2) * self.head_width}
 
     def kept_of_token(self, tp: int = 1) -> float:
-        """Elements that generation keeps of a token on one of `tp` devices: keys and values of its heads, of which it
-        has one at least, or the whole latent."""
+        """Elements that generation caches per token on one of `tp` devices: keys and values of its heads, at least one,
+        or the whole latent."""
         return self.latent.kept if self.latent else 2 * max(1.0, self.kv_heads / tp) * self.head_width
 
     @property
@@ -279,7 +279,7 @@ class Layer:
         )  # fmt: skip
 
     def resized(self, *, kv_heads: int | None = None, hidden: int | None = None) -> Layer:
-        """The layer with another number of KV heads, each with as many queries as before, or hidden features."""
+        """The layer with another number of KV heads (with as many query heads for each), or of hidden features."""
         groups = kv_heads or self.kv_heads
         perceptron = replace(self.perceptron, width=hidden or self.perceptron.width)
         feed = perceptron if self.mixture is None else replace(self.mixture, expert=perceptron)

@@ -1,4 +1,4 @@
-"""Rules of what can be predicted: types, kernels and device features, and degrees of parallelism."""
+"""Rules on Plans that can be predicted: types, kernels and device features, and degrees of parallelism."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _half_norms_are_of_o2(plan: Plan) -> Iterator[str]:
 
 @LAYOUT_RULES.of("types")
 def _products_have_gradients(plan: Plan) -> Iterator[str]:
-    """`products` is a form that trains, and replaces the bf16 products of O1 or O2; with learned clips, those of O1, or
-    the fp32 ones of O0."""
+    """`products` is a form for training, and replaces the bf16 products of O1 or O2; with learned clips, the bf16
+    products of O1 or the fp32 products of O0."""
     row = PRODUCTS[plan.products]
     if not row.trains:
         able = " or ".join(name for name, row in PRODUCTS.items() if row.trains)
@@ -84,7 +84,7 @@ def _products_have_gradients(plan: Plan) -> Iterator[str]:
 
 @LAYOUT_RULES.of("types")
 def _budget_is_of_its_recomputation(plan: Plan) -> Iterator[str]:
-    """`budget` is set with `recompute=budget` only, which leaves `recompute_every` alone."""
+    """`budget` is set with `recompute=budget` only, and `recompute_every` then keeps its default."""
     if plan.budget and plan.recompute != "budget":
         yield (
             f"plan.budget={word(plan.budget)} has no effect with plan.recompute={plan.recompute}; use "
@@ -151,8 +151,7 @@ def experts_are_split_over_ranks(plan: Plan) -> Iterator[str]:
 
 @LAYOUT_RULES.of("degrees")
 def heads_split_over_tensor_parallel(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the heads of
-    keys."""
+    """`tp` divides the heads and the MLP's hidden width, and divides or is a multiple of the KV heads."""
     if plan.tp == 1:
         return
     layers = [layer for stack in stacks(model) for layer in stack.kinds]

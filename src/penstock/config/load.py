@@ -53,13 +53,13 @@ def load(
     cls: type[T], *, file: Path | str | None = None, overrides: Mapping[str, Any] | None = None,
     base: T | None = None, stored: Mapping[str, Any] | None = None, origin: str = COMMAND_LINE,
 ) -> T:  # fmt: skip
-    """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`. `stored` is what
-    `file` holds, where it has been read already.
+    """Make a `cls` from its defaults (or `base`), then `file` (TOML, YAML or JSON), then `overrides`. `stored` is the
+    content of `file`, if it has been read already.
 
-    Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a
-    nested part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it.
-    Dotted keys of the same layer then apply on top, in any order. Of two settings that say the same (`EXCLUSIVE`) that
-    of the later layer counts. Raises `ConfigError` with every problem, each naming `origin` or the file.
+    Strings in `overrides` are parsed to the type of their field, as from a command line. A whole value for a nested
+    part (`plan="precision=O1"`, `model="vit-s16"`) replaces that part as earlier layers left it. Dotted keys of the
+    same layer then apply on top, in any order. Of two alternative settings (`EXCLUSIVE`), the one in the later layer
+    counts. Raises `ConfigError` with every problem, each naming `origin` or the file.
     """
     problems: list[str] = []
     layers: list[tuple[Mapping[str, Any], _Layer]] = []
@@ -85,9 +85,8 @@ def from_dict(
 ) -> Any:  # fmt: skip
     """Make a `cls` (a dataclass or a union of them) from typed values, as from `to_dict`, TOML or JSON.
 
-    Absent fields keep their defaults, or what `base` has. Of two settings that say the same the first that is set
-    counts, as in runs that were stored before this was an error. Raises `error` with every problem, each naming
-    `origin`.
+    Absent fields keep their defaults, or the values of `base`. Of two alternative settings the first that is set
+    counts, for runs that were stored before this was an error. Raises `error` with every problem, each naming `origin`.
     """
     problems: list[str] = []
     try:
@@ -99,7 +98,7 @@ def from_dict(
 def _assemble(
     cls: Any, base: Any, layers: Sequence[tuple[Mapping[str, Any], _Layer]], problems: list[str]
 ) -> Any:
-    """A `cls` from the values of each layer, whose problems are in `problems`."""
+    """A `cls` from the values of all layers; problems are added to `problems`."""
     tree = _Node.of(cls, base)
     for values, layer in layers:
         tree.merge(values, layer, "")
@@ -133,7 +132,7 @@ def read_file(path: Path | str, what: str = "The configuration file") -> dict[st
 
 
 def _nearest_file(path: Path) -> str:
-    """The file of a similar name beside one that does not exist, as a question."""
+    """A question that suggests a file with a similar name in the folder of one that does not exist."""
     if os.path.lexists(path):
         return ""
     with contextlib.suppress(OSError):
@@ -150,7 +149,7 @@ class _Layer:
     """Whether strings are parsed."""
     problems: list[str]
     stored: bool = False
-    """Whether a program wrote it, with every setting."""
+    """Whether a program wrote it, with all settings."""
 
     def wrong(self, message: str) -> None:
         self.problems.append(f"In {self.origin}: {message}")
@@ -160,8 +159,7 @@ class _Layer:
 class _Node:
     """A dataclass under construction; `base` provides the values that no layer has set.
 
-    For a union, `cls` is the dataclass that the layers so far select; a later layer can select another
-    family.
+    For a union, `cls` is the dataclass that the layers selected so far; a later layer can select another family.
     """
 
     cls: type
@@ -172,7 +170,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
     origins: dict[str, None] = field(default_factory=dict)
     refused: bool = False
-    """Whether a layer has a value that its field cannot hold. Then nothing more is said about the whole."""
+    """Whether a layer has a value that its field cannot hold. Then the whole object is not checked further."""
 
     @classmethod
     def of(cls, kind: Any, base: Any) -> _Node:
@@ -181,7 +179,7 @@ class _Node:
         return cls(arms[0] if base is None else type(base), base, arms)
 
     def merge(self, values: Mapping[str, Any], layer: _Layer, path: str) -> None:
-        """Override present values with `values`."""
+        """Override the current values with `values`."""
         self.origins[layer.origin] = None
         given_here: list[str] = []
         # A preset sets every field and a family decides which fields exist, so both come before other keys.
@@ -211,7 +209,7 @@ class _Node:
         self._settle_pairs(given_here, layer, path)
 
     def _settle_pairs(self, given: Sequence[str], layer: _Layer, path: str) -> None:
-        """Drop the setting that says what one of those `given` in this layer says."""
+        """Drop the alternative of each setting that is `given` in this layer."""
         for pair in EXCLUSIVE.get(self.cls.__name__, ()):
             named = [name for name in pair if name in given and self.values[name] is not None]
             if len(named) == 2 and layer.stored:
@@ -234,7 +232,7 @@ class _Node:
             self.cls, self.base, self.values, self.children = families[value], None, {}, {}
 
     def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> bool:
-        """Take a value for a field; False where it cannot hold it."""
+        """Set the value of a field; False if the field cannot hold it."""
         try:
             self.values[key] = convert(value, kind, text=layer.text)
         except BadValue as bad:
@@ -261,7 +259,7 @@ class _Node:
             child._whole_self(value, layer, path + key)
 
     def _whole_self(self, value: Any, layer: _Layer, path: str) -> None:
-        """Take a value for the whole dataclass: an object of it, or its short text form."""
+        """Set the whole dataclass from an object of it, or from its short text form."""
         self.origins[layer.origin] = None
         short = getattr(self.cls, "SHORT_FIELD", None)
         if isinstance(value, self.arms):
@@ -278,7 +276,7 @@ class _Node:
             layer.wrong(BadValue(value, f"must be {describe(self.cls)}.").sentence(path))
 
     def _parsed(self, line: str) -> Any:
-        """The dataclass that a line describes; what it names nothing of in `KEPT` stays as it was."""
+        """The dataclass that a line describes; fields in `KEPT` do not change if the line names none of them."""
         cls: Any = self.cls
         made, kept = cls.parse(line), getattr(cls, "KEPT", ())
         if not kept or not cls.named(line).isdisjoint(kept):

@@ -34,11 +34,11 @@ ProductForm = Literal[
     "packed",
 ]  # fmt: skip
 """The result of a linear layer's matrix product: its output, the gradient of its input, or that of its weight. The
-factors of the three are laid out differently in memory, and some CPU kernels are ten times slower for one than for
-another. `ragged` is an output whose rows begin inside a vector. Those of `vocabulary` are the three of a layer with
-tens of thousands of outputs, whose weight and logits fit no cache. `stored` is the output of a layer whose weights are
-stored for inference in few bits (`penstock.config.formats.PRODUCTS`), from fp32 inputs, with their rounding, scales and
-bias; `packed` that of one whose weights are laid out for the processor."""
+three differ in the memory layout of their factors, and some CPU kernels are ten times slower for one than for another.
+`ragged` is an output whose rows are not aligned to SIMD vectors. `vocabulary` and the two like it are the three
+products of a layer with tens of thousands of outputs, whose weight and logits exceed every cache. `stored` is the
+output of a layer with quantised weights in inference (`penstock.config.formats.PRODUCTS`), from fp32 inputs, including
+rounding, scales and bias; `packed` that of a layer whose weights have the processor's layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class GemmSample:
     """One measured matrix product, (m, k) @ (k, n)."""
 
     dtype: str
-    """The compute type, as in `Machine.peak_flops`; of the form `stored` the weights: `int8`, `int8_weights` or
+    """The compute type, as in `Machine.peak_flops`; for `stored`, the weights' form: `int8`, `int8_weights` or
     `int4`."""
     m: Count
     n: Count
@@ -68,8 +68,8 @@ class KernelSample:
     name: str
     per_second: Positive
     """FLOP/s of the products for `attention`, `attention_backward`, `attention_token` (one query of each head),
-    `attention_block` (as blocks in int8 compute it in one call) and `bmm`; bytes of weights that layers of
-    inference read from memory for `reading`; elements for all others."""
+    `attention_block` (the single call of int8 blocks) and `bmm`; bytes of weights that layers read from memory in
+    inference for `reading`; elements for all others."""
     tokens: Natural = 0
     features: Natural = 0
     dtype: str = "fp32"
@@ -101,18 +101,18 @@ class Machine(Checked, where="machine"):
     `fp8`, `int8`, and on CPUs `fp32_medium`. The machine cannot compute in a type that is absent. A CPU has
     no datasheet peak, so its Machine holds the best rate of the probe both here and in `achievable_flops`.
 
-    Rates by type and of samples are above 0. For other figures 0 means unknown. Raises ConfigError with every
-    figure that is negative, infinite or not a number.
+    Rates by type, and of samples, are above 0. For other figures 0 means unknown. Raises ConfigError with every figure
+    that is negative, infinite or not a number.
     """
 
     name: str
     device: Literal["cuda", "cpu", "other"]
-    """`cuda` for GPUs, ROCm's among them. `other` is planned for, by the rules of GPUs, and cannot be run on."""
+    """`cuda` for GPUs, ROCm's among them. `other` can only be planned for, by the rules of GPUs."""
     avx512: bool = True
-    """Whether a CPU has AVX-512; without it torch computes some operators in bf16 in other ways."""
+    """Whether a CPU has AVX-512; without it torch computes some bf16 operators differently."""
     kind: str = ""
-    """The kind that gains of fused operators are kept by: a CPU's instruction sets, such as `avx512_bf16`, or a GPU's
-    name as its driver has it. Where it is not known, `plan.fuse=auto` counts as no operator."""
+    """The kind under which speedups of fused operators are stored: a CPU's instruction sets, such as `avx512_bf16`, or
+    a GPU's name from its driver. If it is not known, `plan.fuse=auto` fuses nothing."""
     source: Literal["datasheet", "measured"]
     peak_flops: dict[str, Positive]
     achievable_flops: dict[str, Positive] = field(default_factory=dict)
@@ -127,23 +127,23 @@ class Machine(Checked, where="machine"):
     """Cost of one operator in a training step on a CPU, including its module and autograd; 0 if not
     measured."""
     page_seconds: NotNegative = 0.0
-    """Time that a CPU's kernel takes to clear and map a 4 KiB page on its first touch."""
+    """Time in which the operating system of a CPU clears and maps a 4 KiB page at its first access."""
     link_bytes_per_second: NotNegative | None = None
     """Rate to devices in the same node, in one direction."""
     devices_per_node: Count = 1
     node_bytes_per_second: NotNegative | None = None
     """Rate out of a node, over all its adapters."""
     leaf_nodes: Natural = 0
-    """Nodes under one leaf switch, or on one set of rails; 0 if all of them are."""
+    """Nodes under one leaf switch, or on one set of rails; 0: all nodes."""
     spine_share: PositiveShare = 1.0
-    """Share of a node's rate that is left between leaves, where these have fewer links up than down."""
+    """Share of a node's rate that is available between leaves, if they have fewer links up than down."""
     host_bytes_per_second: NotNegative | None = None
     """Rate between a device and its host's memory, in one direction."""
     collective_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-reduce, if the probe ran distributed."""
     collective_seconds: NotNegative = 0.0
-    """Time of a small all-reduce between processes; 0 if not measured. On CPUs that by which it makes products take
-    longer between which it comes, with what ranks wait for each other."""
+    """Time of a small all-reduce between processes; 0 if not measured. On CPUs it is the time that it adds to the
+    products before and after it, including the wait for other ranks."""
     gather_bytes_per_second: NotNegative | None = None
     """Measured bus bandwidth of all-gather; that of all-reduce if not measured, as for the next two."""
     scatter_bytes_per_second: NotNegative | None = None
@@ -154,15 +154,14 @@ class Machine(Checked, where="machine"):
     """Rates measured between pairs of more than two processes, all pairs at once, as in tensor parallel groups of two.
     None if not measured."""
     alone_speedup: NotNegative = 0.0
-    """How many times as fast a process computes while the others wait, where all were measured at once on a CPU that
-    they share; 0 if they were not."""
+    """Speedup of a process while the others wait, relative to all at once on a shared CPU; 0 if not measured."""
     multiprocessors: Natural | None = None
     """Number of thread blocks, one large tile each, that run at the same time."""
     power_watts: NotNegative | None = None
     gemm: tuple[GemmSample, ...] = ()
     """Measured shapes, for efficiency curves."""
     kernels: tuple[KernelSample, ...] = ()
-    """Measured CPU operators that take longer than their memory traffic."""
+    """Measured CPU operators that are slower than their memory traffic."""
     notes: tuple[str, ...] = ()
 
     def _problems(self) -> Iterator[str]:
@@ -170,8 +169,8 @@ class Machine(Checked, where="machine"):
             yield "machine.peak_flops is empty, but needs the rate of at least one type, such as bf16."
 
     def linked(self, link: LinkRates, ranks: int) -> Machine:
-        """The same machine, with what was measured between so many processes. On CPUs they count as one node, wherever
-        they run: the link is what all of them share."""
+        """The same machine with the rates measured between `ranks` processes. On CPUs they count as one node, wherever
+        they run, because all share the link."""
         node = max(ranks, self.devices_per_node) if self.device == "cpu" else self.devices_per_node
         measured: dict[str, Any] = {one.name: getattr(link, one.name) for one in fields(link)}
         return replace(self, **{"devices_per_node": node, "pairs": None} | measured)
@@ -183,7 +182,7 @@ class Machine(Checked, where="machine"):
 
 @cache
 def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
-    """Each shipped Machine, and the words that identify it in a device's name."""
+    """Each shipped Machine with the words that identify it in a device's name."""
     machines: dict[str, tuple[Machine, tuple[str, ...]]] = {}
     for name, table in read_shipped("machines").items():
         values: dict[str, Any] = {
@@ -227,7 +226,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
 
 def _bare(name: str) -> str:
-    """The name of a chip without the words around it: `4090` of `NVIDIA GeForce RTX 4090`."""
+    """The name of a chip without other words: `4090` from `NVIDIA GeForce RTX 4090`."""
     return re.sub(r"nvidia|amd|geforce|instinct|tesla|rtx|[^a-z0-9]", "", name.lower()[:200])
 
 
@@ -246,11 +245,10 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
 
 
 def cache_folder(name: str = "") -> Path:
-    """The folder of what is measured, compiled or tokenised once, or the folder `name` in it: `$PENSTOCK_CACHE`,
-    `$XDG_CACHE_HOME/penstock` or `~/.cache/penstock`. Where other users may write there, it is a folder of this user
-    beside other temporary files, and the log says so.
-
-    Raises EnvironmentProblem where others may write that one, too.
+    """The folder for results that are measured, compiled or tokenised once, or the folder `name` in it:
+    `$PENSTOCK_CACHE`, `$XDG_CACHE_HOME/penstock` or `~/.cache/penstock`. If other users may write there, a folder of
+    this user among the temporary files is used instead, and the log says so. Raises EnvironmentProblem if others may
+    write that one, too.
     """
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return _trusted(Path(chosen), name)
@@ -276,7 +274,7 @@ def _trusted(cache: Path, name: str) -> Path:
 
 
 def is_trusted(file: Path) -> bool:
-    """Whether a file of the cache is there, and only this user and root may have written it; else the log says why."""
+    """Whether a cached file exists and only this user or root can have written it; if not, the log says why."""
     if reason := distrust(file):
         _log.warning("%s is not used, because %s.", file, reason)
     return file.is_file() and not reason

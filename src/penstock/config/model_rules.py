@@ -1,4 +1,4 @@
-"""The rules of a model that can be built: those of its graph, and of each stack of blocks."""
+"""Rules that a model must meet: those of its graph, and those of each stack of blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.config.stack import Stack
 
 
 def model_problems(graph: Graph) -> Iterator[str]:
-    """Every reason why such a model is impossible."""
+    """Every reason why a model with this graph is impossible."""
     labels = {run.stack.labels for run in graph.runs if run.stack.experts}
     if len(labels) > 1:
         yield (
@@ -134,7 +134,7 @@ def _tables_of(graph: Graph, run: Run) -> set[str]:
 
 
 def stack_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why such a stack is impossible; `where` is its name, such as `model.encoder`."""
+    """Every reason why a stack is impossible; `where` is its name, such as `model.encoder`."""
     for problems in (
         _attention_problems, _position_problems, _latent_problems, _window_problems, _norm_problems,
         _unequal_problems, _router_problems, _label_problems, _routed_problems,
@@ -143,7 +143,7 @@ def stack_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _attention_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why attention cannot have such heads."""
+    """Problems of a stack's attention heads."""
     if stack.head_features is None and stack.latent is None and stack.width % stack.heads:
         yield (
             f"{where}.width {stack.width} cannot be split over {where}.heads {stack.heads}; use a number of heads "
@@ -162,7 +162,7 @@ def _attention_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _position_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why attention cannot know positions so."""
+    """Problems of a stack's positions."""
     features = stack.layers[0].rotary_width
     turned, rotary = stack.rotary.turned(features), stack.rotary
     if stack.positions == "rotary" and (turned % 2 or not turned):
@@ -191,7 +191,7 @@ def _position_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _window_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why blocks cannot take turns with windows."""
+    """Problems of a stack's windows."""
     alone = "window_base" if stack.window_base is not None else "" if stack.window_scaled else "window_scaled"
     if alone and (stack.positions != "rotary" or stack.window is None):
         yield (
@@ -206,7 +206,7 @@ def _window_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _norm_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why norms cannot be there."""
+    """Problems of the placement of a stack's norms."""
     if not stack.first_norm and not stack.norm_first:
         yield (
             f"{where}.first_norm false leaves out the norm before the first block's attention, which only blocks "
@@ -230,7 +230,7 @@ def _norm_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _latent_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why keys and values cannot be made of latents."""
+    """Problems of a stack's latents for keys and values."""
     if stack.latent is None:
         return
     for name, wanted in (
@@ -251,7 +251,7 @@ def _latent_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _routed_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why experts cannot be whole blocks."""
+    """Problems of experts that are whole blocks."""
     if stack.experts_in == "mlp":
         if any(layer.routed for layer in stack.unequal):
             yield f"{where}.unequal has layers with routed true, which {where}.experts_in block has alone; set it."
@@ -271,7 +271,7 @@ def _routed_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _router_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why experts cannot be chosen so."""
+    """Problems of a stack's router."""
     if not stack.experts:
         return
     chosen, groups, taken = stack.experts_per_token, stack.router_groups, stack.groups_per_token
@@ -334,7 +334,7 @@ def _label_problems(stack: Stack, where: str) -> Iterator[str]:
 
 
 def _unequal_problems(stack: Stack, where: str) -> Iterator[str]:
-    """Every reason why these layers cannot be those of this stack."""
+    """Problems of the sizes that a stack sets for each layer."""
     if not stack.unequal:
         return
     where, each = f"{where}.unequal", max(1, stack.experts)

@@ -17,8 +17,8 @@ from penstock.config.plan import Plan, Precision
 Masters = Literal["none", "copy", "shards"]
 
 MASTER_BYTES: dict[Masters, float] = {"none": 0.0, "copy": 4.0, "shards": 0.0}
-"""Bytes of a master weight, in addition to the weight that forward and backward read. With `shards`, each device holds
-a shard of the fp32 weights, and half weights are gathered from them."""
+"""Bytes of a master weight, in addition to the weight that forward and backward read. With `shards`, each device stores
+a shard of the fp32 weights, from which half weights are gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,11 @@ class Numerics:
     gathered: Dtype
     """Type of the weights that forward and backward read; for shards, the type in which they are gathered."""
     by_lists: bool
-    """Whether each operation runs in the type that the op lists say (autocast), or in that of its
-    arguments."""
+    """Whether the op lists choose the type of each operation (autocast), or the arguments' type is used."""
     compute: Dtype
     """Type that matrix products read and write: the activations of linear layers and attention."""
     factors: Dtype
-    """Type that matrix products round their factors to, but for those of linear layers whose `products` say more."""
+    """Type to which matrix products round their factors, except in linear layers with other `products`."""
     products: Products
     """How linear layers multiply."""
     residual: Dtype
@@ -51,13 +50,13 @@ class Numerics:
     masters: Masters
     """Where the fp32 value of a half weight is stored."""
     moments: Dtype
-    """Type of the numbers that the optimizer keeps per weight."""
+    """Type of the optimizer's state."""
     moments_per_weight: int
-    """Elements that the optimizer keeps per weight, of a matrix where it treats matrices by themselves."""
+    """Elements of optimizer state per weight; for matrices, if the optimizer treats them differently."""
     loss_scale: float | Literal["dynamic"]
     """Factor of the loss before the backward pass, so that small gradients do not vanish in fp16."""
     outputs: Literal["fp32", "keep"]
-    """Whether floating outputs of the model are turned to fp32, for losses that are computed outside."""
+    """Whether floating-point outputs of the model are cast to fp32, for losses that are computed outside."""
     lists: Any = None
     """An `OpLists` of `penstock.precision.lists`; None for the default of the type."""
 
@@ -77,7 +76,7 @@ class Numerics:
         return self.loss_scale != 1.0
 
     def describe(self) -> str:
-        """One line that says all that differs from plain fp32."""
+        """One line with all differences from plain fp32."""
         if not self.half:
             return f"{self.level}: fp32 throughout"
         parts = [f"weights {self.weights}"]
@@ -98,7 +97,7 @@ def numerics_of(plan: Plan) -> Numerics:
     """The types that `plan` trains in. Sharding changes them only if there are several replicas."""
     global _latest
     latest = _latest  # read once: threads may predict beside each other
-    if latest is not None and plan is latest[0]:  # a prediction asks some twenty times for those of one Plan
+    if latest is not None and plan is latest[0]:  # a prediction calls this some twenty times for one Plan
         return latest[1]
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
     numerics = _numerics(

@@ -1,4 +1,4 @@
-"""The optimizers, one row each: what they keep, read and write per weight, and in which forms torch has them."""
+"""The optimizers, one row each: their state, reads and writes per weight, and the forms that torch has of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SKIPS_ON_DEVICE: tuple[OptimizerForm, ...] = ("fused", "contiguous")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:
-    """How one optimizer updates weights, in numbers per weight."""
+    """How one optimizer updates weights, in elements per weight."""
 
     torch: str = ""
-    """Name of the class in `torch.optim`; "" of Penstock's own."""
+    """Name of the class in `torch.optim`; "" for Penstock's own."""
     moments: int
-    """Elements that it keeps per weight."""
+    """Elements of state per weight."""
     forms: tuple[OptimizerForm, ...] = _UNFUSED
     """The values of `Plan.optimizer` that it has."""
     operators: int = 10
@@ -33,9 +33,9 @@ class UpdateRule:
     accesses: float = 20
     """Elements per weight that these read and write."""
     settings: tuple[str, ...] = ()
-    """Options that it takes from a recipe, whose beta1 is `momentum` and whose beta2 is `alpha`; others are torch's."""
+    """Options that a recipe sets, where beta1 is `momentum` and beta2 is `alpha`; others keep torch's defaults."""
     matrices: Literal["", "orthogonal", "factored"] = ""
-    """Treatment of whole matrices: it orthogonalises their updates, or keeps means of their rows and columns."""
+    """Treatment of whole matrices: their updates are orthogonalised, or the state has means over rows and columns."""
     decays: bool = True
     """Whether it has weight decay."""
     refused: str = ""
@@ -50,7 +50,7 @@ class UpdateRule:
 _ADAM = ("betas", "eps")
 OPTIMIZERS: dict[Algorithm, UpdateRule] = {
     "adamw": UpdateRule(torch="AdamW", moments=2, forms=ALL_FORMS, settings=_ADAM),
-    # The row is of its matrices; all else is AdamW's, in any form but flat buffers, which hold no matrices.
+    # The row describes its matrices; other parameters use AdamW, in any form but flat buffers, which hold no matrices.
     "muon": UpdateRule(
         moments=1, forms=("loop", "foreach", "fused"), operators=7, accesses=12, settings=_ADAM,
         matrices="orthogonal"
@@ -80,11 +80,11 @@ OPTIMIZERS: dict[Algorithm, UpdateRule] = {
         "dense"
     ),
 }  # fmt: skip
-"""By name: the row of each optimizer that `recipe.optimizer` takes."""
+"""The row of each optimizer that `recipe.optimizer` accepts, by name."""
 
 
 def form_problems(algorithm: Algorithm, form: OptimizerForm) -> Iterator[str]:
-    """Why an optimizer cannot train, or has not a form."""
+    """Why an optimizer cannot train, or does not have a form."""
     row = OPTIMIZERS[algorithm]
     if row.refused:
         yield f"recipe.optimizer={algorithm} {row.refused}; use adamw, or another of {_usable()}."

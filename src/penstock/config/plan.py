@@ -24,7 +24,7 @@ Matmul = Literal["highest", "high", "medium"]
 TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
 WITH_SINKS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "plain")
-"""Backends that have attention sinks."""
+"""Backends that support attention sinks."""
 LossForm = Literal["whole", "chunked"]
 Padding = Literal["keep", "remove"]
 ExpertProducts = Literal["grouped", "loop"]
@@ -39,7 +39,7 @@ TensorOverlap = Literal["none", "weights", "all"]
 Offload = Literal["none", "optimizer", "activations"]
 
 BASELINE = "baseline"
-"""The line that a Plan of defaults prints as."""
+"""The line for a Plan of defaults."""
 
 
 Effect = Literal["nothing", "rounding", "batch", "precision", "model"]
@@ -67,10 +67,10 @@ class Plan(Checked, where="plan"):
         | dict.fromkeys(("true", "tensorwise"), "fp8_tensorwise")
         | dict.fromkeys(("false", "none"), "plain")
     }
-    """By old names of settings, old values, mapped to their present words."""
+    """For old names of settings, old values mapped to their present words."""
 
     KEPT: ClassVar[tuple[str, ...]] = ("micro_batch", "accumulate")
-    """The batch of a step: a line that names neither leaves both as a preset or file has set them."""
+    """The batch of a step: a line with neither keeps the values of a preset or file."""
 
     precision: Precision = field(default="O0", metadata=_PRECISION | {"O3": "model"})
     """O0: fp32 throughout. O1: autocast, fp32 weights. O2: weights, activations and gradients in `dtype`, and fp32
@@ -96,22 +96,22 @@ class Plan(Checked, where="plan"):
     and sequence length; `native` is Penstock's kernel in C++ for CPUs that multiply bf16 in AVX-512; the others fix one
     backend of SDPA."""
     loss: LossForm = field(default="whole", metadata=_ROUNDING | {"switch": "does not make its loss itself"})
-    """How the loss over a vocabulary is made: of all logits together, or of some rows at a time, whose gradients are
-    made along with it, so that logits take 64 MiB at most, on a GPU 1 GiB."""
+    """How the loss over a vocabulary is computed: from all logits together, or in chunks of rows together with their
+    gradients, so that logits take at most 64 MiB, on a GPU 1 GiB."""
     padding: Padding = field(
         default="keep", metadata=_ROUNDING | {"switch": "computes all tokens that it is given"}
     )
-    """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on
-    a GPU with `attention=flash`, attention then goes from sample to sample; elsewhere it alone still sees padding."""
+    """Whether an encoder computes padding: `remove` saves its share of the tokens of a batch. On a CPU, and on a GPU
+    with `attention=flash`, attention then skips padding too; elsewhere only attention still computes it."""
     experts: ExpertProducts = field(
         default="grouped", metadata=_ROUNDING | {"switch": "has no mixture of experts"}
     )
-    """How experts multiply: all together, in grouped products, where torch has them, or one after the other."""
+    """How experts are multiplied: all together in grouped products, if torch has them, or one after the other."""
     fuse: tuple[Fuse, ...] = field(
         default=(), metadata=_ROUNDING | {"training": "fuses what training computes; leave plan.fuse out"}
     )
-    """Operators that are fused by kernels of Penstock's own, separated by commas: `auto` takes those that were measured
-    to pay on this kind of machine."""
+    """Operators that are fused by kernels of Penstock's own, separated by commas: `auto` chooses those that were
+    measured to be faster on this kind of machine."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
     """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), or the whole
     model."""
@@ -121,7 +121,7 @@ class Plan(Checked, where="plan"):
     micro_batch: Count = field(default=8, metadata=_BATCH)
     """Samples per forward pass on one device."""
     accumulate: Count = field(default=1, metadata=_BATCH)
-    """Forward and backward passes per optimizer step. In a pipeline, its micro-batches."""
+    """Forward and backward passes per optimizer step; in a pipeline, its number of micro-batches."""
     dp: Count = field(default=1, metadata=_BATCH)
     """Data parallel degree: the number of replicas, whole or sharded, which use different samples."""
     sharding: Sharding = field(default="ddp", metadata=_ROUNDING | {
@@ -136,8 +136,8 @@ class Plan(Checked, where="plan"):
     sp: bool = field(default=False, metadata=_ROUNDING | {
         "training": "splits tokens between split layers, and they are made one at a time; use plan.sp=false"
     })  # fmt: skip
-    """Sequence parallelism: what tensor parallelism does not split is split over tokens (Korthikanti et al.
-    2022)."""
+    """Sequence parallelism: activations that tensor parallelism does not split are split over tokens (Korthikanti et
+    al. 2022)."""
     pp: Count = field(default=1, metadata=_ROUNDING)
     """Number of pipeline stages."""
     schedule: ScheduleKind = field(default="1f1b", metadata=_ROUNDING)
@@ -152,38 +152,38 @@ class Plan(Checked, where="plan"):
     """How these devices exchange keys and values: passed around a ring while attention computes, or all gathered
     before it."""
     ep: Count = field(default=1, metadata=_ROUNDING)
-    """Expert parallel degree: number of devices, of the dp times cp times tp of a stage, over which experts are split.
-    Above 1 each expert is whole on its device, to which tokens are sent."""
+    """Expert parallel degree: number of devices, out of the dp times cp times tp of a stage, over which experts are
+    split. Above 1 each expert is on one device as a whole, and tokens are sent there."""
     recompute: Recompute = field(default="none", metadata=_NOTHING)
     """Part of the forward pass that the backward pass recomputes: nothing; the attention scores (selective); norms,
     activations and all else but attention and matrix products (elementwise), or every second product with weights and
     those of plain attention too (operators: torch's per-operator policy); or each block from its input, either whole
     (full) or until everything needed is available (early: torch's own checkpointing, which omits a block's last
-    product). `budget` chooses for each block what frees the most bytes for the least computation, until activations
-    fit in `budget`."""
+    product). `budget` chooses for each block the parts that free the most bytes for the least computation, until
+    activations fit in `budget`."""
     recompute_every: Annotated[float, Range(1, 1 << 14)] = field(default=1.0, metadata=_NOTHING)
-    """Every n-th block recomputes. n need not be whole: 1.25 is four of five blocks, 2.5 two of five."""
+    """Every n-th block recomputes. n may be fractional: 1.25 is four of five blocks, 2.5 two of five."""
     budget: Annotated[float, Range(0, 1 << 20)] = field(default=0.0, metadata=_NOTHING)
     """GiB that the activations of one device's blocks may take, with recompute=budget; all micro-batches that a
     pipeline stage holds at one time are counted."""
     products: Products = field(default="plain", metadata=_MODEL)
-    """How linear layers multiply: as their types say (`plain`), or inside the blocks in fp8, with one scale per row of
+    """How linear layers multiply: in their own types (`plain`), or inside the blocks in fp8, with one scale per row of
     what is summed over (`fp8`) or per tensor (`fp8_tensorwise`), or in int8, with gradients of weights in bf16 (`int8`)
     or not (`int8_all`), or with one learned scale for a layer's inputs (`int8_pact`). The other forms are for
     inference."""
     algorithm: Algorithm = field(default="adamw", metadata=_MODEL)
-    """The optimizer, which a run names as `recipe.optimizer`: what it keeps per weight, moves and computes is predicted
-    from one table, `penstock.config.optimizers`."""
+    """The optimizer, which a run sets as `recipe.optimizer`. Its state, memory traffic and computation are predicted
+    from the table `penstock.config.optimizers`."""
     gradients: GradientType = field(default="weights", metadata=_PRECISION | {"trains": "weights"})
-    """Type in which gradients are accumulated and reduced: that of the weights that the optimizer updates
-    (fp32 if these are sharded), fp32, or half precision."""
+    """Type in which gradients are accumulated and reduced: the type of the weights that the optimizer updates (fp32 if
+    these are sharded), fp32, or half precision."""
     offload: Offload = field(default="none", metadata=_ROUNDING)
     """Tensors kept in host memory."""
     overlap: bool = field(default=True, metadata=_NOTHING | {"trains": True})
     """Whether data parallel collectives overlap with forward and backward, where possible."""
     tp_overlap: TensorOverlap = field(default="weights", metadata=_ROUNDING | {"trains": "weights"})
-    """Which tensor parallel collectives overlap with computation: none, those that fit behind the gradients
-    of weights, or all that can."""
+    """Which tensor parallel collectives overlap with computation: none, those that can overlap with gradients of
+    weights, or all that can."""
 
     @classmethod
     def parse(cls, line: str) -> Plan:
@@ -241,7 +241,7 @@ class Plan(Checked, where="plan"):
         return values
 
     def line(self) -> str:
-        """The Plan as one line: key=value words for what differs from the defaults, or `baseline`.
+        """The Plan as one line: key=value words for fields that differ from the defaults, or `baseline`.
 
         `Plan.parse` returns an equal Plan.
         """
@@ -272,13 +272,13 @@ class Plan(Checked, where="plan"):
 
     @property
     def gpus(self) -> int:
-        """Number of devices of the plan. Expert parallel groups lie within the data parallel ones."""
+        """Number of devices of the plan. Expert parallel groups are inside the data parallel ones."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def replicas(self) -> int:
-        """Number of devices with weights of their own for the same part of the model: those that split a sample's
-        tokens have them too."""
+        """Number of devices that each have weights for the same part of the model, including devices that split a
+        sample's tokens."""
         return self.dp * self.cp
 
     @property
@@ -288,18 +288,17 @@ class Plan(Checked, where="plan"):
 
 
 SWITCHES: dict[str, str] = {f.name: f.metadata["switch"] for f in fields(Plan) if "switch" in f.metadata}
-"""Fields that a model's family applies, in the order in which `build` has them applied, and what is said of a model
-that cannot."""
+"""Fields that a model's family applies, in the order of `build`, and the message about a model that cannot."""
 TRAINING_ALONE: dict[str, str] = {
     f.name: f.metadata["training"] for f in fields(Plan) if "training" in f.metadata
 }
-"""Fields that inference refuses, and what is said of them."""
+"""Fields that inference refuses, and the message about each."""
 TRAINED: dict[str, Any] = {f.name: f.metadata["trains"] for f in fields(Plan) if "trains" in f.metadata}
-"""The value of each field that training supports for one value."""
+"""For each field of which training supports only one value, that value."""
 
 
 def effect_of(name: str, *values: Any) -> Effect:
-    """The effect on results of a change of the Plan's field `name`, where it becomes or was one of `values`."""
+    """The effect on results if the Plan's field `name` changes from or to one of `values`."""
     metadata = Plan.__dataclass_fields__[name].metadata
     effects: list[Effect] = [metadata["effect"], *(metadata.get(str(value), "nothing") for value in values)]
     return max(effects, key=list(EFFECTS).index)

@@ -23,32 +23,32 @@ class QuantiseOptions(Checked, where="quantise"):
     """The field that `--quantise TEXT` sets."""
 
     format: StoredFormat | None = None
-    """`int8` multiplies in int8; `int8_weights` and `int4` keep weights smaller and multiply as before. None: all stays
-    as it is."""
+    """`int8` multiplies in int8; `int8_weights` and `int4` store smaller weights and multiply as before. None: nothing
+    changes."""
     weights: Rounding = "absmax"
-    """How weights are rounded: to the nearest number, with the largest magnitude at the end of the scale (`absmax`) or
-    the end where the squared error is least (`mse`); or so that outputs change least (`gptq`)."""
+    """How weights are rounded: to the nearest number, with the largest number at the largest magnitude (`absmax`) or
+    where the squared error is least (`mse`); or so that outputs change least (`gptq`)."""
     inputs: Literal["token", "static"] = "token"
-    """How inputs of `int8` are scaled: by the largest of each token as it comes, or by one scale that calibration
-    chose."""
+    """How inputs of `int8` are scaled: dynamically by each token's largest magnitude, or by one scale from
+    calibration."""
     limit: Limit = "mse"
-    """How calibration chooses the scale of `static` inputs: the largest magnitude, its 99.99th percentile, the least
+    """How calibration chooses the scale of `static` inputs: the largest magnitude, the 99.99th percentile, the least
     squared error, or the least relative entropy."""
     smooth: Annotated[float, Range(0, 1)] = 0.0
-    """Share of the range of inputs that moves into weights where a norm feeds linears (Xiao et al., ICML 2023, eq. 4:
-    α); 0 leaves all as it is, 0.5 suits most."""
+    """Share of the inputs' range that is moved into the weights of linears after a norm (Xiao et al., ICML 2023, eq. 4:
+    α); 0 changes nothing, 0.5 suits most models."""
     drop: NotNegative | None = None
-    """Most points of accuracy that may be lost: the layers that cost most stay as they are. None: any."""
+    """Largest acceptable loss of accuracy, in points: the layers that lose most are not quantised. None: any."""
     learn: Natural = 0
-    """Optimizer steps in which the ends of `static` scales learn afterwards, and the weights with them, by rounding as
-    the model will be deployed, with the original as teacher; 0: none."""
+    """Optimizer steps of quantisation-aware training afterwards, which trains the limits of `static` scales and the
+    weights, with the original as teacher; 0: none."""
     learn_lr: Positive = 1e-4
     """Peak learning rate of these steps."""
     speed: bool = False
-    """Whether layers that the format does not make faster here stay as they are, for as many samples in a pass as
-    `penstock compress --batch`."""
+    """Whether layers that are not faster in this format on this machine stay as they are, measured with `penstock
+    compress --batch` samples per pass."""
     samples: Count = 256
-    """Samples of the data that calibration sees."""
+    """Samples of the data for calibration."""
 
     def _problems(self) -> Iterator[str]:
         if self.format not in (None, "int8") and self.inputs == "static":

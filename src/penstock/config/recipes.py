@@ -22,7 +22,7 @@ from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 INSIDE = ("teacher_hidden", "teacher_attention", "teacher_scores")
-"""Settings of a recipe that look into the blocks of a teacher."""
+"""Settings of a recipe that compare the blocks of teacher and student."""
 
 
 def load_run(
@@ -33,8 +33,8 @@ def load_run(
     then `overrides`. Without a model, the preset is `vit-digits`.
 
     `model_in` gives the model that a folder of weights describes, or None if it describes none. With it, a run that
-    starts from weights of a text model has the sizes of that model, and so has one that names no model at all; what is
-    usual for fine-tuning comes over the preset's job.
+    starts from a text model's weights, or names no model, uses the sizes of that model, and the defaults of fine-tuning
+    override the preset's job.
 
     Raises ConfigError as `penstock.config.load.load` does.
     """
@@ -46,7 +46,7 @@ def load_run(
     described = None
     if name is None or (
         known and not PRESETS[name].graph.inputs_of(PatchInput)
-    ):  # images can be of another size
+    ):  # images can have another size
         given_weights = isinstance(weights, str) and weights.lower() not in NONE_WORDS
         described = model_in(weights) if model_in and given_weights else None
     if name is None and file is None and described is None:
@@ -58,14 +58,14 @@ def load_run(
         if "model.sequence" in tuning:
             tuning["model.sequence"] = min(tuning["model.sequence"], base.model.tokens)
         base = from_dict(RunConfig, tuning, origin="the defaults of fine-tuning", base=base)
-        # The preset's name has done its work. Changes to single fields of the model still apply.
+        # The preset's name is no longer needed. Changes to single fields of the model still apply.
         given.pop("model", None)
         stored = {key: value for key, value in stored.items() if key != "model"}
     return load(cls, file=file, stored=stored, overrides=given, base=base)
 
 
 def plan_option(model: ModelConfig, plan: Plan) -> str:
-    """The option that trains a model with a Plan, of whose batch the line says as much as the preset's job needs."""
+    """The command-line option for a Plan; it names the micro-batch if the preset's job would otherwise change it."""
     line = plan.line()
     job = JOBS.get(option_words(model)[0], {})
     unnamed = Plan.named(line).isdisjoint(Plan.KEPT) and not {
@@ -75,8 +75,9 @@ def plan_option(model: ModelConfig, plan: Plan) -> str:
 
 
 def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
-    """Raise ConfigError for what can be told of a run before a rank starts: a Plan that this model refuses, and a
-    warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, and is checked alone."""
+    """Raise ConfigError for problems that can be found before a rank starts: a Plan that this model refuses, and a
+    warm-up that does not fit. The Plan of an `elastic` run changes with its ranks, so it is checked without the
+    model."""
     require(config.plan, None if elastic else config.model, run=True)
     require_recipe(config.recipe, config.plan, preferences=config.task == "preferences")
     if config.task == "preferences" and config.init_from is None:
@@ -94,8 +95,8 @@ def require_startable(config: RunConfig, *, elastic: bool = False) -> None:
 
 
 def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
-    """Raise ConfigError, with every reason, where a Plan cannot train as a recipe says, or where settings of a recipe
-    have no use. `preferences`: whether it trains by them.
+    """Raise ConfigError, with every reason, if a Plan cannot train as a recipe says, or settings of a recipe have no
+    effect. `preferences`: whether the task is training by preferences.
     """
     problems = [
         *_unscheduled(recipe, plan),
@@ -108,7 +109,7 @@ def require_recipe(recipe: Recipe, plan: Plan, *, preferences: bool) -> None:
 
 
 def _unscheduled(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    """Settings that the schedule or the optimizer has no use for."""
+    """Settings without effect on the schedule or the optimizer."""
     usual = Recipe()
     if recipe.schedule != "wsd" and recipe.decay_share != usual.decay_share:
         yield (
@@ -130,7 +131,7 @@ def _unscheduled(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _idle(recipe: Recipe) -> Iterator[str]:
-    """Settings of a teacher where there is none."""
+    """Settings of a teacher although there is none."""
     usual = Recipe()
     for name in ("teacher_weight", *INSIDE, "temperature"):
         if getattr(recipe, name) != getattr(usual, name):
@@ -143,7 +144,7 @@ def _idle(recipe: Recipe) -> Iterator[str]:
 
 
 def _degrees(plan: Plan, *names: str) -> Iterator[tuple[str, int]]:
-    """The degrees of these names that split something."""
+    """The degrees of parallelism in `names` that are above 1."""
     return ((name, degree) for name in names if (degree := getattr(plan, name)) > 1)
 
 
@@ -161,7 +162,7 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
     inside = [name for name in INSIDE if getattr(recipe, name)]
     if inside and plan.tp > 1:
         yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
-    within = [name for name in inside if name != "teacher_hidden"]  # those see what blocks return
+    within = [name for name in inside if name != "teacher_hidden"]  # those read the outputs of blocks
     if plan.compile == "blocks" and within:
         yield f"recipe.{within[0]} looks into blocks, which plan.compile=blocks closes; use compile=none."
     if inside and plan.padding == "remove":
@@ -177,7 +178,7 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 
 def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]:
-    """Why training by preferences is not possible, or why their β has no use."""
+    """Why training by preferences is not possible, or why β has no effect."""
     if not preferences:
         if recipe.preference_beta != Recipe().preference_beta:
             yield (
@@ -199,7 +200,7 @@ def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str
 
 
 def _unadaptable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]:
-    """Why weights that do not learn cannot be stored as `recipe.lora.base` says."""
+    """Why frozen weights cannot be stored as `recipe.lora.base` says."""
     lora = recipe.lora
     if not lora.rank:
         yield (
@@ -224,8 +225,8 @@ def _unadaptable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]
 
 
 def require_alike(teacher: ModelConfig, student: ModelConfig, name: str) -> None:
-    """Raise ConfigError where a teacher, called `name`, cannot be compared with a student: other inputs, vocabularies,
-    classes, or too few positions."""
+    """Raise ConfigError if a teacher, called `name`, cannot be compared with a student: different inputs, vocabularies
+    or classes, or too few positions."""
     problems = list(_differences(teacher.graph, student.graph))
     if problems:
         raise ConfigError(
@@ -280,7 +281,7 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
 
 
 def _outputs(graph: Graph) -> str:
-    """The logits that a graph's head gives, in words."""
+    """The logits of a graph's head, in words."""
     if graph.classes is not None:
         return f"{graph.classes.classes} classes"
     if graph.words is None:
@@ -294,8 +295,8 @@ def _job(name: str) -> RunConfig:
 
 
 def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:
-    """The model in a folder of weights, in place of a preset of its family. Samples may be made shorter than its table
-    of positions, which stays as it is.
+    """The model in a folder of weights, in place of a preset of its family. Samples may be shorter than its table of
+    positions, which does not change.
     """
     if not model.graph.inputs_of(PatchInput) and any(stack.positions == "learned" for stack in stacks(model)):
         text: Any = model

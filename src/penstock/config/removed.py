@@ -1,4 +1,4 @@
-"""Settings, values and commands of earlier versions that are gone, and what to use in their place."""
+"""Settings, values and commands of earlier versions that were removed, and their replacements."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ REMOVED: dict[str, tuple[str, tuple[Any, ...]]] = {
         (0,),
     ),
 }
-"""By class and setting: what to do without it, and the values that say what happens anyway, which are read, because a
-run's folder has every setting."""
+"""For each class and setting, what to do instead, and the values that ask for nothing special: these are still
+accepted, because a run's folder has every setting."""
 REMOVED_VALUES: dict[str, dict[str, str]] = {
     "Plan.products": {
         "int8_forward": "use products=int8, which has gradients of inputs in int8 too",
@@ -52,19 +52,19 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
         "expert_choice": "use softmax, whose weights have the same shapes, with capacity to bound an expert's visits",
     },
 }
-"""By class and setting: values that are gone, and what to do without them."""
+"""For each class and setting, removed values, and what to do instead."""
 
 COMMANDS = {
     "demo": "run `make demo`, or python examples/demo.py, in a clone of the repository",
     "push": "upload a run's export with `hf upload OWNER/NAME RUN/export`, which is huggingface_hub's own command",
 }
-"""Commands that are gone, and what to do without them."""
+"""Removed commands, and what to do instead."""
 _INSTEAD = (
     "gradient_histogram and recommend say what fp16 loses and which scale saves it, and OverflowTrace where an "
     "overflow begins (docs/how-to/loss-scale.md)"
 )
 INSPECTION = {"report": _INSTEAD, "PrecisionReport": _INSTEAD}
-"""Names of `penstock.precision` that are gone, and what to do without them."""
+"""Removed names of `penstock.precision`, and what to do instead."""
 OPTIONS = {
     "deploy measure": _MEASURE,
     "doctor thorough": "leave it out: the doctor tries the compilers, and the first run with plan.compile compiles",
@@ -72,17 +72,17 @@ OPTIONS = {
     "train trace": "use --profile, whose trace Perfetto opens, or penstock plan, which draws the pipeline as predicted",
     "experts uneven": "use more slots, which even shares balance too: --target 1.05 finds the fewest that are enough",
 }
-"""Options of commands that are gone, and what to do without them."""
+"""Removed options of commands, and what to do instead."""
 
 GONE_SOURCES = {
     "emoji": " emoji: was removed; draw them with examples/emoji_captions.py, in a clone of the repository, and use "
     "captions:FOLDER."
 }
-"""Kinds of data.source that are gone, and what to do without them."""
+"""Removed kinds of data.source, and what to do instead."""
 
 
 def removed_option(command: str, word: str) -> str | None:
-    """The problem of a command's option, without its dashes, that is gone or whose setting is; None for others."""
+    """The problem of a command's option (without its dashes) if it or its setting was removed; None for others."""
     if instead := OPTIONS.get(f"{command} {word}"):
         return f"--{word} was removed; {instead}."
     for key, (instead, _) in REMOVED.items():
@@ -94,8 +94,8 @@ def removed_option(command: str, word: str) -> str | None:
 
 
 def removal(cls: type, name: str, value: Any, path: str) -> str | None:
-    """The problem of a setting or value that is gone, where `path` is what a message calls the setting; empty where
-    leaving it out says the same, None where it is not gone."""
+    """The problem of a setting or value that was removed; `path` is the setting's name in messages. Empty if leaving
+    the setting out means the same, None if it was not removed."""
     keys, text = [f"{base.__name__}.{name}" for base in cls.__mro__], str(value)
     key = next((each for each in keys if each in REMOVED or each in REMOVED_VALUES), "")
     if key in REMOVED:
@@ -110,7 +110,7 @@ def removal(cls: type, name: str, value: Any, path: str) -> str | None:
 
 
 def with_moved(cls: type, nested: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Values for the fields of `cls`, those whose place changed (`cls.MOVED`) under their present names."""
+    """Values for the fields of `cls`, with moved fields (`cls.MOVED`) under their present names."""
     for before, now in getattr(cls, "MOVED", {}).items():
         (old, _, name), (new, _, today) = before.partition("."), now.partition(".")
         for part in nested.get(old, []):
@@ -120,7 +120,7 @@ def with_moved(cls: type, nested: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a stored run without those that are gone, for whoever asks for its model and weights alone."""
+    """The settings of a stored run without removed ones, for callers that need only its model and weights."""
     kept = dict(stored)
     for key in {**REMOVED, **REMOVED_VALUES}:
         section, name = key[0].lower() + key[1:].partition(".")[0], key.partition(".")[2]

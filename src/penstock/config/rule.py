@@ -21,14 +21,14 @@ class Rule:
     """The requirement, in one sentence."""
     check: Check
     takes: tuple[str, ...]
-    """The names of its parameters, out of plan, model and machine, and of an inference, weights and shortlist."""
+    """The names of its parameters: out of plan, model and machine, and for inference also weights and shortlist."""
 
 
 class Rules(list[Rule]):
     """Rules in the order in which their problems are reported."""
 
     def of(self, kind: Kind) -> Callable[[Check], Check]:
-        """Enrols the function that it decorates."""
+        """Decorator that adds a function to the rules, as a rule of this kind."""
 
         def enrol(check: Check) -> Check:
             text = " ".join((inspect.getdoc(check) or "").split())

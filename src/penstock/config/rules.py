@@ -1,10 +1,10 @@
 """Every reason why a Plan is not allowed, each stated once for all callers.
 
-A rule is a function that yields whole sentences. Each names the setting, what is wrong and what to do. Its
-parameters are what it needs: the Plan, the model, the machine. Its kind is `types` (types, kernels and device
-features), `degrees` (of parallelism, and how they divide the model), `run` (what can be predicted
-but not run yet) or `infer` (how trained models run). Rules of the first two kinds also apply to predictions.
-`problems` evaluates all rules of training, and `inference_problems` those of inference.
+A rule is a function that yields whole sentences. Each names the setting, what is wrong and what to do. Its parameters
+are the objects that it needs: the Plan, the model, the machine. Its kind is `types` (types, kernels and device
+features), `degrees` (of parallelism, and how they divide the model), `run` (what can be predicted but not run yet) or
+`infer` (how trained models run). Rules of the first two kinds also apply to predictions. `problems` evaluates all rules
+of training, and `inference_problems` those of inference.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _checks(
 def require(
     plan: Plan, model: ModelConfig | None = None, machine: Machine | None = None, *, run: bool = False
 ) -> None:
-    """Raise `ConfigError` with all that `problems` finds."""
+    """Raise `ConfigError` with all problems that `problems` finds."""
     reasons = problems(plan, model, machine, run=run)
     if reasons:
         raise ConfigError(reasons)
@@ -72,9 +72,9 @@ def inference_problems(
     plan: Plan, model: ModelConfig | None = None, *, weights: Weights = "auto", shortlist: bool = False,
     prefix: str = "plan.",
 ) -> list[str]:  # fmt: skip
-    """Every reason why a trained model cannot run as `plan` says, with its linear layers' weights kept in a way, and
-    with or without a shortlist. Rules that need a model are skipped if it is not given. `prefix` is what stands before
-    the Plan's fields where settings have these names.
+    """Every reason why a trained model cannot run as `plan` says, with `weights` as the form of its linear layers'
+    weights, and with or without a shortlist. Rules that need a model are skipped if it is not given. `prefix` precedes
+    the names of the Plan's fields in messages.
     """
     given = {"plan": plan, "model": model, "weights": weights, "shortlist": shortlist}
     reasons = [
@@ -87,6 +87,6 @@ def inference_problems(
 
 
 def require_inference(plan: Plan, model: ModelConfig | None = None, **more: Any) -> None:
-    """Raise `ConfigError` with all that `inference_problems` finds."""
+    """Raise `ConfigError` with all problems that `inference_problems` finds."""
     if reasons := inference_problems(plan, model, **more):
         raise ConfigError(reasons)

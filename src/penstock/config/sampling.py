@@ -14,24 +14,24 @@ SamplerName = Literal["ddim", "dpm", "euler"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Checked, where="sampling"):
-    """How images are made of noise."""
+    """How images are generated from noise."""
 
     sampler: SamplerName = "dpm"
     """`ddim` (Song et al., ICLR 2021), `dpm`: DPM-Solver++ of second order (Lu et al., 2022), or `euler` along the
     probability flow."""
     steps: Annotated[int, Range(1, 10_000)] = 20
-    """Steps from noise to image; each runs the model once, and with guidance on twice as many images."""
+    """Steps from noise to image; each runs the model once, with guidance on twice the number of images."""
     guidance: Annotated[float, Range(0, 100)] = 1.0
-    """Scale of classifier-free guidance (Ho & Salimans, 2022): 1 makes images as the label's are distributed, above it
-    they are more typical and vary less."""
+    """Scale of classifier-free guidance (Ho & Salimans, 2022): 1 samples from the label's distribution; above 1 images
+    are more typical and vary less."""
     eta: Annotated[float, Range(0, 1)] = 0.0
-    """Share of the noise of DDPM's sampler that `ddim` draws again in each step."""
+    """Share of the noise of DDPM's sampler that `ddim` adds in each step."""
     clip: Annotated[float, Range(0, 1e6)] = 1.0
-    """Largest value of a denoised image in each step, as of pixels in [−1, 1]; 0: none, as for latents."""
+    """Clamp of a denoised image in each step; 1 is for pixels in [−1, 1], 0: no clamp, as for latents."""
     seed: Natural = 0
-    """Chooses the noise. An image depends on the seed and its number, not on those beside it."""
+    """Determines the noise. An image depends on the seed and its number, not on the rest of the batch."""
     word_weights: tuple[WordFactor, ...] = ()
-    """Words of labels that are texts, each with the factor of the attention that its tokens get, as the run's
+    """Words of labels that are texts, each with a factor of the attention to its tokens, like the run's
     `data.word_weights`: `seven=2,red=1.5`."""
 
     def _problems(self) -> Iterator[str]:

@@ -11,14 +11,14 @@ from typing import Any
 
 @functools.cache
 def read_shipped(name: str) -> dict[str, Any]:
-    """The content of `presets/NAME.toml`, not to be changed."""
+    """The content of `presets/NAME.toml`; callers must not modify it."""
     data = pkgutil.get_data("penstock.config", f"presets/{name}.toml")  # in the browser the package is a zip
     assert data is not None
     return tomllib.loads(data.decode())
 
 
 def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a table over those of the forms that it is like, one over the other."""
+    """The settings of a table on top of those of the forms that it refers to, in order."""
     settings: dict[str, Any] = {}
     like = table.get("like", ())
     for form in [like] if isinstance(like, str) else like:
@@ -27,7 +27,7 @@ def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, 
 
 
 def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Two trees of settings as one, in which those `above` count. A key with commas is several names."""
+    """Merge two trees of settings; those in `above` take precedence. A key with commas stands for several names."""
     joined = dict(below)
     for key, value in above.items():
         for name in key.split(","):

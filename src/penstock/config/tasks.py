@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 
 class TaskRow(NamedTuple):
-    """A task's form and tag, which are known without its class."""
+    """A task's form and tag, available without importing its class."""
 
     form: str
-    """Forms of the graphs that it trains, several with `or` between them."""
+    """Forms of the graphs that it trains, separated by `or`."""
     tag: str = ""
     """The hub's word for it."""
 
@@ -34,7 +34,7 @@ TASKS = {
     "captions": TaskRow("causal images and tokens and tokens with 3 heads", "image-to-text"),
     "universal": TaskRow("causal tokens with 2 heads or causal tokens with 3 heads or tokens with 2 heads"),
 }
-"""The first task with a form is what a model of it is trained for unless told otherwise."""
+"""The tasks by name. The first task with a form is the default for models of that form."""
 if TYPE_CHECKING:
     TaskName = str
 else:

@@ -1,4 +1,4 @@
-"""Models and Plans that can be built and trained today, out of those that `penstock plan` can predict."""
+"""Checks which of the models and Plans that `penstock plan` can predict can also be built and trained."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.config.tasks import TASKS, TaskName
 from penstock.errors import ConfigError
 
 _ROUTING: tuple[TaskName, ...] = ("translation", "denoise")
-"""Tasks that give the expert of each sample: by its language, or by its time."""
+"""Tasks that choose the expert of each sample: by its language, or by its time."""
 
 
 def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
-    """The task that a model is trained for, where `auto` is that of its family. Raises ConfigError for a task that does
-    not fit the family."""
+    """The task that a model is trained for; `auto` is the default of its family. Raises ConfigError for a task that
+    does not fit the family."""
     fitting = [name for name, row in TASKS.items() if model.graph.form in row.forms]
     if not fitting:
         raise ConfigError(

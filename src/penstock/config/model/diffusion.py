@@ -17,11 +17,11 @@ from penstock.config.stack import Stack
 @dataclass(frozen=True, kw_only=True)
 class DiffusionConfig(Stack, ModelFamily):
     """A diffusion Transformer (Peebles & Xie, ICCV 2023, "Scalable Diffusion Models with Transformers"): from noisy
-    images or latents, their times, and classes or texts, it predicts what the noise hides.
+    images or latents, their times, and classes or texts, it predicts the noise or the image.
 
-    Image and patch sizes count pixels, or places of a latent. With experts, MLPs or whole blocks, the times are cut
-    into equal ranges, one for each expert, as in ERNIE-ViLG 2.0 (Feng et al., CVPR 2023, section 2.3, "mixture of
-    denoising experts").
+    Image and patch sizes count pixels, or positions of a latent. With experts, which are MLPs or whole blocks, times
+    are divided into equal ranges, one for each expert, as in ERNIE-ViLG 2.0 (Feng et al., CVPR 2023, section 2.3,
+    "mixture of denoising experts").
     """
 
     family: Literal["diffusion"] = "diffusion"
@@ -32,20 +32,20 @@ class DiffusionConfig(Stack, ModelFamily):
     channels: Annotated[int, Range(1, 1 << 12)] = 4
     """Channels of an image, or of a latent."""
     classes: Annotated[int, Range(0, 1 << 24)] = 1000
-    """Classes of images by which they are made; 0: none."""
+    """Number of image classes that condition the model; 0: none."""
     condition_dropout: Probability = 0.1
-    """Share of training images whose class or text is left out, so that guidance can do without (Ho & Salimans,
+    """Share of training images whose class or text is left out, as classifier-free guidance needs (Ho & Salimans,
     2022)."""
     predicts: Target = "v"
-    """Target of the loss: the noise (`eps`), the image (`x0`), or a mix of both that is never hard at either end of
-    time (`v`, Salimans & Ho, ICLR 2022)."""
+    """Target of the loss: the noise (`eps`), the image (`x0`), or a mix of both that is well conditioned at either end
+    of time (`v`, Salimans & Ho, ICLR 2022)."""
     schedule: NoiseKind = "cosine"
     """How noise grows with time: `cosine`, `linear` (DDPM) or `flow` (rectified flow): see `penstock.tasks.noise`."""
     min_snr: Positive | None = None
-    """Largest weight of the loss of an image, a signal-to-noise ratio (Hang et al., ICCV 2023; 5 is usual); none: all
-    images weigh the same."""
+    """Largest weight of an image's loss, a signal-to-noise ratio (Hang et al., ICCV 2023; 5 is usual); none: all images
+    have the same weight."""
     text: Stack | None = None
-    """Encoder of texts, to whose tokens the blocks over images attend; none: there are no texts."""
+    """Encoder of texts, to which the blocks over images attend; none: there are no texts."""
     vocabulary: Words = 368
     """Rows in the table of the texts' tokens."""
     sequence: Tokens = 32
@@ -53,14 +53,14 @@ class DiffusionConfig(Stack, ModelFamily):
     text_norm: bool = False
     """Whether a norm follows the embeddings of texts, as in BERT."""
     text_causal: bool = False
-    """Whether a text's tokens see none that come later, as in CLIP."""
+    """Whether a text's tokens attend to no later ones, as in CLIP."""
     mlp: Mlp = "gelu_tanh"
     norm_eps: Positive = 1e-6
     router: Router = "given"
 
     @cached_property
     def graph(self) -> Graph:
-        """Noisy images, a modulated run over their patches, images; before them texts and a run over these."""
+        """Noisy images, a modulated run over their patches, and a head for images; first, texts and their run."""
         images = PatchInput(image_size=self.image_size, patch_size=self.patch_size, channels=self.channels)
         denoiser = Run(
             name="denoiser", stack=self, reads="images", rows=images.length, max_tokens=images.length, last_norm=False,

@@ -1,4 +1,4 @@
-"""All families: their union, and what is asked of a configuration of any."""
+"""All families: their union, and functions of a configuration of any family."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ModelConfig = (
 )
 """The configuration of a model of any family."""
 TextConfig = DecoderConfig | EncoderConfig | Seq2SeqConfig
-"""The configuration of a text model of a family that transformers has, too."""
+"""The configuration of a text model whose family also exists in transformers."""
 
 
 FAMILIES: dict[str, type] = {family_of(arm): arm for arm in dataclasses_of(ModelConfig)}
@@ -36,8 +36,8 @@ FAMILIES: dict[str, type] = {family_of(arm): arm for arm in dataclasses_of(Model
 
 
 def enrol(family: type[ModelFamily]) -> type[ModelFamily]:
-    """Make a family of your own known, so that its configurations are parsed, saved and read again. Usable as a
-    decorator of its dataclass."""
+    """Register a family of your own, so that its configurations can be parsed, saved and read. Usable as a decorator of
+    its dataclass."""
     FAMILIES[family_of(family)] = family
     add_arm(ViTConfig, family)
     return family
@@ -79,7 +79,7 @@ def changes(before: Any, after: Any, path: str) -> Iterator[str]:
     for one in fields(after):
         old, new = getattr(before, one.name), getattr(after, one.name)
         if is_dataclass(new) and old is None:
-            # Any option of a part makes it.
+            # Any option of a part creates the part.
             inside = f"{path}.{one.name}"
             first = fields(new)[0].name
             made = list(changes(cast(Any, type(new))(), new, inside))

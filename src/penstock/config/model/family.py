@@ -1,4 +1,4 @@
-"""The base of the configurations of all families, and what several of them have."""
+"""The base of the configurations of all families, and functions that several of them share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tokens = Annotated[int, Range(1, 1 << 28)]
 
 
 class Presets(MutableMapping[str, Any]):
-    """Models by name. A `partial` is called when its model is first asked for: to make all of them takes 0.15 s."""
+    """Models by name. A `partial` is called when its model is first looked up: to create all models takes 0.15 s."""
 
     def __init__(self) -> None:
         self._models: dict[str, Any] = {}
@@ -55,17 +55,18 @@ class Presets(MutableMapping[str, Any]):
 
 
 NAMED = Presets()
-"""Presets by name, all of which `penstock.config.model.presets` puts here."""
+"""Presets by name; `penstock.config.model.presets` adds them."""
 
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h", "giant": "g", "xlarge": "xl"}
 _SAYS_LESS = re.compile(r"^(timm|hf|hf_hub|hf-hub):|^[\w.-]+/(?=.)|\.[a-z]\w{2,}$")
-"""Parts of a name elsewhere that are not the model's: a library, an owner on the hub, timm's tag of its weights."""
+"""Parts of a foreign name that do not belong to the model: a library, an owner on the hub, timm's tag of its
+weights."""
 _TRAINED = re.compile(r"-(un)?cased$|-(224|384)(-in\d+k)?$|-v\d(\.\d)?$|-hf$|-instruct$")
-"""Endings that say how weights were trained."""
+"""Suffixes that say how weights were trained."""
 
 
 def called_here(name: str) -> str | None:
-    """The preset that timm, transformers or the hub call `name`, such as vit-s16 for `vit_small_patch16_224`."""
+    """The preset for a model's name in timm, transformers or the hub, such as vit-s16 for `vit_small_patch16_224`."""
     while (shorter := _SAYS_LESS.sub("", name)) != name:
         name = shorter
     name = name.lower().replace("_", "-").replace("meta-", "")
@@ -106,30 +107,30 @@ class ModelFamily(Checked, where="model"):
         return self.graph.inputs[0].length
 
     def with_lengths(self, *lengths: int) -> Any:
-        """The same model for samples of so many tokens in each of its inputs. Images have the tokens that they have."""
+        """The same model with other lengths of its text inputs, in tokens. The lengths of images do not change."""
         return self
 
     def with_labels(self, count: int) -> Any:
-        """The same model for samples of so many labels, by which mixtures count visits; without mixtures, itself."""
+        """The same model for samples with `count` labels, by which mixtures count visits; without mixtures, itself."""
         return with_stacks(self, lambda one: replace(one, labels=count) if one.experts else one)
 
     def with_classes(self, count: int) -> Any:
-        """The same model with a head for so many classes of texts. Raises ConfigError where it cannot have one."""
+        """The same model with a head for `count` classes of texts. Raises ConfigError if it cannot have one."""
         raise ConfigError(
             f"model.family {family_of(type(self))} has no head for classes of texts; choose another model."
         )
 
     def telling(self) -> Any:
-        """The same model without what its head for classes does not need."""
+        """The same model without the parts that its head for classes does not need."""
         return self
 
     def writing(self) -> Any:
-        """The same model without what continuing a text does not need."""
+        """The same model without the parts that generating text does not need."""
         return self
 
     def branch(self, name: str) -> Any:
-        """The model of one of its branches alone, in a family that has no others. Raises ConfigError for a name that is
-        none of them, and where no such family has its form. Of two heads it keeps that for words."""
+        """The model of one branch, in a family without other branches. Raises ConfigError for a name that is not a
+        branch, and if no such family has its form. Of two heads it keeps the one for words."""
         raise ConfigError(f"model.family {family_of(type(self))} has no branches; leave {quoted(name)} out.")
 
     def short_form(self) -> str:
@@ -141,12 +142,12 @@ AnyConfig = TypeVar("AnyConfig", bound=ModelFamily)
 
 
 def with_stacks(config: AnyConfig, change: Callable[[Stack], Any]) -> AnyConfig:
-    """The same model with what `change` makes of each of its settings that is a stack."""
+    """The same model with `change` applied to each of its settings that is a stack."""
     outer: Any = config
     values = {one.name: getattr(outer, one.name) for one in fields(outer)}
     inner = {name: change(value) for name, value in values.items() if isinstance(value, Stack)}
     if isinstance(outer, Stack):
-        # Its own sizes must suit those of stacks inside it, which are left out meanwhile.
+        # Its own sizes are checked against those of its nested stacks, so these are removed meanwhile.
         without: dict[str, Any] = dict.fromkeys(inner)
         outer = change(replace(outer, **without) if inner else outer)
     return replace(outer, **inner) if inner else outer  # type: ignore[no-any-return]

@@ -15,8 +15,8 @@ from penstock.config.stack import Stack
 
 @dataclass(frozen=True, kw_only=True)
 class MultimodalConfig(TextFamily):
-    """Images and texts in one space, and a writer that sees either (Yu et al., TMLR 2022, "CoCa"; Shan et al., 2022,
-    "ERNIE-UniX2")."""
+    """Images and texts in one embedding space, and a decoder that attends to either (Yu et al., TMLR 2022, "CoCa"; Shan
+    et al., 2022, "ERNIE-UniX2")."""
 
     family: Literal["multimodal"] = "multimodal"
     image_size: Pixels = 224
@@ -26,29 +26,29 @@ class MultimodalConfig(TextFamily):
     channels: Annotated[int, Range(1, 1 << 12)] = 3
     """Colours of a pixel: 3, or 1 in grey."""
     classifier: Classifier = "pooled"
-    """An image's vector is made of the mean over patches, or of a learned class token (`token`)."""
+    """Source of an image's vector: the mean over patches, or a learned class token (`token`)."""
     vision_norm: bool = False
     """Whether a norm comes before the first block over images, as in CLIP."""
     text_causal: bool = False
-    """Whether a text's tokens see none that come later, so that its vector is made of the last, as in CLIP."""
+    """Whether a text's tokens attend to no later ones, so that the last one becomes its vector, as in CLIP."""
     vision: Stack = field(default_factory=Stack)
     text: Stack = field(default_factory=Stack)
     writer: Stack = field(default_factory=Stack)
     writer_sequence: Tokens = 1024
-    """Tokens of a sample that is written."""
+    """Tokens of a generated text."""
     features: Words = 512
-    """Features of the vectors that images and texts are compared by."""
+    """Features of the vectors by which images and texts are compared."""
     contrast: Literal["softmax", "sigmoid"] = "softmax"
-    """How vectors are compared: each finds its own among all of the batch (`softmax`; Radford et al., ICML 2021,
-    "CLIP"), or each pair is told to belong together or not (`sigmoid`; Zhai et al., ICCV 2023, "SigLIP")."""
+    """How vectors are compared: each must find its partner in the batch (`softmax`; Radford et al., ICML 2021, "CLIP"),
+    or each pair is classified as belonging together or not (`sigmoid`; Zhai et al., ICCV 2023, "SigLIP")."""
     contrast_weight: NotNegative = 1.0
     """Factor of the contrast in the loss."""
     words_weight: NotNegative = 0.25
-    """Factor of the loss of a text that is written, the sum over its tokens."""
+    """Factor of the loss of a generated text, the sum over its tokens."""
 
     @cached_property
     def graph(self) -> Graph:
-        """Images, a run; a source, a run; a target, a causal run that sees either; vectors of both, and words."""
+        """Images and a run; a source and a run; a target and a causal run over either; heads for vectors and words."""
         token = self.classifier == "token"
         images = PatchInput(
             image_size=self.image_size, patch_size=self.patch_size, channels=self.channels, class_token=token

@@ -1,4 +1,4 @@
-"""The models that have a name: `presets/models.toml` has their settings, and where their sizes were published."""
+"""The named models: `presets/models.toml` has their settings, and the publications of their sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _make(name: str, tables: Mapping[str, Any]) -> ModelConfig:
 
 
 def _sized(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with a key for each of its `sizes`."""
+    """Expand a table into one key for each of its `sizes`."""
     settings: dict[str, Any] = {}
     for key, value in table.items():
         if key == "sizes":

@@ -30,14 +30,13 @@ class TextFamily(ModelFamily):
     scale_embeddings: bool = False
     """Whether token embeddings are multiplied by √width (Vaswani et al., NeurIPS 2017, section 3.4)."""
     scale_outputs: bool = False
-    """Whether what the output projection reads is divided by √width, as in T5 with `tied`."""
+    """Whether the input of the output projection is divided by √width, as in T5 with `tied`."""
     logit_cap: Positive | None = None
-    """Logits z over words become c·tanh(z / c) (Gemma Team, 2024, "Gemma 2", section 2); none: they stay as
-    they are."""
+    """The cap c of logits z over words: c·tanh(z / c) (Gemma Team, 2024, "Gemma 2", section 2); none: no cap."""
     init: Init = "normal"
-    """How weights are drawn: `normal` with deviation 0.02 (BERT, Llama); `scaled`: the same, and those that end
-    residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform by
-    inputs and outputs (Glorot & Bengio, 2010)."""
+    """How weights are initialised: `normal` with deviation 0.02 (BERT, Llama); `scaled`: the same, with the last
+    linears of residual branches divided by √(2·depth) (GPT-2); `fan_in`: deviation 1 / √inputs (T5); `xavier`: uniform
+    by inputs and outputs (Glorot & Bengio, 2010)."""
 
     def with_lengths(self, *lengths: int) -> Any:
         return replace(self, sequence=lengths[0])
@@ -67,8 +66,8 @@ class DecoderConfig(Stack, TextFamily):
 
     family: Literal["decoder"] = "decoder"
     saved_as: Literal["phi3"] | None = None
-    """The model_type of transformers' config.json that the model is saved as, where several compute the same but name
-    and join weights otherwise; none: the first of these."""
+    """The model_type in transformers' config.json under which the model is saved, if several compute the same but name
+    and join weights differently; none: the first of these."""
 
     @cached_property
     def graph(self) -> Graph:

@@ -21,8 +21,8 @@ class UniversalConfig(TextFamily):
     """One body with two branches: an encoder that understands, a decoder that generates (Sun et al., 2021, "ERNIE 3.0",
     section 3.1).
 
-    The body computes the texts of both at once, each under its own mask: those to understand see all of their tokens,
-    those to continue none that come later, so that no layer tells a token of what it is to be asked for.
+    The body computes the texts of both at once, each with its own mask: texts to understand attend to all of their
+    tokens, texts to continue only to earlier ones, so that no layer reveals the token to predict.
     """
 
     BRANCHES: ClassVar[tuple[Branch, ...]] = ("understanding", "generating")
@@ -32,7 +32,7 @@ class UniversalConfig(TextFamily):
     understanding: Stack = field(default_factory=Stack)
     generating: Stack = field(default_factory=Stack)
     branches: tuple[Branch, ...] = BRANCHES
-    """The branches that there are. A model of one of them reads `tokens` alone."""
+    """The branches of the model. A model with one branch reads only `tokens`."""
     head: Literal["words", "classes", "both"] = "words"
     """Outputs of the branch that understands: logits of each token over the vocabulary (`words`), logits of each sample
     over `classes`, read from its first token, or `both`."""
@@ -44,13 +44,13 @@ class UniversalConfig(TextFamily):
     next_weight: NotNegative = 1.0
     """Weight of the loss of the next token."""
     continued: Share = 1.0
-    """Share of a batch's samples whose next tokens are asked for."""
+    """Share of a batch's samples whose next tokens are predicted."""
     masked: Share = 1.0
-    """Share of a batch's samples, counted from its end, whose words are masked. With `continued`, 1 and 1 ask for both
-    of every sample, and 0.5 and 0.5 for one of each."""
+    """Share of a batch's samples, counted from its end, whose words are masked. With `continued`, 1 and 1 train both on
+    every sample, and 0.5 and 0.5 one of them on each."""
     prefix: Share = 0.0
-    """Share of the samples to continue whose beginning is seen whole, at any length, so that only the rest is asked for
-    (Raffel et al., JMLR 2020, "T5", section 3.2.1, "prefix LM")."""
+    """Share of the samples to continue whose prefix, of random length, is not causal, so that only the rest is
+    predicted (Raffel et al., JMLR 2020, "T5", section 3.2.1, "prefix LM")."""
     token_types: Annotated[int, Range(0, 1 << 24)] = 0
     """Rows in the table of segment embeddings of texts to understand; 0 means no table."""
     output_bias: bool = False
@@ -81,7 +81,7 @@ class UniversalConfig(TextFamily):
         shared = self._run(
             "shared", self.shared, "tokens", self.sequence, setting="model.shared",
             more_inputs=("hidden",) if both else (), causal=not understands,
-            # A branch of as many features goes on where the body ends, as if both were one stack.
+            # A branch as wide as the body continues it as if both were one stack.
             last_norm=any(getattr(self, name).width != wide for name in self.branches),
         )  # fmt: skip
         runs, heads = [shared], list[Head]()
@@ -101,7 +101,7 @@ class UniversalConfig(TextFamily):
             )
         if understands and self.head != "classes":
             masked = replace(self._words("understanding", transform=True), name="masked")
-            # A task that asks for masked words alone says so itself.
+            # A task that predicts only masked words sets this itself.
             heads.append(replace(masked, target_share=0.15) if generates or heads else masked)
         if generates:
             heads.append(replace(self._words("generating"), name="next"))

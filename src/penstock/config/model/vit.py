@@ -39,13 +39,13 @@ class ViTConfig(Stack, ModelFamily):
     """Number of classes."""
     classifier: Pool = "token"
     """Input of the head: a learned class token (`token`), the mean over patches (`pooled`), which means 196 tokens
-    instead of 197, or `both`, one after the other; or what a learned query finds in all tokens (`attention`, as in
+    instead of 197, or `both` concatenated; or the attention of a learned query to all tokens (`attention`, as in
     SigLIP)."""
     class_token: bool | None = None
     """Whether a class token comes before the patches; none: if the head reads it."""
     registers: Annotated[int, Range(0, 1 << 12)] = 0
-    """Learned tokens without positions between class token and patches, which no head reads (Darcet et al., ICLR 2024,
-    "Vision Transformers Need Registers"; those of DINOv2 have 4)."""
+    """Number of learned tokens without positions between class token and patches, which no head reads (Darcet et al.,
+    ICLR 2024, "Vision Transformers Need Registers"; those of DINOv2 have 4)."""
     stem: Stem = "patchify"
     """`patchify`: one linear map per patch. `conv`: 3×3 stride-2 convolutions (Xiao et al., NeurIPS 2021)."""
     stem_bias: bool = True
@@ -56,7 +56,7 @@ class ViTConfig(Stack, ModelFamily):
     """Whether the final norm acts on the tokens before pooling, or on the pooled vector (timm's `fc_norm`); `none`
     leaves it out."""
     distilled: bool = False
-    """Whether a second token and a second head learn from `recipe.teacher`, and logits are the mean of both heads'
+    """Whether a second token and a second head are trained by `recipe.teacher`, and logits are the mean of both heads'
     (Touvron et al., ICML 2021, "DeiT", section 4)."""
     norm_eps: Positive = 1e-6
     attention_dropout: Probability | None = 0.0

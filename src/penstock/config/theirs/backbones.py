@@ -1,4 +1,4 @@
-"""The vision models of transformers that are tuned to tell images apart, which `presets/backbones.toml` describes."""
+"""The vision models of transformers for fine-tuning as classifiers, which `presets/backbones.toml` describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FREE = FREE | {
     "stage_names", "tie_word_embeddings", "use_mask_token", "vision_use_head",
 }  # fmt: skip
 _OWN = ("drop_path", "classifier", "class_token", "pool_norm")
-"""Fields of ours that config.json keeps under `penstock`, because transformers has no option for them."""
+"""Our fields that config.json stores under `penstock`, because transformers has no option for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,38 +35,38 @@ class Backbone:
 
     model_type: str
     whole: str = ""
-    """The model_type of models of images and texts that the tower is in, which the class with a head is of."""
+    """The model_type of the image-text model that contains the tower, and to which the class with a head belongs."""
     base: ViTConfig
-    """Settings that hold for all of theirs, where no option says otherwise."""
+    """Settings of all models of the family, unless an option says otherwise."""
     options: Mapping[str, tuple[Any, str]]
-    """transformers' default, and our field."""
+    """For each option, transformers' default, and our field."""
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unapplied: tuple[str, ...] = ()
-    """Options of training alone, which a warning says are not applied."""
+    """Options for training only; a warning says that they are not applied."""
     gate: str = ""
-    """The option for a gated perceptron, where there is one."""
+    """The option for a gated perceptron, if there is one."""
     gated: Mapping[str, Mlp] = field(default_factory=dict)
-    """Gated activations by the word for their gate's, where not all are `swiglu`."""
+    """Gated activations by the word for the gate's function, if not all are `swiglu`."""
     gated_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Our names of what a gated perceptron has otherwise, with theirs, whose rows come one after the other."""
+    """Our names of a gated perceptron's weights that differ, with theirs, whose rows are concatenated."""
     stem: str
-    """Name of the convolution that makes tokens of patches."""
+    """Name of the convolution that embeds patches as tokens."""
     block: str
     """Prefix of the weights of block `{i}`."""
     inner: Sequence[str]
     """Names of queries, keys and values in a block."""
     parts: Mapping[str, str]
-    """Our names of what a block has else, with theirs."""
+    """Our names of a block's other parts, with theirs."""
     ends: Mapping[str, str]
-    """Names of what comes before and after the blocks."""
+    """Names of the parts before and after the blocks."""
     mark: str
-    """A regular expression for a name that no weights of the families after it have."""
+    """A regular expression for a name that does not occur in the weights of later families."""
     tower: str
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
     classes: tuple[str, Mapping[str, Any]] = ("", {})
-    """The class with one, and our settings of what that reads; none: there is no such class."""
+    """The class with a head, and our settings for the head's input; none: there is no such class."""
     prefix: str
-    """Prefix of the tower's weights beside such a head, or in a state dict."""
+    """Prefix of the tower's weights in a model with a head, or in a state dict."""
     antialias: bool = False
     """Whether positions are interpolated with antialiasing."""
 
@@ -100,7 +100,7 @@ _OF_ONE_SAMPLE = (
 
 
 def _read(model_type: str, table: Mapping[str, Any]) -> Backbone:
-    """A family by its table, whose lists are tuples here."""
+    """A family from its table, with lists turned into tuples."""
     settings: dict[str, Any] = _tuples(table)
     settings["base"] = from_dict(ViTConfig, settings.get("base", {}), origin=f"backbones.toml, {model_type}")
     if "gated" in settings:
@@ -119,19 +119,19 @@ BACKBONES = tuple(_read(name, with_forms(of, _TABLES["forms"])) for name, of in 
 
 
 def backbone_of(model_type: Any) -> Backbone | None:
-    """The entry of a config.json's model_type; None for one of another kind of model."""
+    """The entry for a config.json's model_type; None for other kinds of models."""
     return next((one for one in BACKBONES if model_type and model_type in (one.model_type, one.whole)), None)
 
 
 def backbone_in(names: Iterable[str]) -> Backbone | None:
-    """The family that weights of these names are of; None for those of another kind of model."""
+    """The family whose weights have these names; None for other kinds of models."""
     every = list(names)
     return next((one for one in BACKBONES if any(re.search(one.mark, name) for name in every)), None)
 
 
 def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     """The model that a config.json of transformers describes; what is absent has transformers' default. A tower without
-    a head for classes gets one, over the vector that it makes of an image, for as many as a ViT has by default.
+    a head for classes gets one, over its vector of an image, with a ViT's default number of classes.
 
     Raises ConfigError with every option that our models cannot honour.
     """
@@ -175,7 +175,7 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
 
 
 def _here(option: str, value: Any, inner: Mapping[str, Any], one: Backbone, problems: list[str]) -> Any:
-    """The value of our field for that of an option, of sizes that may be pairs one number."""
+    """The value of our field for an option's value; a pair of equal sizes becomes one number."""
     gated = bool(one.gate) and inner.get(one.gate) is True
     if value is None:
         problems.append(f"config.json has {option} null, but needs a value; leave it out for the default.")
@@ -197,15 +197,15 @@ def _here(option: str, value: Any, inner: Mapping[str, Any], one: Backbone, prob
 
 
 def _hidden(width: Any, ratio: Any, *, gated: bool) -> Any:
-    """Hidden features by a ratio, of which a gated perceptron has two thirds, in multiples of 8."""
+    """Hidden features from a ratio; a gated perceptron has two thirds of them, in multiples of 8."""
     if not isinstance(width, int) or not isinstance(ratio, int | float):
-        return ratio  # which no width is
+        return ratio  # no width is that large
     return (int(int(width * ratio) * 2 / 3) + 7) // 8 * 8 if gated else int(width * ratio)
 
 
 @cache
 def written_as(config: ViTConfig) -> tuple[Backbone, dict[str, Any]] | None:
-    """The family that computes the same as a model, and its config.json; None where there is none."""
+    """The family that computes the same as a model, and its config.json; None if there is none."""
     for one in reversed(BACKBONES):  # one without registers before one that may have none
         values = _values(config, one)
         try:

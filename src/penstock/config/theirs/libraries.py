@@ -1,4 +1,5 @@
-"""The text models of transformers, which `presets/libraries.toml` describes: each option of their config.json."""
+"""The text models of transformers, with each option of their config.json, as `presets/libraries.toml` describes
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _ACTIVATIONS: dict[str, Mapping[str, Mlp]] = {
 
 
 def _read(model_type: str, table: dict[str, Any]) -> Library:
-    """A library by its table, with null for "none", tuples for lists, and without what is empty."""
+    """A library from its table, with None for "none", tuples for lists, and without empty entries."""
     settings: dict[str, Any] = _plain(table)
     base, activation = settings.pop("base"), settings.pop("activation")
     family: Any = FAMILIES[base.pop("family")]
@@ -51,4 +52,4 @@ LIBRARIES = tuple(
     for model_type, table in _TABLES["libraries"].items()
 )
 ELSEWHERE: dict[str, str] = _TABLES["elsewhere"]
-"""Why models of other types are not read, and what to take in their place."""
+"""Why models of other types are not read, and what to use instead."""

@@ -16,7 +16,7 @@ class WeightPlaces:
     """Place of the weights of one of our modules in transformers' model."""
 
     names: tuple[str, ...]
-    """Modules, or parameters where ours is one."""
+    """Names of modules, or of parameters if ours is a parameter."""
     form: Literal["same", "heads", "rows", "experts", "turns", "units"] = "same"
     """`heads`: queries, keys and values, which we order by head; `rows`: one after the other; `experts`: the same for
     each expert `{e}`, which are our first dimension; `turns`: of all experts in one, with outputs of gate and others by
@@ -24,16 +24,16 @@ class WeightPlaces:
     transposed: bool = False
     """Whether weights are stored as (in, out), of experts as (E, in, out)."""
     unused: int = 0
-    """Rows of a table of positions that come before the first and are never read."""
+    """Rows at the start of a table of positions that are never read."""
     shape: tuple[int, ...] = ()
-    """The shape there of what has another here; −1 is the size that is left."""
+    """The shape in transformers' model if it differs from ours; −1 is the remaining size."""
 
 
 Names = Mapping[str, WeightPlaces]
 
 
 def names_of(library: str, config: TextConfig) -> Names:
-    """The places of a model's weights, by the table of this name in `presets/weights.toml`."""
+    """The places of a model's weights, from the table `library` in `presets/weights.toml`."""
     tables = read_shipped("weights")
     table = with_forms(tables[library], tables)
     parts = ("blocks", "cross", "place", "perceptron", "mixtures", "tied", "classes")
@@ -76,7 +76,7 @@ def names_of(library: str, config: TextConfig) -> Names:
 
 
 def _filled(value: Any, place: str, words: Mapping[str, Any]) -> WeightPlaces:
-    """An entry of a table below a place in transformers' model, with words for what is in braces."""
+    """An entry of a table, prefixed by `place` in transformers' model, with the words in braces filled in."""
     entry: dict[str, Any] = {"names": [value]} if isinstance(value, str) else dict(value)
     names = [place + name for name in entry.pop("names")]
     for word, filled in words.items():

@@ -1,4 +1,4 @@
-"""Rotary positions and windows, as transformers' config.json says them, and our fields for them."""
+"""Conversion of rotary positions and windows between transformers' config.json and our fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ropes:
-    """Rotary options of blocks that see all tokens, and of blocks with a window."""
+    """Rotary options of blocks that attend to all tokens, and of blocks with a window."""
 
     full_attention: _Rope | None = None
     sliding_attention: _Rope | None = None
@@ -52,12 +52,12 @@ _PARTIAL: dict[str, tuple[Any, Any]] = {
     "partial_rotary_factor": (PositiveShare | None, None),
     "original_max_position_embeddings": (Count | None, None),
 }
-"""Options of libraries whose positions may turn a share of the features, or be scaled by pair."""
+"""Options of libraries whose positions may rotate a share of the features, or be scaled by pair."""
 _UNTURNED: dict[str, tuple[Any, Any]] = {
     "no_rope_layers": (tuple[Natural, ...] | None, None),
     "no_rope_layer_interval": (Count, 4),
 }
-"""Options of libraries some of whose blocks have no positions."""
+"""Options of libraries that have blocks without positions."""
 _WINDOWED: dict[str, tuple[Any, Any]] = {
     "use_sliding_window": (bool | None, None),
     "sliding_window": (Count | None, None),
@@ -70,7 +70,7 @@ _WINDOW: dict[str, tuple[Any, Any]] = {"sliding_window": (Count | None, 4096)}
 
 
 def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
-    """The options on positions and windows in a config.json of this library, each with its type and its default."""
+    """The options for positions and windows in a config.json of this library, each with its type and default."""
     if isinstance(turns := library.window, WindowTurns):
         kinds: list[tuple[Any, tuple[str, Any]]] = [(Count, turns.window), (Count, turns.every)]
         kinds += [(Positive, turns.base), (Positive, turns.near_base)]
@@ -85,7 +85,7 @@ def options_of(library: Library) -> dict[str, tuple[Any, Any]]:
 
 
 def read_places(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
-    """Our fields; why they cannot be is added to `problems`."""
+    """Our fields for the options `given`; contradictions are added to `problems`."""
     if isinstance(library.window, WindowTurns):
         return _by_turns(given, library, library.window, problems)
     if not library.rotary:
@@ -125,7 +125,7 @@ def _rotary(config: Any, library: Library, problems: list[str]) -> Rotary:
 
 
 def _unturned(given: Any, problems: list[str]) -> int:
-    """Every how many blocks have no rotary positions."""
+    """The interval of blocks without rotary positions."""
     depth, every = given.num_hidden_layers, given.no_rope_layer_interval
     turned = [i % every < every - 1 for i in range(depth)]
     if given.no_rope_layers is not None:
@@ -142,8 +142,8 @@ def _unturned(given: Any, problems: list[str]) -> int:
 def _turning(
     given: _Rope, base: float, positions: int, problems: list[str], like: Rotary = _PLAIN, *, scaled: bool = False
 ) -> Rotary:  # fmt: skip
-    """`base`, `positions` and the rest of `like` hold where the record does not say them; `scaled` models have factors
-    of scores."""
+    """`base`, `positions` and the rest of `like` apply where the record has no entry; `scaled` models have factors of
+    scores."""
     plain = replace(like, base=given.rope_theta or base)
     kind = given.rope_type or given.type or "default"
     kind = "longrope" if kind == "su" else kind
@@ -240,7 +240,7 @@ def _by_turns(given: Any, library: Library, turns: WindowTurns, problems: list[s
 
 
 def global_turns(windowed: Sequence[bool]) -> dict[str, int]:
-    """Our fields for the blocks that have no window, by which of all blocks have one."""
+    """Our fields for the blocks without a window, from a list that says which blocks have one."""
     full = [number for number, one in enumerate(windowed) if not one]
     every = 0 if not full else full[1] - full[0] if len(full) > 1 else len(windowed)
     return {"global_every": every, "global_offset": full[0] if full else 0}
@@ -251,7 +251,7 @@ def _kind(windowed: bool) -> str:
 
 
 def written_places(stack: Any, library: Library) -> dict[str, Any]:
-    """The entries on a stack's positions and windows in a config.json of this library."""
+    """The entries for a stack's positions and windows in a config.json of this library."""
     if isinstance(library.window, WindowTurns):
         return _written_by_turns(stack, library, library.window)
     if not library.rotary:
@@ -272,7 +272,7 @@ def written_places(stack: Any, library: Library) -> dict[str, Any]:
 
 
 def _written_by_turns(stack: Any, library: Library, turns: WindowTurns) -> dict[str, Any]:
-    """As version 5 of transformers has it, and what version 4 reads of it besides."""
+    """The entries in the form of transformers 5, with those that version 4 reads."""
     values: dict[str, Any] = {
         turns.window[0]: stack.window or turns.window[1],
         "layer_types": [_kind(layer.window > 0) for layer in stack.layers],
@@ -296,7 +296,7 @@ def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
     base: Any = library.base
     values: dict[str, Any] = {"rope_theta": rotary.base}
     if rotary.scaling == "none":
-        scales = library.rotary and base.rotary.scaling != "none"  # where nothing is said
+        scales = library.rotary and base.rotary.scaling != "none"  # if nothing is given
         return {**values, "rope_scaling": {"rope_type": "default"}} if scales else values
     if rotary.scaling == "longrope":  # in no more entries: version 4 of transformers refuses others
         pairs = {"short_factor": list(rotary.short), "long_factor": list(rotary.long)}

@@ -1,4 +1,4 @@
-"""Models of folders and config.json files: transformers', and Penstock's own."""
+"""Reading models from folders and config.json files, of transformers and of Penstock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.config.theirs.vit import config_from_hf, timm_config
 from penstock.errors import CheckpointError, ConfigError
 
 OWN = "penstock_"
-"""The beginning of the model types of our own, which goes before the family."""
+"""Prefix of Penstock's own model types, before the family."""
 METHOD = "compressed-tensors"
 CHANNELS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 GROUPS = {
@@ -31,7 +31,7 @@ _CONFIG_FILE = "config.json"
 
 
 class NamedModel(NamedTuple):
-    """A model as some folder or file describes it."""
+    """A model that a folder or file describes."""
 
     config: ModelConfig
     name: str
@@ -41,8 +41,8 @@ class NamedModel(NamedTuple):
 
 
 def named_model(source: str) -> NamedModel:
-    """The model that a folder, a config.json, a name on the Hugging Face hub, or timm's name behind `timm:` describes.
-    Of the hub only config.json is fetched.
+    """The model that a folder, a config.json, a name on the Hugging Face hub, or `timm:` and timm's name describes.
+    From the hub only config.json is downloaded.
 
     Raises ConfigError for a folder without one and for a model of another family, and as `hub_folder`.
     """
@@ -72,7 +72,7 @@ def named_model(source: str) -> NamedModel:
 
 
 def model_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig:
-    """`config_of` a file that must say what it is of."""
+    """`config_of`, for a file that must name its model_type."""
     if "model_type" not in values and "architecture" not in values:
         raise ConfigError(f"{origin} has no model_type: it is no config.json of transformers or Penstock.")
     return config_of(values, origin)

@@ -1,4 +1,4 @@
-"""Text models to transformers' config.json and back, by the tables of `libraries`."""
+"""Conversion of text models to transformers' config.json and back, by the tables of `libraries`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _OWN = ("init", "sequence", "decoder_sequence")
-"""Fields that any library keeps under `penstock`, where its models have them."""
+"""Fields that any library stores under `penstock`, if its models have them."""
 
 
 TEXTS_OF = {"gemma3": "gemma3_text"}
@@ -113,8 +113,7 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings(given: Any, library: Library, problems: list[str]) -> dict[str, Any]:
-    """Our fields by dotted path, of the options in config.json that stand for them; adds those that contradict each
-    other to the problems."""
+    """Our fields by dotted path, from the options of config.json; contradictions are added to `problems`."""
     settings: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for option, path in ((option, path) for option, (_, paths) in library.options.items() for path in paths):
@@ -138,13 +137,13 @@ def _settings(given: Any, library: Library, problems: list[str]) -> dict[str, An
 
 
 def _own(library: Library) -> list[str]:
-    """Our fields that a config.json of this library keeps under `penstock`."""
+    """Our fields that a config.json of this library stores under `penstock`."""
     return [name for name in (*_OWN, *library.own) if hasattr(library.base, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Own:
-    """The entries that config.json keeps under `penstock`, because transformers has no field for them."""
+    """The entries that config.json stores under `penstock`, because transformers has no field for them."""
 
     init: Init | None = None
     sequence: Tokens | None = None
@@ -165,7 +164,7 @@ _LABELS: dict[str, tuple[Any, Any]] = {
 
 @cache
 def _record(model_type: str) -> type:
-    """The dataclass of a library's config.json: each option with the type and the range of our field that it is."""
+    """The dataclass of a library's config.json: each option has the type and the range of our field for it."""
     library = library_of(model_type)
     entries = {**_LABELS, library.activation[0]: (str, library.default), **options_of(library)}
     for option, (default, paths) in library.options.items():
@@ -173,7 +172,7 @@ def _record(model_type: str) -> type:
         kind: Any = type(library.base)
         for part in paths[0].split("."):
             kind = field_types(next(iter(dataclasses_of(kind))))[part]
-        # Where theirs has a default, null is no value of it, though it may be one of ours.
+        # An option with a default cannot be null, even if our field can be None.
         wanted = (one for one in get_args(kind) if one is not NoneType)
         always = reduce(or_, wanted) if NoneType in get_args(kind) else kind
         always = kind if option in library.nulls else always
@@ -184,7 +183,7 @@ def _record(model_type: str) -> type:
 
 
 def _value(given: Any, option: str, library: Library) -> Any:
-    """The value of an option in config.json, or its default there."""
+    """The value of an option in config.json, or transformers' default."""
     default, value = library.options[option][0], getattr(given, option)
     if value is None and isinstance(default, str):
         return _value(given, default.removeprefix("="), library)
@@ -192,13 +191,13 @@ def _value(given: Any, option: str, library: Library) -> Any:
 
 
 def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
-    """Each option that has no place in our models, or another value than they have."""
+    """A problem for each option that our models do not have, or that has a value they cannot represent."""
     known = {*field_types(_record(library.model_type)), *FREE, *library.free, *library.of_classes}
     return refused(values, known, library.must)
 
 
 def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The output of an encoder, by the class in config.json's architectures."""
+    """The output of an encoder, from the class in config.json's architectures."""
     name = (given.architectures or [library.architectures["words"]])[0]
     heads = {word: output for output, word in library.architectures.items()} | {"BertForPreTraining": "words"}
     if name not in heads:
@@ -224,8 +223,8 @@ def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, 
 
 
 def _require_loss(problem: str | None, classes: int) -> None:
-    """Refuse a head that was trained with another loss than ours of as many classes: the squared error of one number,
-    or the cross entropy of one class out of several.
+    """Refuse a head that was trained with another loss than ours, which is the squared error for one output, and the
+    cross entropy of one class out of several otherwise.
     """
     if problem not in (None, _problem(classes)):
         labels = "1 label" if classes == 1 else f"{classes:,} labels"
@@ -237,14 +236,16 @@ def _require_loss(problem: str | None, classes: int) -> None:
 
 
 def _problem(classes: int) -> _Problem:
-    """The name that transformers has for the loss of a head."""
+    """transformers' name for the loss of a head."""
     return "regression" if classes == 1 else "single_label_classification"
 
 
 def _with(config: Any, values: Mapping[str, Any]) -> Any:
     """A configuration with other values at dotted paths."""
     changes: dict[str, Any] = {}
-    for path, value in sorted(values.items(), key=lambda item: "." in item[0]):  # parts change wholes
+    for path, value in sorted(
+        values.items(), key=lambda item: "." in item[0]
+    ):  # a changed part changes the whole
         name, dot, rest = path.partition(".")
         if dot:
             changes[name] = _with(changes.get(name, getattr(config, name)), {rest: value})
@@ -254,7 +255,7 @@ def _with(config: Any, values: Mapping[str, Any]) -> Any:
 
 
 def settled(config: TextConfig) -> TextConfig:
-    """The same model with nothing stated that follows from other fields, so that equal models are equal."""
+    """The same model without values that follow from other fields, so that equal models compare equal."""
     sides = {stack: _settled(stack) for stack in stacks(config)}
     if isinstance(config, Seq2SeqConfig):
         config = replace(config, encoder=sides[config.encoder], decoder=sides[config.decoder])
@@ -331,7 +332,7 @@ def _differences(config: Any, readable: Any, path: str) -> Iterator[str]:
 
 
 def _written(config: TextConfig, library: Library) -> dict[str, Any]:
-    """config.json as a library has it, whether it can say all that the configuration says or not."""
+    """config.json in a library's words, even if it cannot express every field."""
     head = getattr(config, "head", "words")
     values: dict[str, Any] = {
         "architectures": [library.architectures.get(head, library.architectures["words"])],
@@ -339,7 +340,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         **{
             option: allowed[0]
             for option, allowed in library.must.items()
-            if None not in allowed  # what may be absent is left out
+            if None not in allowed  # optional entries are left out
         },
     }
     for option, (_, paths) in library.options.items():
@@ -362,7 +363,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
 
 
 def _at(config: TextConfig, path: str) -> Any:
-    """A value of ours, with what follows from other fields put in."""
+    """The value of one of our fields, with defaults that follow from other fields filled in."""
     side, dot, name = path.rpartition(".")
     holder: Any = getattr(config, side) if dot else config
     known: dict[str, Callable[[], Any]] = {

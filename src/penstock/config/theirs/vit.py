@@ -25,7 +25,7 @@ _NAMES = {
     "intermediate_size": "mlp_width", "hidden_dropout_prob": "dropout", "layer_norm_eps": "norm_eps",
     "qkv_bias": "qkv_bias",
 }  # fmt: skip
-"""Fields that both have, by transformers' name."""
+"""Our fields by transformers' names, for fields that both have."""
 _TIMM_SIZES = {
     "tiny": "vit-ti16", "small": "vit-s16", "base": "vit-b16", "large": "vit-l16", "huge": "vit-h14",
     "giant": "vit-g14",
@@ -37,7 +37,7 @@ _TIMM_BACKBONES = {
     "siglip": ("[1-9][0-9]?", "_([0-9]{1,4})", "siglip-{}", {"base": "b16", "so400m": "so400m14"}),
     "clip": ("[1-9][0-9]?", "_([0-9]{1,4})", "clip-vit-{}", {"base": "b32", "large": "l14"}),
 }
-"""Kinds of backbones: their patches and pixels in timm's names, and their presets by timm's names of sizes."""
+"""Kinds of backbones: patch and image sizes in timm's names, and presets by timm's names of sizes."""
 _TIMM = re.compile(
     rf"(?:vit|deit)_(?P<size>{'|'.join(_TIMM_SIZES)})(?P<distilled>_distilled)?"
     r"_patch(?P<patch>[1-9]\d?)_(?P<pixels>[1-9]\d{1,3})(?:\.(?P<tag>\w+))?"
@@ -46,11 +46,11 @@ _PLAIN = (
     "norm", "norm_first", "first_norm", "norm_bias", "bias", "positions", "attention_scale", "parallel", "window",
     "sinks", "sandwich_norms", "branch_norms", "norm_zero_centred", "score_cap",
 )  # fmt: skip
-"""Fields of which transformers' ViT has the default alone."""
+"""Fields for which transformers' ViT supports only the default."""
 
 
 def unrepresentable(config: ViTConfig) -> list[str]:
-    """The features of a model that transformers' ViT does not have, as sentences; empty if it has all."""
+    """The features of a model that transformers' ViT lacks, as sentences; empty if there are none."""
     checks = {
         f"model.classifier {config.classifier!r}": config.classifier != "token",
         "model.distilled": config.distilled, "model.stem 'conv'": config.stem == "conv",
@@ -69,7 +69,7 @@ def unrepresentable(config: ViTConfig) -> list[str]:
 
 
 def require_representable(config: ViTConfig) -> None:
-    """Raise ConfigError with all that transformers' ViT does not have."""
+    """Raise ConfigError with all features that transformers' ViT lacks."""
     problems = unrepresentable(config)
     if problems:
         raise ConfigError([*problems, "Save such a model in Penstock's own names with save_pretrained."])
@@ -93,7 +93,7 @@ def hf_config(config: ViTConfig) -> dict[str, Any]:
         "encoder_stride": config.patch_size,
         "id2label": {str(i): label for i, label in labels.items()},
         "label2id": {label: i for i, label in labels.items()},
-        # What transformers' configuration has no field for.
+        # Features without a field in transformers' configuration.
         "penstock": {"drop_path": config.drop_path},
     }
 
@@ -148,8 +148,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
 
 
 def timm_config(name: str) -> ViTConfig:
-    """The model that timm calls `name`, such as `vit_small_patch16_224.augreg_in1k`. Raises ConfigError for other
-    models than its plain ViTs, and for a tag that does not say how many classes the head has."""
+    """The model with the name `name` in timm, such as `vit_small_patch16_224.augreg_in1k`. Raises ConfigError for
+    models other than its plain ViTs, and for a tag that does not tell the number of classes."""
     parts = _TIMM.fullmatch(name)
     if parts is None:
         if (backbone := _timm_backbone(name)) is not None:
@@ -184,14 +184,14 @@ def _timm_backbone(name: str) -> ViTConfig | None:
             assert isinstance(base, ViTConfig)
             side, patch_size = int(parts[4] or (256 if kind == "dinov3" else base.image_size)), int(parts[2])
             return replace(
-                base, patch_size=patch_size, image_size=side - side % patch_size,  # timm leaves out the rest
+                base, patch_size=patch_size, image_size=side - side % patch_size,  # timm's names omit these
                 registers=4 if parts[3] else base.registers, qkv_bias=kind != "dinov3",
             )  # fmt: skip
     return None
 
 
 def _side(options: _ViTOptions, key: str) -> int:
-    """A size that may be given as one number or as two, which must then be equal."""
+    """A size, given as one number or as two equal ones."""
     value: int | tuple[int, ...] = getattr(options, key)
     sides = (value,) if isinstance(value, int) else value
     if len(set(sides)) != 1:

@@ -76,8 +76,7 @@ class DataConfig(Checked, where="data"):
     region_weight: Positive = 2.0
     """Weight of the squared error where the mask is white."""
     word_weights: tuple[WordFactor, ...] = ()
-    """Words in the texts of a text-to-image model, each with a factor of the attention to its tokens:
-    `seven=2,red=1.5`."""
+    """Words in the texts of a text-to-image model, with factors of the attention to their tokens: `seven=2,red=1.5`."""
     tokenizer: FilledText = "auto"
     """`auto` (that of the weights to start from or of the pack, else `bytes`), `bytes`, a folder, a `tokenizer.json`, a
     sentencepiece `.model`, or a name on the Hugging Face hub."""
@@ -250,9 +249,8 @@ class Lora(Checked, where="recipe.lora"):
     also: tuple[str, ...] = ()
     """Other parts that are trained, by name or pattern; a head for classes always is."""
     base: BaseWeights = "plain"
-    """How the frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to 8 or
-    4 bits, from which each matrix product restores them (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`,
-    `int4`."""
+    """How frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to 8 or 4
+    bits and restored in each matrix product (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`, `int4`."""
 
 
 EPOCHS: Final = 10.0
@@ -289,8 +287,7 @@ class Recipe(Checked, where="recipe"):
     weight_decay: NotNegative = 0.05
     """Rate of weight decay, not applied to biases, norms and other one-dimensional parameters."""
     beta1: Probability = 0.9
-    """Decay of the mean of gradients in AdamW and similar optimizers, Lion's weight of that mean, and SGD's
-    momentum."""
+    """Decay of the mean of gradients in AdamW and its variants, Lion's weight of that mean, and SGD's momentum."""
     beta2: Probability = 0.999
     """Decay of AdamW's mean of squared gradients, and of Lion's mean."""
     eps: Positive = 1e-8
@@ -328,8 +325,8 @@ class Recipe(Checked, where="recipe"):
     (Wang et al., ACL 2021, "MiniLMv2"); the teacher may be wider. 0: none."""
     teacher_scores: NotNegative = 0.0
     """Weight of the squared difference between the attention scores of the student's blocks and of the teacher's at the
-    same relative depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both must have the same
-    number of heads. 0: none."""
+    same relative depth, before their softmax (Jiao et al., EMNLP 2020, "TinyBERT", equation 7); both need equally many
+    heads. 0: none."""
     temperature: Positive = 2.0
     """Divisor of the logits of student and teacher before they are compared (Hinton et al., 2015): a higher one gives
     unlikely classes and words more weight."""
@@ -379,8 +376,7 @@ class Recipe(Checked, where="recipe"):
 
 
 WAIT_SECONDS: Final = 600.0
-"""Equal to the time that `penstock launch` lets a rank be silent (`--hang-seconds`): a longer wait is a fault
-already."""
+"""The time that `penstock launch` lets a rank be silent (`--hang-seconds`): a longer wait is a fault already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,15 +410,13 @@ class RunConfig(Checked):
     `google/vit-base-patch16-224`. Dense weights start a model with mixtures too: each expert as a copy of the
     perceptron."""
     upcycle_noise: NotNegative = 0.0
-    """Standard deviation of the noise added to the weights of an expert that starts as a copy, relative to that of the
-    weight itself."""
+    """Standard deviation of noise added to an expert that starts as a copy, relative to that of each weight."""
     checkpoint_every: Natural = 0
     """Steps between checkpoints; 0 saves at the end of each epoch, but not within ten seconds of the one before."""
     keep: Annotated[int, Range(2, 2**31 - 1)] = 2
     """Number of newest checkpoints to keep; at least 2."""
     export_best: bool = True
-    """Whether the step with the best evaluation is exported, and its checkpoint kept besides the newest; else the
-    last."""
+    """Whether the step with the best evaluation is exported, and its checkpoint kept too; else the last step."""
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     wait_seconds: Annotated[float, Range(1, 1e8)] = WAIT_SECONDS

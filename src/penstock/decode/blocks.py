@@ -95,12 +95,12 @@ class Blocks:
         self._free.append(block)
         key = self._keys.pop(block)
         del self._by_key[key]
-        for other in [b for b, (before, _) in self._keys.items() if before == block]:
-            del self._by_key[self._keys[other]]
-            del self._keys[other]
-            if other in self._idle:
-                del self._idle[other]
-                self._free.append(other)
+        for follower in [b for b, (before, _) in self._keys.items() if before == block]:
+            del self._by_key[self._keys[follower]]
+            del self._keys[follower]
+            if follower in self._idle:
+                del self._idle[follower]
+                self._free.append(follower)
 
     def publish(self, table: BlockTable, tokens: int) -> None:
         """Let other texts find the blocks of a text's prompt, after `tokens` of its tokens have been computed."""

@@ -66,12 +66,12 @@ def _biases(
     groups: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for numbers, amount in Decoding(bias=bias).biases:
         groups.setdefault(len(numbers), []).append((numbers, amount))
-    made = []
+    grouped = []
     for group in groups.values():
         tokens = torch.tensor([numbers for numbers, _ in group], device=device)
         amounts = torch.tensor([amount for _, amount in group], dtype=dtype, device=device)
-        made.append((tokens[:, :-1], tokens[:, -1], amounts))
-    return made
+        grouped.append((tokens[:, :-1], tokens[:, -1], amounts))
+    return grouped
 
 
 def _forced(logits: Tensor, rows: Tensor | bool, tokens: tuple[int, ...]) -> Tensor:

@@ -77,9 +77,9 @@ def _filled_engine(
         model, slots=len(rows), context=most + decoding.max_tokens, chunk=1 << 62, start=start, ends=ends,
         source=None if prompts.source is None else prompts.source.shape[1], compiled=compiled,
     )  # fmt: skip
-    alone = replace(decoding, best=1)
+    single = replace(decoding, best=1)
     for number, row in enumerate(rows):
-        settings = replace(alone, seed=seeds[number]) if decoding.draws else alone
+        settings = replace(single, seed=seeds[number]) if decoding.draws else single
         slot = engine.admit(Request(ids=tuple(row), decoding=settings, route=routes[number]))
         assert slot == number
     return engine

@@ -51,7 +51,7 @@ class Captioner:
         """Raises ConfigError for a model that does not caption images."""
         opened = loaded(model, plan or Plan(), weights="plain", tokenizer=tokenizer, device=device)
         graph = opened.model.graph
-        self._inputs = {type(one): one for one in map(graph.input_of, graph.remembered)}
+        self._inputs = {type(item): item for item in map(graph.input_of, graph.remembered)}
         if PatchInput not in self._inputs or TokenInput not in self._inputs:
             raise ConfigError(
                 "The model does not write captions; give a model of images and texts, such as multimodal-tiny."
@@ -79,13 +79,13 @@ class Captioner:
 
     def _read(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """The model's arguments for some texts."""
-        one = self._inputs[TokenInput]
+        words = self._inputs[TokenInput]
         tokens, lengths = padded(self.tokenizer.framed(texts), 0)
-        if tokens.shape[1] > one.length:
+        if tokens.shape[1] > words.length:
             raise ConfigError(
-                f"A text has {tokens.shape[1]} tokens, but the model reads {one.length}; shorten it."
+                f"A text has {tokens.shape[1]} tokens, but the model reads {words.length}; shorten it."
             )
-        return {one.name: torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
+        return {words.name: torch.from_numpy(tokens), "lengths": torch.from_numpy(lengths)}
 
     def _written(
         self, inputs: Sequence[T], read: Callable[[Sequence[T]], dict[str, Tensor]], language: str,
@@ -120,6 +120,6 @@ class Captioner:
             lengths = torch.full((len(some),), ids.shape[1], device=device)
             prompts = Prompts(ids.repeat(len(some), 1), lengths, even=True, values=values)
             with eagerly():
-                made = search(self.model, prompts, decoding, ends=self.ends)
-            texts += self.tokenizer.decode_rows(made.tokens[:, 0].tolist())
+                best = search(self.model, prompts, decoding, ends=self.ends)
+            texts += self.tokenizer.decode_rows(best.tokens[:, 0].tolist())
         return texts

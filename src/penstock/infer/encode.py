@@ -92,8 +92,8 @@ class _Texts:
         device = next(self.model.parameters()).device
         results: Tensor | None = None
         for begin in range(0, len(order), self.batch):
-            some = order[begin : begin + self.batch]
-            texts = [rows[number] for number in some]
+            batch = order[begin : begin + self.batch]
+            texts = [rows[number] for number in batch]
             sizes = [len(ids) for ids, _ in texts]
             longest = max(sizes)
             tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in texts])
@@ -106,7 +106,7 @@ class _Texts:
             with torch.inference_mode():
                 part = finish(self.run(tokens.to(device), lengths, kinds), lengths)
             results = part.new_empty(len(rows), *part.shape[1:]) if results is None else results
-            results[torch.tensor(some, device=device)] = part
+            results[torch.tensor(batch, device=device)] = part
         return torch.empty(0, device=device) if results is None else results
 
 
@@ -182,9 +182,9 @@ def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]]
     graph = model.graph
     for head in graph.heads_of(VectorHead):
         run = graph.run(head.run)
-        one = graph.input_of(run)
-        if isinstance(one, kind):
-            return run.max_tokens, partial(_compared, model, head, one.name)
+        model_input = graph.input_of(run)
+        if isinstance(model_input, kind):
+            return run.max_tokens, partial(_compared, model, head, model_input.name)
     return None
 
 
@@ -258,12 +258,12 @@ def _over_images(
     ConfigError if there are none."""
     if not paths:
         raise ConfigError("There are no images; give at least one.")
-    made = []
+    outputs = []
     for begin in range(0, len(paths), batch):
         images = read_images(model, paths[begin : begin + batch], **how)
         with torch.inference_mode():
-            made.append(compute(images))
-    return torch.cat(made)
+            outputs.append(compute(images))
+    return torch.cat(outputs)
 
 
 def read_images(
@@ -274,9 +274,9 @@ def read_images(
     from penstock.data.augment import center_batch
     from penstock.data.decode import decode
 
-    one = model.graph.images
-    size, first = round(one.image_size / crop_share), next(model.parameters())
-    pixels = np.empty((len(paths), size, size, one.channels), np.uint8)
+    image_input = model.graph.images
+    size, first = round(image_input.image_size / crop_share), next(model.parameters())
+    pixels = np.empty((len(paths), size, size, image_input.channels), np.uint8)
     for place, path in enumerate(paths):
         raw = path if isinstance(path, bytes) else read_bytes(path, "The image", limit=_MOST_BYTES)
         try:
@@ -285,4 +285,4 @@ def read_images(
             name = f"Image {place + 1}" if isinstance(path, bytes) else f"The image {shown(path)}"
             raise DataError(f"{name} cannot be read: {error}") from error
     images = torch.from_numpy(pixels).to(first.device)
-    return center_batch(images, image_size=one.image_size, crop_share=crop_share).to(first.dtype)
+    return center_batch(images, image_size=image_input.image_size, crop_share=crop_share).to(first.dtype)

@@ -152,9 +152,9 @@ class Generator:
         seeds = self._seeds(decoding, len(rows) * best)[share.start * best : share.stop * best]
         rows, routes = rows[share], routes[share]
 
-        def generated(some: slice) -> list[Generated]:
-            own_seeds = seeds[some.start * best : some.stop * best]
-            return self._generated(rows[some], routes[some], own_seeds, decoding)
+        def generated(part: slice) -> list[Generated]:
+            own_seeds = seeds[part.start * best : part.stop * best]
+            return self._generated(rows[part], routes[part], own_seeds, decoding)
 
         texts_here = in_parts(stages_of(self.model), generated, len(rows), self.dims) if rows else []
         attend(self.model)
@@ -186,13 +186,13 @@ class Generator:
                 self.model, self._prompts(rows, routes), decoding, ends=self.ends, seeds=seeds,
                 compiled=self._compiled,
             )  # fmt: skip
-        made = [_until(row) for row in tokens.tolist()]
-        several = len(made) // len(rows)  # more than 1 after beam search
+        id_rows = [_until(row) for row in tokens.tolist()]
+        several = len(id_rows) // len(rows)  # more than 1 after beam search
         return [
             self._as_generated(
                 rows[number // several], ids, decoding, None if scores is None else scores[number]
             )
-            for number, ids in enumerate(made)
+            for number, ids in enumerate(id_rows)
         ]
 
     def stream(

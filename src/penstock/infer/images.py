@@ -102,9 +102,9 @@ class ImageGenerator:
         if "routes" in model.graph.arguments:
             more["routes"] = torch.full((len(every),), number)
         with torch.inference_mode():
-            made = model(every.to(first), **{name: value.to(first.device) for name, value in more.items()})
-        made = made.float()
-        return made if scale == 1.0 else guide(made[: len(x)], made[len(x) :], scale)
+            output = model(every.to(first), **{name: value.to(first.device) for name, value in more.items()})
+        output = output.float()
+        return output if scale == 1.0 else guide(output[: len(x)], output[len(x) :], scale)
 
     # -- images
 
@@ -178,5 +178,5 @@ def _number(label: str, names: Sequence[str]) -> int:
         return names.index(label)
     if not names:
         raise ConfigError("The model has no classes; leave label out.")
-    known = ", ".join(names[:20]) + ", …" * (len(names) > 20)
-    raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {known}.")
+    listed = ", ".join(names[:20]) + ", …" * (len(names) > 20)
+    raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {listed}.")

@@ -49,23 +49,23 @@ class TextLabels:
             return 0
         if label in self.names:
             return self.names.index(label)
-        known = ", ".join(self.names)
+        listed = ", ".join(self.names)
         if label is not None:
-            raise ConfigError(f"{quoted(label)} is no label of this model. Its labels are {known}.")
+            raise ConfigError(f"{quoted(label)} is no label of this model. Its labels are {listed}.")
         begin = f", or begin the prompt as in {self.names[0]}>{self.names[-1]}: …" if self.in_prompts else ""
         raise ConfigError(
             f"Labels choose the experts of this model, and a prompt has none. Give one as label{begin}. Its labels are "
-            f"{known}."
+            f"{listed}."
         )
 
 
 def labels_of(graph: Graph, settings: Mapping[str, Any]) -> TextLabels:
     """The labels of a model, from the `settings` in its folder's config.json; without names there, numbers serve as
     names. Raises CheckpointError for names that do not fit the model's number of labels."""
-    given = [run.stack for run in graph.runs if run.stack.experts and run.stack.router == "given"]
-    if not given:
+    stacks = [run.stack for run in graph.runs if run.stack.experts and run.stack.router == "given"]
+    if not stacks:
         return TextLabels()
-    count = min(one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in given)
+    count = min(one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in stacks)
     names = settings.get("labels", list(map(str, range(count))))
     distinct = {one for one in names if isinstance(one, str)} if isinstance(names, list) else set()
     if not isinstance(names, list) or not len(distinct) == len(names) == count:

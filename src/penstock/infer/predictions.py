@@ -55,12 +55,12 @@ class ClassPrediction:
     def record(self, classes: Sequence[str]) -> dict[str, Any]:
         """The prediction as a JSON object, with the probability of each class by its name."""
         from_table = {"source": self.input.where} if self.input.where else {}
-        known = {"input": self.input.value, **from_table}
+        fields = {"input": self.input.value, **from_table}
         if self.answer is None:
-            return {**known, "problem": self.problem}
+            return {**fields, "problem": self.problem}
         shares = self.answer.probabilities
         names = classes if len(classes) == len(shares) == len(set(classes)) else map(str, range(len(shares)))
-        return {**known, "label": self.answer.label, "probabilities": dict(zip(names, shares))}
+        return {**fields, "label": self.answer.label, "probabilities": dict(zip(names, shares))}
 
 
 def expand_inputs(
@@ -79,7 +79,7 @@ def expand_inputs(
             inputs += _rows_of(word, columns)
         else:
             inputs.append(ClassifierInput(word))
-    if columns and not any(one.where for one in inputs):
+    if columns and not any(entry.where for entry in inputs):
         raise ConfigError(
             f"--columns names columns of a table, but no input is a table, ending in {', '.join(TABLES)}."
         )
@@ -121,15 +121,15 @@ def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassifierInput]:
 def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[ClassPrediction]:
     """Predictions in the order of the inputs, a batch at a time, including inputs that cannot be read."""
     for begin in range(0, len(inputs), classifier.batch):
-        some = inputs[begin : begin + classifier.batch]
-        readable = [one for one in some if not one.problem]
-        answers = iter(_answers(classifier, [one.value for one in readable]))
-        for one in some:
-            answer = one.problem if one.problem else next(answers)
+        batch = inputs[begin : begin + classifier.batch]
+        readable = [entry for entry in batch if not entry.problem]
+        answers = iter(_answers(classifier, [entry.value for entry in readable]))
+        for entry in batch:
+            answer = entry.problem if entry.problem else next(answers)
             yield (
-                ClassPrediction(one, None, answer)
+                ClassPrediction(entry, None, answer)
                 if isinstance(answer, str)
-                else ClassPrediction(one, answer)
+                else ClassPrediction(entry, answer)
             )
 
 
@@ -162,11 +162,11 @@ def written(predictions: Sequence[dict[str, Any]], output: Path) -> str:
     first = ["source"] if any("source" in each for each in predictions) else []
     pairs = any(isinstance(each["input"], list | tuple) for each in predictions)
     columns = [*first, *(("first", "second") if pairs else ("input",)), "label", "probability", "problem"]
-    made = io.StringIO()
-    table = csv.DictWriter(made, columns, lineterminator="\n", restval="", extrasaction="ignore")
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, lineterminator="\n", restval="", extrasaction="ignore")
     table.writeheader()
     for each in predictions:
         texts = dict(zip(("first", "second"), each["input"] or ())) if pairs else {}
         probability = f"{max(each['probabilities'].values()):.6f}" if "label" in each else ""
         table.writerow(each | texts | {"probability": probability})
-    return made.getvalue()
+    return text.getvalue()

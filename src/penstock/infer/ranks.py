@@ -82,4 +82,4 @@ def from_all_ranks(results: list[T], dims: ParallelDims) -> list[T]:
         return results
     parts: list[list[T]] = [[] for _ in range(dims.data_world)]
     distributed.all_gather_object(parts, results, group=dims.group(*DATA))
-    return [one for part in parts for one in part]
+    return [result for part in parts for result in part]

@@ -86,10 +86,10 @@ def usual_in(folder: Path, size: int) -> Usual:
     ):
         before = fields.get("bias", ()) if field == "bias" else ()
         try:
-            made = from_dict(Decoding, {**fields, field: value})
-            if max(made.named_tokens, default=0) >= size:
+            checked = from_dict(Decoding, {**fields, field: value})
+            if max(checked.named_tokens, default=0) >= size:
                 raise ConfigError(f"In it: the model has {size:,} tokens")
-            fields[field] = (*before, *made.bias) if before else getattr(made, field)
+            fields[field] = (*before, *checked.bias) if before else getattr(checked, field)
             met.append(name)
         except ConfigError as problem:
             unmet.append(f"{name}={quoted(value)} ({problem.problems[0].partition(': ')[2].rstrip('.')})")
@@ -109,8 +109,8 @@ def _named(settings: Mapping[str, Any]) -> Iterable[tuple[str, str, Any]]:
 
 def _biases(settings: Mapping[str, Any], ends: list[Any]) -> Iterable[tuple[str, str, list[str]]]:
     for name in ("sequence_bias", "bad_words_ids", "suppress_tokens"):
-        given = settings.get(name)
-        for each in given if isinstance(given, list) else () if given is None else (given,):
+        listed = settings.get(name)
+        for each in listed if isinstance(listed, list) else () if listed is None else (listed,):
             match name, each:
                 case "sequence_bias", [[*numbers], int() | float() as amount]:
                     words = f"{amount:.9f}"

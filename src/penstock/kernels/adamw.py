@@ -142,7 +142,7 @@ def _native(
         batch.weights, gradients, batch.exp_avgs, batch.exp_avg_sqs, copies or nothing, batch.averages or nothing,
         batch.steps,
     )  # fmt: skip
-    addresses = [None if tensor is None else tensor.data_ptr() for one in arrays for tensor in one]
+    addresses = [None if tensor is None else tensor.data_ptr() for row in arrays for tensor in row]
     sizes = [weight.numel() for weight in batch.weights]
     numbers = (*hyper[:5], -1.0 if hyper.maximize else 1.0, average_part)
     with record_function("penstock::adamw"):

@@ -139,8 +139,8 @@ def autocasts(x: Tensor) -> bool:
 def keeps_scores(backend: AttentionBackend, q: Tensor, tokens: int, scores: Scores) -> bool:
     """Whether attention of samples with this number of tokens keeps its scores for the backward pass."""
     queries = getattr(scores.mask, "block", tokens)  # a mask may split samples into blocks
-    kept = choices.holds_scores(kernel_for(backend, q, scores, queries))
-    return kept and getattr(scores.mask, "keeps_scores", True)
+    holds = choices.holds_scores(kernel_for(backend, q, scores, queries))
+    return holds and getattr(scores.mask, "keeps_scores", True)
 
 
 def _torchs(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
@@ -165,8 +165,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scores: Scores = _PLAIN) ->
     for start in range(0, tokens, CAUSAL_BLOCK):
         end = min(start + CAUSAL_BLOCK, tokens)
         later = q.new_full((end - start, end), -math.inf).triu(start + 1)
-        inside = scores._replace(mask=later[None, None], causal=False)
-        parts.append(_composed(q[:, :, start:end], k[:, :, :end], v[:, :, :end], inside))
+        block_scores = scores._replace(mask=later[None, None], causal=False)
+        parts.append(_composed(q[:, :, start:end], k[:, :, :end], v[:, :, :end], block_scores))
     return torch.cat(parts, dim=2)
 
 

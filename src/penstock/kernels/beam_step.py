@@ -31,9 +31,9 @@ _MOST_KEPT = 64
 
 def beam_step(logits: Tensor, beams: Beams, step: int, terms: Terms, *, normed: bool = False) -> Step:
     """Make one step from logits (B·b, V) of the next tokens, or from log-probabilities if `normed`."""
-    kept = min(terms.kept, terms.size * logits.shape[1])
+    candidates = min(terms.kept, terms.size * logits.shape[1])
     fused = logits.is_cuda or interpreting()
-    if fused and have_triton() and kept <= _MOST_KEPT and logits.dtype != torch.float64:
+    if fused and have_triton() and candidates <= _MOST_KEPT and logits.dtype != torch.float64:
         from penstock.kernels.triton import beam_step as kernels
 
         if kernels.fits(terms, logits.shape[1]):
@@ -105,11 +105,11 @@ def _ended(
 def texts_of(codes: Tensor, parents: list[Tensor], chosen: list[Tensor], steps: int) -> Tensor:
     """Tokens (B, n, steps) of the texts with these codes (B, n), −1 after the last; `parents` and `chosen` of all
     steps."""
-    made, beams = codes >> _STEP, (codes >> _BEAM) & (MOST_BEAMS - 1)
+    last_steps, beams = codes >> _STEP, (codes >> _BEAM) & (MOST_BEAMS - 1)
     tokens = torch.full((*codes.shape, steps), NOTHING, device=codes.device)
-    tokens.scatter_(2, made[:, :, None], ((codes & ((1 << _BEAM) - 1)) - 1)[:, :, None])
+    tokens.scatter_(2, last_steps[:, :, None], ((codes & ((1 << _BEAM) - 1)) - 1)[:, :, None])
     for step in range(len(chosen) - 1, -1, -1):
-        before = step < made
+        before = step < last_steps
         tokens[:, :, step] = torch.where(before, chosen[step].gather(1, beams), tokens[:, :, step])
         beams = torch.where(before, parents[step].gather(1, beams), beams)
     return tokens

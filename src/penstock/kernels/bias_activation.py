@@ -115,7 +115,7 @@ def _forward(
     if kernels is None:
         return reference(product, bias, activation, gated, second)
     product, n = product.contiguous(), product.shape[-1] // (1 + gated)
-    bias, second = (None if one is None else one.contiguous() for one in (bias, second))
+    bias, second = (None if t is None else t.contiguous() for t in (bias, second))
     out = product.new_empty((*product.shape[:-1], n))
     if out.numel():
         kernels.penstock_activation(
@@ -147,7 +147,7 @@ def _make_gradient(
     if kernels is None:
         return _plain_gradient(product, bias, gradient, activation, gated, second)
     product, gradient = product.contiguous(), gradient.to(product.dtype).contiguous()
-    bias, second = (None if one is None else one.contiguous() for one in (bias, second))
+    bias, second = (None if t is None else t.contiguous() for t in (bias, second))
     into, by_bias, into_second = _gradient_shapes(product, bias, gradient, activation, gated, second)
     n = gradient.shape[-1]
     if into.numel():
@@ -169,11 +169,11 @@ _gradient = torch.library.custom_op("penstock::bias_activation_gradient", _make_
 def _gradient_shapes(
     product: Tensor, bias: Tensor | None, gradient: Tensor, activation: str, gated: bool, second: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    made = (
+    empties = (
         product.new_empty(0) if one is None else torch.empty_like(one, memory_format=torch.contiguous_format)
         for one in (product, bias, second)
     )
-    return tuple(made)  # type: ignore[return-value]
+    return tuple(empties)  # type: ignore[return-value]
 
 
 def _plain_gradient(

@@ -131,14 +131,14 @@ class SharedMemories(Shared):
     def __init__(self, memories: Sequence[tuple[int, Shared]], sees: Tensor | None) -> None:
         self.memories, self.sees = memories, sees
         first = memories[0][1]
-        super().__init__(first.cut, sum(one.tokens for _, one in memories), queries=first.queries)
+        super().__init__(first.cut, sum(memory.tokens for _, memory in memories), queries=first.queries)
 
     def pieces(self, source: int, device: torch.device) -> Iterator[_Piece]:
         parts = []
-        for number, one in self.memories:
-            places = one.cut.places(source, one.tokens, device)
-            seen = (places < one.tokens)[None]
-            seen = seen if one.lengths is None else seen & (places < one.lengths[:, None])
+        for number, memory in self.memories:
+            places = memory.cut.places(source, memory.tokens, device)
+            seen = (places < memory.tokens)[None]
+            seen = seen if memory.lengths is None else seen & (places < memory.lengths[:, None])
             parts.append(seen if self.sees is None else seen & (self.sees == number)[:, None])
         samples = max(len(part) for part in parts)
         mask = torch.cat([part.expand(samples, -1) for part in parts], dim=1)[:, None, None]
@@ -188,7 +188,7 @@ class _Exchanged(torch.autograd.Function):
         for source, keys, values in _visits(shared.cut, torch.stack((k, v))):
             for at, piece in enumerate(shared.pieces(source, q.device)):
                 rows, columns = piece.queries, piece.keys
-                one, log = _forward(
+                part, log = _forward(
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns], biases, piece, how,
                     _number(source, at),
                 )  # fmt: skip
@@ -196,14 +196,14 @@ class _Exchanged(torch.autograd.Function):
                 # Both are −∞ as long as a query has attended to nothing.
                 base = both.masked_fill(both == -math.inf, 0.0)
                 before, now = (logs[:, :, rows] - base).exp(), (log - base).exp()
-                out[:, :, rows] = out[:, :, rows] * before[..., None] + one * now[..., None]
+                out[:, :, rows] = out[:, :, rows] * before[..., None] + part * now[..., None]
                 logs[:, :, rows] = both
         if sinks is not None:
             out, logs = add_sinks(out, logs, sinks)
-        made = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, made, logs, biases, sinks)
+        output = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, logs, biases, sinks)
         ctx.how = how
-        return made
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -291,8 +291,8 @@ def _forward(
     sums = torch.promote_types(q.dtype, torch.float32)
     k, v = (for_each_query(x, q.shape[1]) for x in (k, v))
     if how.fused(q, piece):
-        made, logs = fused_with_sums(q, k, v, None, causal=piece.kind == "causal", scale=how.scale)
-        return made.to(sums), logs.to(sums)
+        out, logs = fused_with_sums(q, k, v, None, causal=piece.kind == "causal", scale=how.scale)
+        return out.to(sums), logs.to(sums)
     products = _products(q, k, biases, piece, how)
     logs = torch.logsumexp(products, -1)
     weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
@@ -315,14 +315,14 @@ def _backward(
     else:
         products = _products(q, wide_k, biases, piece, how)
         weights = (products - logs.masked_fill(logs == -math.inf, 0.0)[..., None]).exp()
-        inside = (grad @ wide_v.transpose(-1, -2)).to(weights.dtype)
+        of_weights = (grad @ wide_v.transpose(-1, -2)).to(weights.dtype)
         dropped = weights
         if how.dropout:
-            kept = _kept(weights, how, number)
-            inside, dropped = inside * kept, weights * kept
+            keep_mask = _kept(weights, how, number)
+            of_weights, dropped = of_weights * keep_mask, weights * keep_mask
         dv = dropped.to(grad.dtype).transpose(-1, -2) @ grad
         mean = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(-1, keepdim=True)
-        of_scores = weights * (inside - mean)
+        of_scores = weights * (of_weights - mean)
         if how.cap is not None:
             slopes = 1.0 - (products / how.cap).square()
             of_scores = (of_scores * slopes).where(products > -math.inf, 0.0)

@@ -43,8 +43,8 @@ class Deferred:
     @cached_property
     def whole(self) -> Tensor:
         """The logits as a tensor."""
-        made = self.make(self.x)
-        return (made if self.added is None else made + self.added).to(self.dtype)
+        logits = self.make(self.x)
+        return (logits if self.added is None else logits + self.added).to(self.dtype)
 
     @property
     def shape(self) -> torch.Size:

@@ -65,10 +65,10 @@ class Documents:
         rest = q.shape[2] - sum(lengths)
         pieces = zip(*(torch.split(t[sample : sample + 1], [*lengths, rest], dim=2) for t in (q, k, v)))
         outputs = []
-        for (one, keys, values), tokens in zip(pieces, lengths):
+        for (queries, keys, values), tokens in zip(pieces, lengths):
             mask = None if self.mask is None else self.mask(tokens)
-            inside = scores._replace(mask=mask, causal=self.causal and mask is None)
-            outputs.append(attention(one, keys, values, backend, inside))
+            piece_scores = scores._replace(mask=mask, causal=self.causal and mask is None)
+            outputs.append(attention(queries, keys, values, backend, piece_scores))
         if rest:
             outputs.append(v.new_zeros(*outputs[0].shape[:2], rest, outputs[0].shape[3]))
         return torch.cat(outputs, dim=2)
@@ -99,7 +99,7 @@ class Batches:
         sizes = [batch.samples for batch in self.batches]
         pieces = zip(*(torch.split(each, sizes) for each in (q, k, v)))
         outputs = []
-        for batch, (one, keys, values) in zip(self.batches, pieces, strict=True):
-            inside = scores._replace(mask=batch.mask, causal=batch.causal and batch.mask is None)
-            outputs.append(attention(one, keys, values, backend, inside))
+        for batch, (queries, keys, values) in zip(self.batches, pieces, strict=True):
+            batch_scores = scores._replace(mask=batch.mask, causal=batch.causal and batch.mask is None)
+            outputs.append(attention(queries, keys, values, backend, batch_scores))
         return torch.cat(outputs)

@@ -74,11 +74,11 @@ def _kept(
     kernels = library("dropout") if device.type == "cpu" else None
     if kernels is not None:
         key = torch.empty((), dtype=torch.int64, device=device).random_(-(1 << 63), None, generator=generator)
-        kept = torch.empty(shape, dtype=torch.bool, device=device)
+        mask = torch.empty(shape, dtype=torch.bool, device=device)
         kernels.penstock_kept(
-            address(kept), c_int64(count), c_uint64(int(key)), c_uint32(level), threads_for(count)
+            address(mask), c_int64(count), c_uint64(int(key)), c_uint32(level), threads_for(count)
         )
-        return kept
+        return mask
     bits = torch.empty(-(-count // 4), dtype=torch.int64, device=device)
     bits.random_(-(1 << 63), None, generator=generator)  # all 64 bits
     return (bits.view(torch.int16)[:count] >= level + _LOWEST).view(shape)

@@ -62,9 +62,9 @@ def _embedding_gradient(node: Any) -> Any:
     arguments: Any = node.args
     zeros, _, indices, _ = arguments
     cleared = isinstance(zeros, Node) and zeros.target is aten.full.default and zeros.args[1] == 0
-    alone = len(node.users) == 1 and len(indices) == 1
+    single_use = len(node.users) == 1 and len(indices) == 1
     two = node.meta["val"].ndim == 2
-    return node if cleared and alone and two and node.meta["val"].device.type == "cpu" else None
+    return node if cleared and single_use and two and node.meta["val"].device.type == "cpu" else None
 
 
 def _is_dense(node: Any, total: Any) -> bool:

@@ -80,9 +80,9 @@ def linear_cross_entropy(
         dtype = F.linear(x[:0], weight[:1]).dtype
     enabled = torch.is_grad_enabled()
     wanted = [enabled and t is not None and t.requires_grad for t in (x, weight, bias)]
-    there = share or Share("", 0, len(weight))
+    split = share or Share("", 0, len(weight))
     *beside, taught_cap = (None, None, None, 0.0, 1.0, 0.0) if taught is None else tuple(taught)
-    inputs = x, weight, bias, targets, smoothing, budget, dtype, *wanted, *there, *beside
+    inputs = x, weight, bias, targets, smoothing, budget, dtype, *wanted, *split, *beside
     loss: Tensor = _chunked(*inputs, z_loss=z_loss, cap=cap, taught_cap=taught_cap)[0]
     return loss
 
@@ -243,8 +243,8 @@ class _Sums(NamedTuple):
         # Ignored rows are zeroed in each gradient, where a row has D elements instead of V.
         counts = counted[:, None].to(dtype)
         if self.bias.numel() and p is logits:
-            for some in torch.split(p, len(p) if p.is_cuda else _SUMMED_ROWS):
-                self.bias[: self.columns].add_(some.sum(0, dtype=self.bias.dtype))
+            for piece in torch.split(p, len(p) if p.is_cuda else _SUMMED_ROWS):
+                self.bias[: self.columns].add_(piece.sum(0, dtype=self.bias.dtype))
         elif self.bias.numel():
             self.bias[: self.columns].add_(counts.to(p.dtype).T.mm(p)[0])
         # The gradient overwrites the logits, unless that would only be a copy.
@@ -344,9 +344,9 @@ def _scaled(ctx: Any, loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | 
     gradients: list[Tensor | None] = [None, None, None]
     if loss is not None:
         factor = loss / ctx.scale
-        for i, (kept, wanted, dtype) in enumerate(zip(ctx.saved_tensors, ctx.wanted, ctx.types, strict=True)):
+        for i, (grad, wanted, dtype) in enumerate(zip(ctx.saved_tensors, ctx.wanted, ctx.types, strict=True)):
             if wanted:
-                gradients[i] = kept.mul_(factor).to(dtype)
+                gradients[i] = grad.mul_(factor).to(dtype)
     return (*gradients, *[None] * 19)
 
 

@@ -200,8 +200,8 @@ def _differentiable(
 
     def backward(ctx: Any, gradient: Tensor, _: Any = None) -> tuple[Any, ...]:
         make = make_gradients if direct(gradient) else gradients
-        made = make(gradient, *ctx.saved_tensors, *ctx.settings)
-        return (*([made] if projections == 1 else made), *[None] * (2 + len(ctx.settings)))
+        grads = make(gradient, *ctx.saved_tensors, *ctx.settings)
+        return (*([grads] if projections == 1 else grads), *[None] * (2 + len(ctx.settings)))
 
     attend.register_autograd(backward, setup_context=save)
     return direct_function("DirectAttention", forward, save, backward, outputs=1)

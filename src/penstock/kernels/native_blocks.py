@@ -121,7 +121,7 @@ class BlockKernel:
         self._kept.append(scales)
         outputs, inputs = packed.shape
         read = (packed.panels, packed.zeros, scales, packed.sums, packed.bias, packed.factors)
-        *addresses, factors = (None if one is None else one.data_ptr() for one in read)
+        *addresses, factors = (None if tensor is None else tensor.data_ptr() for tensor in read)
         return _Linear(inputs, outputs, *addresses, scaling, inverse, factors)
 
     def _norm(self, norm: nn.Module) -> _Norm:

@@ -84,7 +84,7 @@ def reference(
     added, mask = widened(branch), _mask(kept, x, scale)
     s = (x + (added if mask is None else torch.where(mask, added * scale, 0.0))).to(x.dtype)
     wide = widened(s)
-    vectors = [None if one is None else one.to(wide.dtype) for one in (weight, bias)]
+    vectors = [None if parameter is None else parameter.to(wide.dtype) for parameter in (weight, bias)]
     shape = s.shape[-1:]
     normed = (
         F.rms_norm(wide, shape, vectors[0], eps)
@@ -183,7 +183,7 @@ def _make_gradient(
     into_branch = torch.empty_like(s, dtype=branch_type) if own_gradient else s.new_empty(0)
     # Outputs of an operator may not share memory, not even if they are empty.
     into_weight, into_bias = (
-        s.new_empty(0) if one is None else torch.zeros_like(one) for one in (weight, bias)
+        s.new_empty(0) if parameter is None else torch.zeros_like(parameter) for parameter in (weight, bias)
     )
     if s.numel():
         kernels.penstock_add_norm_gradient(
@@ -208,7 +208,7 @@ def _gradient_shapes(
     empty = torch.empty_like(s, memory_format=torch.contiguous_format)
     into_branch = torch.empty_like(empty, dtype=branch_type) if own_gradient else s.new_empty(0)
     into_weight, into_bias = (
-        s.new_empty(0) if one is None else torch.zeros_like(one) for one in (weight, bias)
+        s.new_empty(0) if parameter is None else torch.zeros_like(parameter) for parameter in (weight, bias)
     )
     return empty, into_branch, into_weight, into_bias
 

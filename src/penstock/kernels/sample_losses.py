@@ -107,7 +107,7 @@ class _SampleLosses(torch.autograd.Function):
         if ctx.dtype == torch.float16:
             largest = largest / FP16_SCALE
         scaled = [
-            made.mul_(largest).to(value.dtype) if wanted else None
-            for made, value, wanted in zip(gradients, (x, weight, bias), needed, strict=True)
+            computed.mul_(largest).to(value.dtype) if wanted else None
+            for computed, value, wanted in zip(gradients, (x, weight, bias), needed, strict=True)
         ]
         return (*scaled, *[None] * 5)

@@ -23,12 +23,12 @@ def fused_with_sums(
     """torch's fused attention of q, k and v (B, H, ·, K): the output (B, H, N, K), and each row's log-sum-exp (B, H,
     N), in fp32 or wider. A mask, of values to add to the scores, is supported on a CPU only."""
     if q.is_cuda:
-        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     else:
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
-    return made[0], made[1]
+    return results[0], results[1]
 
 
 def fused_gradients(
@@ -39,14 +39,14 @@ def fused_gradients(
     out, grad, logs = out.contiguous(), grad.contiguous(), logs.contiguous()
     if q.is_cuda:
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        made = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, logs, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused[:0], scale=scale
         )  # fmt: skip
     else:
-        made = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, logs, 0.0, causal, attn_mask=mask, scale=scale
         )
-    return made[0], made[1], made[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def for_each_query(x: Tensor, heads: int) -> Tensor:

@@ -37,8 +37,8 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < size:
         values = torch.cat([values, x[:, whole:]], dim=1)
         places = torch.cat([places, torch.arange(whole, size).expand(rows, -1)], dim=1)
-    values, inside = values.topk(k)
-    return values, places.gather(1, inside)
+    values, picks = values.topk(k)
+    return values, places.gather(1, picks)
 
 
 def largest(x: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         p, counted, *row = ctx.saved_tensors
-        made = to_gradient_(p.clone(), Row(p, *row), *ctx.options)
-        return made * (grad * counted[:, None]), None, None, None, None, None
+        gradients = to_gradient_(p.clone(), Row(p, *row), *ctx.options)
+        return gradients * (grad * counted[:, None]), None, None, None, None, None
 
 
 def vocabulary_cross_entropy(

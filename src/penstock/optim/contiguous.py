@@ -244,8 +244,8 @@ class Contiguous(Optimizer):
         gradients = [(p, p.grad) for b in self.buckets() for p in b.parameters]
         self._lay_out()
         for parameter, gradient in gradients:
-            there = (parameter.device, parameter.dtype)
-            if gradient is not None and (gradient.device, gradient.dtype) == there:
+            placement = (parameter.device, parameter.dtype)
+            if gradient is not None and (gradient.device, gradient.dtype) == placement:
                 parameter.grad = gradient
 
     def _split(self, bucket: Bucket, segment: Segment, active: list[bool]) -> None:

@@ -92,8 +92,8 @@ class EMA:
         missing, unknown = self._shadows.keys() - state_dict.keys(), state_dict.keys() - self._shadows.keys()
         shapes = [n for n, s in self._shadows.items() if n in state_dict and state_dict[n].shape != s.shape]
         problems = [
-            f"{what}: {', '.join(sorted(names))}"
-            for what, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
+            f"{kind}: {', '.join(sorted(names))}"
+            for kind, names in (("missing", missing), ("unknown", unknown), ("of another shape", shapes))
             if names
         ]
         if problems:

@@ -89,12 +89,12 @@ class Muon(torch.optim.AdamW):
             updates = [self._momentum(parameter, group["momentum"]) for parameter in turn]
             for parameter, direction in zip(turn, _orthogonalised(turn, updates)):
                 rate = group["lr"] * RMS * math.sqrt(max(parameter.shape[-2:]))
-                kept: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+                decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
                 weight, stops = local(parameter), self._scalar("found_inf", parameter)
                 if stops is not None:
-                    kept = torch.where(stops > 0, 1.0, kept)
+                    decay = torch.where(stops > 0, 1.0, decay)
                     direction = direction * (stops == 0)
-                weight.mul_(kept).add_(direction, alpha=-rate)
+                weight.mul_(decay).add_(direction, alpha=-rate)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
         """This rank's rows of the update to orthogonalise: the gradient moved towards its running mean, which is
@@ -146,5 +146,5 @@ def _orthogonalised(turn: Sequence[Tensor], updates: Sequence[Tensor]) -> list[T
     if not _owners(turn[0]):
         return [orthogonalised(update) if update.numel() else update for update in updates]
     wholes = [gather_to(*each, owner=owner) for owner, each in enumerate(zip(turn, updates))]
-    made = [None if whole is None else orthogonalised(whole) for whole in wholes]
-    return [scatter_from(*each, owner=owner) for owner, each in enumerate(zip(turn, made, updates))]
+    results = [None if whole is None else orthogonalised(whole) for whole in wholes]
+    return [scatter_from(*each, owner=owner) for owner, each in enumerate(zip(turn, results, updates))]

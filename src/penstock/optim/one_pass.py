@@ -140,7 +140,7 @@ class OnePassAdamW(torch.optim.AdamW):
 
 def takes_one_pass(groups: Iterable[Any]) -> bool:
     """Whether `OnePassAdamW` supports these parameters or groups (fp32, on one device) and its kernel is available."""
-    parameters = [p for one in groups for p in (one["params"] if isinstance(one, dict) else [one])]
+    parameters = [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
     takes = all(
         isinstance(p, Tensor) and p.dtype == torch.float32 and tensors.dense(tensors.local(p.detach()))
         for p in parameters

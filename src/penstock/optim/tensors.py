@@ -40,10 +40,10 @@ def whole(parameter: Tensor, part: Tensor) -> Tensor:
     if sharded is None:
         return part
     shape, stride = sharded.shape, sharded.stride()
-    made: Tensor = type(sharded).from_local(
+    dtensor: Tensor = type(sharded).from_local(
         part, sharded.device_mesh, sharded.placements, run_check=False, shape=shape, stride=stride
     )
-    return made
+    return dtensor
 
 
 def flat_like(tensor: Tensor, flat: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
     if not isinstance(attention, Attention):
         return None
     plain = block.cross is None and type(block) is Block and find(block, ExpertSamples) is None
-    alone = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
+    bare = all(branch.scale is None and branch.norm is None for branch in (block.branch1, block.branch2))
     known = type(mlp) is MLP and mlp.activation in ACTIVATION_CODES and not mlp.activated
     heads = (
         attention.shared == 1
@@ -69,7 +69,7 @@ def _kernel_of(block: Block) -> BlockKernel | None:
         and not (attention.causal or attention.windowed)
         and (attention.cap, attention.sinks, attention.shift) == (None, None, None)
     )
-    if not (plain and alone and known and heads and attention.head_width % VECTOR == 0):
+    if not (plain and bare and known and heads and attention.head_width % VECTOR == 0):
         return None
     if not all(_norms_fp32(norm, first=norm is block.norm1 and block.norm_first) for norm in norms):
         return None
@@ -87,8 +87,8 @@ def _norms_fp32(norm: nn.Module | None, *, first: bool) -> bool:
     """Whether the kernel supports a norm; the `first` norm of a block may be missing."""
     if not isinstance(norm, nn.LayerNorm | nn.RMSNorm) or isinstance(norm, ZeroCentredNorm):
         return first and isinstance(norm, nn.Identity)
-    tensors = [one for one in (norm.weight, getattr(norm, "bias", None)) if one is not None]
-    return all(one.dtype == torch.float32 and one.device.type == "cpu" for one in tensors)
+    tensors = [tensor for tensor in (norm.weight, getattr(norm, "bias", None)) if tensor is not None]
+    return all(tensor.dtype == torch.float32 and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _packed(layer: nn.Module) -> tuple[PackedInt8, InputScale] | None:
@@ -110,8 +110,8 @@ class OneCall(Around):
         self.block, self.kernel, self.places = block, kernel, _places(block)
 
     def __call__(self, x: Tensor, context: Context = ALONE) -> Tensor:
-        made = None if torch.compiler.is_compiling() else self.computed(x, context)
-        return self.forward(x, context) if made is None else made
+        output = None if torch.compiler.is_compiling() else self.computed(x, context)
+        return self.forward(x, context) if output is None else output
 
     def computed(self, x: Tensor, context: Context) -> Tensor | None:
         """The kernel's output; None for inputs that it does not support."""

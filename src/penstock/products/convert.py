@@ -72,11 +72,11 @@ def device_problem(device: torch.device | str, products: Products, *, serving: b
     if capability >= row.capability:
         return None
     others = (
-        f" {name} needs {other.capability[0]}.{other.capability[1]} only;"
-        for name, other in PRODUCTS.items()
-        if other.weights == row.weights
-        and other.capability <= capability
-        and "cuda" in (other.devices if serving else other.trains)
+        f" {name} needs {product.capability[0]}.{product.capability[1]} only;"
+        for name, product in PRODUCTS.items()
+        if product.weights == row.weights
+        and product.capability <= capability
+        and "cuda" in (product.devices if serving else product.trains)
     )
     name = torch.cuda.get_device_name(device)
     return f"{needed}, and {name} has {capability[0]}.{capability[1]};{''.join(others)} {remedy}."
@@ -148,15 +148,15 @@ def convert_linears(
         if problems := sorted({problem for each in devices if (problem := device_problem(each, products))}):
             raise ConfigError(problems)
     row = PRODUCTS[products]
-    kept = dict(left_out(linears, anatomy_of(model), row))
-    chosen = [name for name in linears if name not in kept]
+    unchanged = dict(left_out(linears, anatomy_of(model), row))
+    chosen = [name for name in linears if name not in unchanged]
     if not chosen:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(kept.items())[:5])
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(unchanged.items())[:5])
         raise ConfigError(
             f"No linear layer of this {type(model).__name__} can multiply in {products} ({reasons or 'it has none'}); "
             "use products=plain."
         )
-    for name in kept:
+    for name in unchanged:
         _restore(linears[name])
     for name in chosen:
         expert = isinstance(linears[name], ExpertLinear)
@@ -168,8 +168,8 @@ def convert_linears(
             # Also for weights on the meta device, which have no memory before they are sharded.
             clip = torch.full((1,), UNCALIBRATED, device="cpu" if weight.is_meta else weight.device)
             linears[name].register_parameter(CLIP, nn.Parameter(clip))
-    _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), kept or "none")
-    return kept
+    _log.info("products in %s in %d linear layers; kept: %s", products, len(chosen), unchanged or "none")
+    return unchanged
 
 
 def restore_linears(model: nn.Module) -> None:
@@ -203,7 +203,7 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         if row.scales == "tensorwise":
             why = "has one scale for all rows of inputs, which would let a text change with its neighbours"
         able = " or ".join(
-            n for n, other in PRODUCTS.items() if other.weights == row.weights and other.serves
+            n for n, product in PRODUCTS.items() if product.weights == row.weights and product.serves
         )
         raise ConfigError(f"weights={products} {why}; choose weights={able}.")
     if problem := device_problem(first.device, products, serving=True):
@@ -310,7 +310,7 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
 
 
 def _stored_experts(experts: ExpertLinear, form: type[Stored]) -> nn.Module:
-    return StoredExperts(experts, lambda _, one: _stored(one, form))
+    return StoredExperts(experts, lambda _, linear: _stored(linear, form))
 
 
 def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
@@ -327,6 +327,6 @@ def suited(model: nn.Module, weights: Weights | Products, *, own: bool) -> Produ
     if weights != "auto":
         return weights
     first = next(model.parameters())
-    known = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and this_cpu().packs_bf16)
+    supported = first.dtype == torch.float32 or (first.dtype == torch.bfloat16 and this_cpu().packs_bf16)
     on_cpu = first.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return "packed" if own and on_cpu and known else "plain"
+    return "packed" if own and on_cpu and supported else "plain"

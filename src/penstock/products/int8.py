@@ -222,10 +222,10 @@ class _Int8(torch.autograd.Function):
             else:
                 dx = (dy * scales.t()).to(dtype) @ outputs.to(dtype)
             if clip is not None:
-                inside = (rows < LEVELS) & (rows > -LEVELS - 1)
-                ends = (dx * rows).masked_fill(inside, 0.0).sum(dtype=torch.float32)
+                unclipped = (rows < LEVELS) & (rows > -LEVELS - 1)
+                ends = (dx * rows).masked_fill(unclipped, 0.0).sum(dtype=torch.float32)
                 dclip = (ends * row_scales * (math.log(2) / rows.shape[1] ** 0.5)).to(clip.dtype)
-                dx = dx * inside
+                dx = dx * unclipped
             dx = dx.to(x_type)
         if ctx.needs_input_grad[1]:
             weights_too = "weight" in ctx.passes

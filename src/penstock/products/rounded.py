@@ -117,7 +117,7 @@ def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -
     """The module that replaces a linear layer, or one of several experts, and multiplies in a form."""
     stored = _FORMS[form]
     if isinstance(module, ExpertLinear):
-        return StoredExperts(module, lambda n, one: in_place_of(one, stored(one, rounded.part(n))))
+        return StoredExperts(module, lambda n, linear: in_place_of(linear, stored(linear, rounded.part(n))))
     assert isinstance(module, nn.Linear)
     return in_place_of(module, stored(module, rounded))
 

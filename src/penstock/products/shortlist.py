@@ -44,9 +44,9 @@ class Shortlist(nn.Module):
         self.cap: float = getattr(head, "cap", 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        some = capped(self.rows(x), self.cap)
-        every = some.new_full((*some.shape[:-1], self.out_features), -math.inf)
-        logits: Tensor = every.index_copy_(-1, self.numbers, some)
+        listed = capped(self.rows(x), self.cap)
+        every = listed.new_full((*listed.shape[:-1], self.out_features), -math.inf)
+        logits: Tensor = every.index_copy_(-1, self.numbers, listed)
         return logits
 
 

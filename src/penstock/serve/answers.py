@@ -116,8 +116,8 @@ def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
 
 def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]:
     """The numbers of tokens that were read and generated."""
-    read, made = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
-    return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+    read, generated = sum(map(len, prompts)), sum(len(text.ids) for text in texts)
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
 def choice(
@@ -151,7 +151,7 @@ def _chat_logs(whole: Whole, spelling: Spelling | None) -> dict[str, Any]:
 
     first, tokens = len(whole.prompt), whole.tokens
     rows = zip(tokens[first:], *(scores[first - 1 :] for scores in whole.scores))
-    content = [entry(n, log) | {"top_logprobs": [entry(*one) for one in tops]} for n, log, tops in rows]
+    content = [entry(n, log) | {"top_logprobs": [entry(*pair) for pair in tops]} for n, log, tops in rows]
     return {"content": content}
 
 

@@ -116,11 +116,11 @@ class Backend:
 
     def gauges(self) -> dict[str, float]:
         """Current figures, by name."""
-        one = {"expert_load": "load", "expert_moves": "moves", "expert_moves_given_up": "given_up"}
+        state_keys = {"expert_load": "load", "expert_moves": "moves", "expert_moves_given_up": "given_up"}
         return {
             "open_requests": float(self.open), "worker_restarts": float(max(0, self.restarts)),
             "worker_ready": float(self.ready.is_set()), "room_requests": float(self.room),
-            **{name: float(self.experts[key]) for name, key in one.items() if self.experts},
+            **{name: float(self.experts[key]) for name, key in state_keys.items() if self.experts},
         }  # fmt: skip
 
     async def start(self) -> None:

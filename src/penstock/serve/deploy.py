@@ -194,13 +194,13 @@ def _degrees(model: ModelConfig, machine: Machine, gpus: int, kind: Dtype) -> It
     """Tensor and pipeline degrees: pipelines only if no tensor degree makes the weights fit."""
     stack = stacks(model)[-1]
     powers = [1 << n for n in range(gpus.bit_length()) if 1 << n <= gpus]
-    inside = [
+    in_node = [
         tp
         for tp in powers
         if tp <= machine.devices_per_node and not any(layer.heads % tp for layer in stack.kinds)
     ]
-    yield from ((tp, 1) for tp in inside)
-    tp = max(inside)
+    yield from ((tp, 1) for tp in in_node)
+    tp = max(in_node)
     for pp in powers[1:]:
         fits = _room(model, machine, _serving(model, machine, kind, tp, pp // 2)) > 0
         if fits or tp * pp > gpus or pp > stack.depth:
@@ -269,8 +269,8 @@ def _replicas(
 
     # Requests may take as long with recorded as with launched steps, which are slower on an idle server.
     idle = costs = costs_of("launched" if recorded else serving.steps, slots)
-    alone = max(_alone(arrival, idle) for arrival in arrivals)
-    limit = config.seconds or PATIENCE * alone
+    idle_seconds = max(_alone(arrival, idle) for arrival in arrivals)
+    limit = config.seconds or PATIENCE * idle_seconds
     for count in counts:
         best = None
         for number in sorted({min(size, slots) for size in SLOTS}, reverse=True):
@@ -286,13 +286,13 @@ def _replicas(
         late = ""
         if served.latency.p95 > limit:
             late = f"95 % of requests take up to {served.latency.p95:.3g} s, more than {limit:.3g} s"
-            if alone > limit:
-                late = f"even alone, a request takes up to {alone:.3g} s, more than {limit:.3g} s"
+            if idle_seconds > limit:
+                late = f"even alone, a request takes up to {idle_seconds:.3g} s, more than {limit:.3g} s"
         memory = plain.memory_bytes + min(room, number * text)
         yield replace(
             plain, replicas=count, slots=number, memory_bytes=memory, served=served, costs=costs, why=late
         )
-        if not late or alone > limit:
+        if not late or idle_seconds > limit:
             return
 
 

@@ -93,15 +93,15 @@ def body_of(raw: bytes, route: str, *, max_bytes: int) -> dict[str, Any]:
     body = parse_json(
         raw, "The body of the request", bounds=Bounds(bytes=max_bytes, values=200_000, control=True)
     )
-    known = _KEYS[route]
+    allowed = _KEYS[route]
     body = {
         key: value for key, value in body.items() if value is not None and value not in _IDLE.get(key, ())
     }
     for key in body:
         if key in _IDLE:
             raise ConfigError(f"{key} is not supported; leave it out.")
-        if key not in known:
-            raise ConfigError(f"{quoted(key)} is not a setting of this route.{nearest(key, sorted(known))}")
+        if key not in allowed:
+            raise ConfigError(f"{quoted(key)} is not a setting of this route.{nearest(key, sorted(allowed))}")
     if isinstance(bias := body.get("logit_bias"), dict) and len(bias) > MOST_BIASES:
         raise ConfigError(f"logit_bias has {len(bias):,} entries, but at most {MOST_BIASES} are allowed.")
     return body
@@ -197,7 +197,7 @@ def _scored(request: TextRequest) -> TextRequest:
         "best_of": request.best_of > request.choices,
     }
     if request.stream and any(unstreamable.values()):
-        named = " and ".join(name for name, there in unstreamable.items() if there)
+        named = " and ".join(name for name, requested in unstreamable.items() if requested)
         raise ConfigError(f"{named} cannot be streamed; leave stream out.")
     return request
 

@@ -96,8 +96,8 @@ async def _serve(
     await backend.start()
     try:
         host, port = listener.getsockname()[:2]
-        where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        tell(f"{service.name} at {where}{'' if key else ', open to whoever reaches it'}. Ctrl-C stops it.")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        tell(f"{service.name} at {url}{'' if key else ', open to whoever reaches it'}. Ctrl-C stops it.")
         await server.serve(sockets=[listener])
         service.stopping = True
     finally:

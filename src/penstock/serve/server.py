@@ -144,8 +144,8 @@ class Service:
     def _require_key(self, request: Request) -> None:
         if self.key is None:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self.key.encode())
+        scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(sent_key.strip().encode("utf-8", "replace"), self.key.encode())
         if scheme.lower() != "bearer" or not right:
             raise Fault(401, "Send the server's key: Authorization: Bearer KEY.", "authentication_error")
 
@@ -295,8 +295,8 @@ class Service:
 
     async def _generate(self, request: Request, wanted: TextRequest, kind: str) -> Response:
         if self.backend.about and not self.backend.about["writes"]:
-            other = "classify" if self.images else "embeddings"
-            raise Fault(400, f"This model is an encoder, which does not generate text; use /v1/{other}.")
+            route = "classify" if self.images else "embeddings"
+            raise Fault(400, f"This model is an encoder, which does not generate text; use /v1/{route}.")
         prompts = await self._numbers(wanted)
         if not all(prompts):
             raise Fault(400, "A prompt is empty.")

@@ -104,21 +104,21 @@ def read_trace(path: Path) -> list[Arrival]:
     """The requests of a JSON-lines file, in order of their time. Raises ConfigError naming the first bad line."""
     arrivals: list[Arrival] = []
     for line in read_lines(path, "The trace", longest=_LINE.bytes):
-        where = f"Line {line.number:,} of the trace {shown(path)}"
+        place = f"Line {line.number:,} of the trace {shown(path)}"
         if line.problem:
-            raise ConfigError(f"{where} cannot be read: {line.problem}.")
+            raise ConfigError(f"{place} cannot be read: {line.problem}.")
         if not line.text.strip():
             continue
         if len(arrivals) >= MOST_REQUESTS:
             raise ConfigError(f"The trace {shown(path)} has more than {MOST_REQUESTS:,} requests; cut it.")
-        values = parse_json(line.text, where, bounds=_LINE)
+        values = parse_json(line.text, place, bounds=_LINE)
         try:
             at = convert(values.get("at"), float)
             sizes = [convert(values.get(name), int) for name in ("in", "out")]
         except BadValue as problem:
-            raise ConfigError(f"{where}: {problem}. {_FORM}") from None
+            raise ConfigError(f"{place}: {problem}. {_FORM}") from None
         if not 0 <= at < math.inf or any(_Length.problem(size) for size in sizes):
-            raise ConfigError(f"{where} has a time below 0, or lengths out of 1 to {LONGEST:,}. {_FORM}")
+            raise ConfigError(f"{place} has a time below 0, or lengths out of 1 to {LONGEST:,}. {_FORM}")
         arrivals.append(Arrival(at, *sizes))
     if not arrivals:
         raise ConfigError(f"The trace {shown(path)} has no request. {_FORM}")
@@ -218,8 +218,8 @@ def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, repli
     """Simulate requests that are dealt to `replicas` engines in turn. Raises TooLong as the scheduler does."""
     outcomes: list[Outcome] = []
     refused = 0
-    for which in range(replicas):
-        served, lost = _One(arrivals[which::replicas], limits, costs).run()
+    for replica in range(replicas):
+        served, lost = _One(arrivals[replica::replicas], limits, costs).run()
         outcomes += served
         refused += lost
     return Served.of(outcomes, refused=refused)

@@ -190,7 +190,7 @@ class _Step:
         learned = [(out, gradient) for out, gradient in zip(outputs, gradients) if out.requires_grad]
         if learned:
             with balancing(self._balance):
-                torch.autograd.backward([out for out, _ in learned], [given for _, given in learned])
+                torch.autograd.backward([out for out, _ in learned], [grad for _, grad in learned])
         if pipeline.masters is not None:
             pipeline.masters.collect()
         if stage:
@@ -228,10 +228,10 @@ class _Step:
 def _raise_named(error: Exception, action: Action, count: int, last: int) -> NoReturn:
     """Raise the error again, with the same type and a description of the rank's action."""
     stage, kind, i = action
-    where = f"In {_WORDS[kind]} of stage {stage} (0 to {last}) for micro-batch {i} (0 to {count - 1}): "
+    prefix = f"In {_WORDS[kind]} of stage {stage} (0 to {last}) for micro-batch {i} (0 to {count - 1}): "
     try:
-        named = type(error)(f"{where}{error}")
+        named = type(error)(f"{prefix}{error}")
     except TypeError:
-        error.add_note(where)
+        error.add_note(prefix)
         raise error from None
     raise named from error

@@ -313,8 +313,8 @@ def _checked(value: tuple[Any, ...]) -> tuple[Tensor, Count]:
         if isinstance(total, Tensor) and total.ndim == 0 and counts:
             return total, count.detach() if isinstance(count, Tensor) else float(count)
     kinds = ", ".join(
-        f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
-        for one in value
+        f"a tensor of shape {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        for part in value
     )
     raise ConfigError(
         f"The loss function returned ({kinds}), but must return the mean loss as a 0-d tensor, or (sum, count): the "

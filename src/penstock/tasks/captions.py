@@ -109,11 +109,11 @@ class Captioning(TextTask):
         return self._made
 
     def blank(self, model: ModelConfig, device: torch.device) -> tuple[Any, ...]:
-        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         empty = torch.zeros(1, *model.graph.images.shape, device=device)
-        target = one.expand(1, model.graph.inputs[2].length)
+        target = token.expand(1, model.graph.inputs[2].length)
         return model.graph.ordered(
-            images=empty, source=one, target=target, lengths=one[0] + 1, smoothing=0.0, sees=one[0]
+            images=empty, source=token, target=target, lengths=token[0] + 1, smoothing=0.0, sees=token[0]
         )
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
@@ -152,8 +152,8 @@ class Captioning(TextTask):
         count = len(source.words.languages)
         exact = np.zeros((2, count + 2))
         for text, row in zip(written, rows):
-            language, other = (int(source.words.language[row[side]]) for side in ("written", "read"))
-            kind = language if row["sees"] == IMAGE else count + (not source.trained[other, language])
+            language, read = (int(source.words.language[row[side]]) for side in ("written", "read"))
+            kind = language if row["sees"] == IMAGE else count + (not source.trained[read, language])
             exact[:, kind] += text == source.words.texts[row["written"]], 1
         tables = []
         for side, vectors, most in zip(("image", "read"), (images, texts), self._made.kept):
@@ -218,7 +218,7 @@ def _recalls(source: Captions, images: NDArray[np.float64], texts: NDArray[np.fl
     nats, from sums of vectors (I, E + 1) and (W, E + 1), whose last column is their number."""
     words = source.words
     pictured, named = (np.flatnonzero(table[:, -1] > 0) for table in (images, texts))
-    rows = [table[there, :-1] / table[there, -1:] for table, there in ((images, pictured), (texts, named))]
+    rows = [table[shown, :-1] / table[shown, -1:] for table, shown in ((images, pictured), (texts, named))]
     near, groups = rows[0] @ rows[1].T, (source.pictures.concepts[pictured], words.concept[named])
     right, held = groups[0][:, None] == groups[1], words.held[named]
     tensors = [torch.from_numpy(each) for each in (*rows, *groups)]

@@ -56,7 +56,7 @@ class Chat(ConversationTask, WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.conversations import open_conversations
 
-        (length,) = (one.length for one in model.graph.inputs)
+        (length,) = (token_input.length for token_input in model.graph.inputs)
         source: Source = open_conversations(data, tokenizer, split, length=length + 1)
         return source
 

@@ -238,8 +238,8 @@ def weights_of(
             word, _, factor = each.rpartition("=")
             for place in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", text):
                 unseen.pop(each, None)
-                inside = [low < place.end() and high > place.start() for low, high in places]
-                weights[row, first : first + len(numbers)][np.array(inside, bool)] = float(factor)
+                covered = [low < place.end() and high > place.start() for low, high in places]
+                weights[row, first : first + len(numbers)][np.array(covered, bool)] = float(factor)
     if unseen:
         raise ConfigError(
             f"word_weights names {', '.join(map(quoted, unseen))}, but no text has such a word."

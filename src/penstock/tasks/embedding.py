@@ -69,15 +69,15 @@ class Embedding(TextTask):
         """The width of vectors, summed over stored samples; their number; and both vectors at each sample's place."""
         assert batch.places is not None
         both = torch.stack(vectors(outputs, batch)).double()
-        kept = batch.places < batch.most
+        stored = batch.places < batch.most
         table = both.new_zeros(2, batch.most, both.shape[2])
-        table[:, batch.places[kept]] = both[:, kept]
-        count = kept.sum().double()
+        table[:, batch.places[stored]] = both[:, stored]
+        count = stored.sum().double()
         return torch.cat([torch.stack([count * both.shape[2], count]), table.flatten()])
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
-        width, kept = sums[:2]
-        queries, answers = np.array(sums[2:]).reshape(2, -1, round(width / kept))[:, : int(kept)]
+        width, stored = sums[:2]
+        queries, answers = np.array(sums[2:]).reshape(2, -1, round(width / stored))[:, : int(stored)]
         return scores.search_scores(queries, answers, TEMPERATURE)
 
     def describe_model(self, model: ModelConfig) -> str:

@@ -165,6 +165,6 @@ class PrepareMasked:
         any_token = (which * self.size).astype(tokens.dtype)
         seen = np.where(how < MASKED, self.mask, np.where(how < MASKED + SWAPPED, any_token, tokens))
         columns = np.argsort(~hidden, axis=1, kind="stable")[:, : int(most.max())]
-        there = np.take_along_axis(hidden, columns, 1)
-        targets = np.where(there, np.take_along_axis(tokens, columns, 1), IGNORED)
+        is_hidden = np.take_along_axis(hidden, columns, 1)
+        targets = np.where(is_hidden, np.take_along_axis(tokens, columns, 1), IGNORED)
         return np.where(hidden, seen, tokens), columns, np.asarray(targets, np.int64)

@@ -54,7 +54,7 @@ class NextToken(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.tokens import open_tokens
 
-        (length,) = (one.length for one in model.graph.inputs)
+        (length,) = (token_input.length for token_input in model.graph.inputs)
         source: Source = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
         return source
 

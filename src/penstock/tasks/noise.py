@@ -55,8 +55,8 @@ class NoiseSchedule:
     def coefficients(self, t: Tensor) -> Coefficients:
         """α, σ and the factors of v at times t in [0, 1]."""
         if self.name == "flow":
-            one = torch.ones_like(t)
-            return Coefficients(1 - t, t, -one, one)
+            ones = torch.ones_like(t)
+            return Coefficients(1 - t, t, -ones, ones)
         if self.name == "cosine":
             angle = t * (math.pi / 2)
             # π/2 is not exact in this dtype, and its cosine is slightly below 0.

@@ -55,16 +55,16 @@ class Preferences(ConversationTask):
 
     def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
         """A copy of the task with a reference and β; a reference that is a module is changed in place."""
-        made = copy.copy(self)
-        made.reference, made.beta = reference, beta
+        task = copy.copy(self)
+        task.reference, task.beta = reference, beta
         if isinstance(reference, nn.Module):
             reference.eval().requires_grad_(False)
-        return made
+        return task
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.conversations import open_preferences
 
-        (length,) = (one.length for one in model.graph.inputs)
+        (length,) = (token_input.length for token_input in model.graph.inputs)
         source: Source = open_preferences(data, tokenizer, split, length=length + 1)
         return source
 
@@ -81,8 +81,8 @@ class Preferences(ConversationTask):
                 "with --from (init_from), or give the task a model with `beside`."
             )
         with torch.no_grad():
-            known = self.reference(*batch.inputs)
-        chosen, rejected = (known - outputs).view(-1, 2).unbind(1)
+            reference_losses = self.reference(*batch.inputs)
+        chosen, rejected = (reference_losses - outputs).view(-1, 2).unbind(1)
         margins: Tensor = self.beta * (chosen - rejected)
         return margins
 

@@ -69,8 +69,8 @@ def _correlation(first: Sums, second: Sums) -> float:
 
 def _ranks(values: Sums) -> Sums:
     """Ranks from 1; equal values share their mean rank."""
-    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((counts.cumsum() - (counts - 1) / 2)[which], np.float64)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((counts.cumsum() - (counts - 1) / 2)[inverse], np.float64)
 
 
 # -- search
@@ -122,7 +122,7 @@ def chrf_sums(written: str, reference: str) -> list[int]:
 def chrf(sums: Sequence[float]) -> float:
     """chrF2 in [0, 100], as in sacrebleu: F of the mean precision and recall over orders that both texts have."""
     orders = [sums[i : i + 3] for i in range(0, CHRF_SUMS, 3)]
-    both = [(shared / made, shared / meant) for shared, made, meant in orders if made and meant]
+    both = [(shared / written, shared / meant) for shared, written, meant in orders if written and meant]
     if not both:
         return 0.0
     precision, recall = (sum(values) / len(both) for values in zip(*both, strict=True))

@@ -56,8 +56,8 @@ class Sentences(TextTask):
         count = 1 if classes is None else len(classes)
         head = model.graph.classes
         if head is None or head.classes != count:
-            what = "numbers" if classes is None else f"{count} classes"
-            _log.warning("model.head is set to classes, and model.classes to %d, for %s.", count, what)
+            description = "numbers" if classes is None else f"{count} classes"
+            _log.warning("model.head is set to classes, and model.classes to %d, for %s.", count, description)
         fitted: ModelConfig = cast(Any, model).with_classes(count)
         return self.fit_vocabulary(fitted, tokenizer_of(source))
 

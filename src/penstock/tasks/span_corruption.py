@@ -102,7 +102,7 @@ class SpanCorruption(WordTask):
 
 def sizes_of(model: ModelConfig, tokenizer: Tokenizer) -> Sizes:
     """Sizes of the longest text that fits a model. Raises ConfigError if there is none, or too few sentinels."""
-    most, most_target = (one.length for one in model.graph.inputs)
+    most, most_target = (token_input.length for token_input in model.graph.inputs)
     ended = int(tokenizer.end is not None)
     for text in range(2 * most, 1, -1):
         sizes = Sizes.of(text)

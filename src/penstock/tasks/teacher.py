@@ -81,8 +81,8 @@ class Teacher:
     def _loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
         if not (self.hidden or self.attention or self.scores):
             return self._outputs_loss(task, model, batch)
-        inside = slice(None) if self.scores else slice(-1, None) if self.attention else slice(0)
-        with _looking(self.model, inside) as teacher, _looking(uncompiled(model), inside) as student:
+        compared = slice(None) if self.scores else slice(-1, None) if self.attention else slice(0)
+        with _looking(self.model, compared) as teacher, _looking(uncompiled(model), compared) as student:
             loss = self._outputs_loss(task, model, batch)
             plain: Any = uncompiled(model)
             arguments = plain.given(task.inputs(batch))
@@ -134,10 +134,10 @@ class Teacher:
         assert teacher.outputs
         depth, losses = len(student.outputs), []
         for number, output in enumerate(student.outputs):
-            other = teacher.outputs[_at_same_depth(number, depth, len(teacher.outputs))]
-            output, other = output.float(), other.float()
-            size = other.square().sum(-1).clamp(min=1e-12)
-            difference = (output - other).square().sum(-1) / size
+            target = teacher.outputs[_at_same_depth(number, depth, len(teacher.outputs))]
+            output, target = output.float(), target.float()
+            size = target.square().sum(-1).clamp(min=1e-12)
+            difference = (output - target).square().sum(-1) / size
             if lengths is None:
                 losses.append(difference.mean())
                 continue
@@ -180,11 +180,11 @@ def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | 
     """The mean divergence of the self-attention relations of queries, keys and values in the last blocks, 0-d."""
     looked, others = (_looked_in(run, -1)[:3] for run in (student, teacher))
     losses = []
-    for own, other in zip(looked, others, strict=True):
+    for own, taught in zip(looked, others, strict=True):
         real = None if lengths is None else is_real(lengths, own.shape[1])
-        heads = math.gcd(own.shape[2], other.shape[2])
+        heads = math.gcd(own.shape[2], taught.shape[2])
         losses.append(
-            relation_divergence(own.flatten(2), other.flatten(2), heads, real=real, causal=student.causal)
+            relation_divergence(own.flatten(2), taught.flatten(2), heads, real=real, causal=student.causal)
         )
     return torch.stack(losses).mean()
 
@@ -193,9 +193,9 @@ def _scores_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | Non
     """The mean over blocks of the difference between attention scores, 0-d."""
     losses, depths = [], (len(student.blocks), len(teacher.blocks))
     for number in range(depths[0]):
-        own, other = _looked_in(student, number), _looked_in(teacher, _at_same_depth(number, *depths))
+        own, taught = _looked_in(student, number), _looked_in(teacher, _at_same_depth(number, *depths))
         real = None if lengths is None else is_real(lengths, own[0].shape[1])
-        losses.append(score_difference(own[3:], other[3:], real=real, causal=student.causal))
+        losses.append(score_difference(own[3:], taught[3:], real=real, causal=student.causal))
     return torch.stack(losses).mean()
 
 
@@ -301,13 +301,13 @@ def _require_teachable(
             "recipe.teacher teaches words, classes or embeddings, but this student gives numbers or features; leave it "
             "out."
         )
-    if inside := [name for name in INSIDE if getattr(recipe, name)]:
+    if compared := [name for name in INSIDE if getattr(recipe, name)]:
         _require_alike_tokens(teacher.graph, student.graph, recipe.teacher)
-        if inside != ["teacher_hidden"]:
-            _require_alike_runs(teacher.graph, student.graph, recipe.teacher, inside[-1])
+        if compared != ["teacher_hidden"]:
+            _require_alike_runs(teacher.graph, student.graph, recipe.teacher, compared[-1])
     if recipe.teacher_hidden:
         _require_alike_hidden(teacher.graph, student.graph, recipe.teacher)
-    for name in {*inside} - {"teacher_attention"}:
+    for name in {*compared} - {"teacher_attention"}:
         _require_as_deep(teacher.graph, student.graph, recipe.teacher, name)
     if recipe.teacher_scores:
         _require_alike_heads(teacher.graph, student.graph, recipe.teacher)

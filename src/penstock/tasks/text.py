@@ -126,7 +126,7 @@ class TextTask(Task):
             return Fullness(model, words=self.asked_words)
         by_length = source.lengths if source.group_by_length else None
         ids = Stream(len(source), 0, by_length, batch).ids(0, DRAWN * batch)
-        most, *others = (one.length for one in model.graph.inputs)
+        most, *others = (entry.length for entry in model.graph.inputs)
         drawn = source.lengths[ids].reshape(DRAWN, batch)
         if self.counts_all_inputs:
             drawn = drawn * most // (most + sum(others))
@@ -166,8 +166,8 @@ class WordTask(TextTask):
         return batch.count
 
     def tally(self, outputs: Tensor, batch: TextBatch) -> Tensor:
-        known = torch.tensor([self.targets(batch), batch.bytes], dtype=torch.float64)
-        return torch.cat([outputs.double()[None], known.to(outputs.device)])
+        counts = torch.tensor([self.targets(batch), batch.bytes], dtype=torch.float64)
+        return torch.cat([outputs.double()[None], counts.to(outputs.device)])
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         total, targets, size = sums[:3]

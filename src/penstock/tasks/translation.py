@@ -60,7 +60,7 @@ class Translation(WordTask):
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         from penstock.data.text.rows import open_rows
 
-        source, target = (one.length for one in model.graph.inputs)
+        source, target = (token_input.length for token_input in model.graph.inputs)
         return open_rows(
             data, tokenizer, split, form="translation", length=source, target_length=target,
         )  # fmt: skip
@@ -96,8 +96,8 @@ class Translation(WordTask):
         written = self._texts(self._translated(model, batch))
         references = self._texts(batch.inputs[3])
         more = np.zeros(len(self._more("", "")))
-        for one, other in zip(written, references, strict=True):
-            more += self._more(one, other)
+        for text, reference in zip(written, references, strict=True):
+            more += self._more(text, reference)
         return torch.cat([sums, torch.from_numpy(more).to(sums)])
 
     def accompany(self, model: nn.Module, blank: tuple[Any, ...]) -> None:

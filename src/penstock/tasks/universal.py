@@ -187,7 +187,7 @@ class PrepareUniversal:
         self.graph = graph = model.graph
         self.seed, self.size = seed, bytes_per_token
         self.understood, self.orders = graph.padded, graph.classes is not None
-        self.segments = any(one.segments > 1 for one in graph.inputs)
+        self.segments = any(item.segments > 1 for item in graph.inputs)
         self.end, self.separator = tokenizer.end, tokenizer.separator
         self.before = int(tokenizer.classify is not None)
         self.tokens = graph.inputs[0].length

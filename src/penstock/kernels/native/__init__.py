@@ -100,23 +100,23 @@ def _compiler() -> str:
     if chosen := os.environ.get("CXX"):
         return chosen
     for name in _COMPILERS:
-        if there := shutil.which(name):
-            return there
+        if path := shutil.which(name):
+            return path
     raise _CannotBuild("no C++ compiler was found")
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, path: Path) -> None:
     """Compile to a file next to `path`, then rename it, so that no process loads half a library."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
+        built = Path(folder) / path.name
         done = subprocess.run(
-            [compiler, *flags, str(source), "-o", str(made)], capture_output=True, text=True, check=False,
+            [compiler, *flags, str(source), "-o", str(built)], capture_output=True, text=True, check=False,
             timeout=_LONGEST_BUILD,
         )  # fmt: skip
         if done.returncode:
             raise _CannotBuild(f"{compiler} failed: {done.stderr.strip()[:400]}")
-        made.chmod(0o700)
-        made.replace(path)
+        built.chmod(0o700)
+        built.replace(path)
 
 
 def direct(x: torch.Tensor) -> bool:
@@ -135,9 +135,9 @@ def direct_function(
     """
 
     def run(ctx: Any, *inputs: Any) -> Any:
-        made = forward(*inputs)
-        save(ctx, inputs, made)
-        return made if not outputs else made[0] if outputs == 1 else made[:outputs]
+        results = forward(*inputs)
+        save(ctx, inputs, results)
+        return results if not outputs else results[0] if outputs == 1 else results[:outputs]
 
     passes = {"forward": staticmethod(run), "backward": staticmethod(once_differentiable(backward))}
     return type(name, (torch.autograd.Function,), passes)

@@ -126,7 +126,7 @@ def loaded(
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadModel:
-    """A model as it was given, or as its folder has it."""
+    """A model that was passed in, or read from a folder."""
 
     module: Any
     folder: Path | None = None
@@ -134,9 +134,9 @@ class _ReadModel:
     pooled_first: bool = False
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
     labels: TextLabels | None = None
-    """Labels whose experts were read alone."""
+    """The labels whose experts were read; None: all."""
     whole: int = 0
-    """Elements of the folder's weights, where only a part was read."""
+    """Elements of all weights in the folder, if only some were read; else 0."""
 
 
 def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequence[str]) -> _ReadModel:
@@ -144,8 +144,8 @@ def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequenc
     if isinstance(model, nn.Module):
         if only:
             raise ConfigError(
-                "The model is open already, with all its experts; give the folder of its export, of which only some "
-                "labels' experts are to be read."
+                "The model is open already, with all its experts; give the folder of its export, from which only "
+                "some labels' experts can be read."
             )
         return _ReadModel(module=model)
     folder = local_weights(model)
@@ -158,7 +158,7 @@ def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequenc
         return _ReadModel(module=from_pretrained(folder), **known)
     if rounded_weights(folder):
         raise ConfigError(
-            "The folder's linear layers are quantised, of which all labels' experts are read together; leave the "
+            "The folder's linear layers are quantised, so that all labels' experts are read together; leave the "
             "labels out."
         )
     every = labels_of(read_config(folder).graph, settings)
@@ -172,7 +172,7 @@ def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequenc
 
 
 def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:
-    """The fields of `Decoding` that a folder asks for; warns of what it asks for in vain."""
+    """The fields of `Decoding` that a folder sets; warns of its settings that are not applied."""
     defaults = usual_of(folder)
     if defaults.unmet and dims.main:
         words = quoted("; ".join(defaults.unmet), 600)

@@ -94,7 +94,7 @@ def test_a_language_that_training_did_not_have_is_refused(folder: Path, tmp_path
     for language in ("de", "en"):
         assert len(captioner.translate(["sieben"], language, max_tokens=2)) == 1
     with pytest.raises(
-        ConfigError, match=r"'fr' is no language of this model\. Its languages are (de, en|en, de)\."
+        ConfigError, match=r"'fr' is not a language of this model\. Its languages are (de, en|en, de)\."
     ):
         captioner.translate(["sieben"], "fr")
 

@@ -122,9 +122,9 @@ def test_texts_of_a_label_come_from_its_experts_alone(tmp_path: Path) -> None:
     expected = whole.generate([[1, 2], [3]], label="1", max_tokens=6)
     assert alone.generate([[1, 2], [3]], label="1", max_tokens=6) == expected
     assert alone.generate([[1, 2], [3]], max_tokens=6) == expected
-    with pytest.raises(ConfigError, match=r"'0' is no label of this model\. Its labels are 1"):
+    with pytest.raises(ConfigError, match=r"'0' is not a label of this model\. Its labels are 1"):
         alone.generate([1], label="0")
-    with pytest.raises(ConfigError, match=r"'7' is no label .* 0, 1, 2, 3"):
+    with pytest.raises(ConfigError, match=r"'7' is not a label .* 0, 1, 2, 3"):
         Generator(tmp_path, only=["7"])
     with pytest.raises(ConfigError, match="give the folder of its export"):
         Generator(model, only=["1"])

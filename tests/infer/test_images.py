@@ -166,7 +166,7 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not denoise"):
         ImageGenerator(tmp_path)
     generator = ImageGenerator(made())
-    with pytest.raises(ConfigError, match=r"'10' is no class of this model\. Its classes are 0, 1, 2"):
+    with pytest.raises(ConfigError, match=r"'10' is not a class of this model\. Its classes are 0, 1, 2"):
         generator.sample(["10"])
     with pytest.raises(ConfigError, match="no labels"):
         generator.sample([])
@@ -235,7 +235,7 @@ def test_the_command_line_writes_a_grid_and_a_folder(
     [
         (["--grid", "x.png"], "Say which model"),
         (["MODEL"], "Say where the images go"),
-        (["MODEL", "--label", "11", "--grid", "x.png"], "'11' is no class"),
+        (["MODEL", "--label", "11", "--grid", "x.png"], "'11' is not a class"),
         (["MODEL", "--steps", "0", "--grid", "x.png"], "at least 1"),
         (["MODEL", "--sampler", "heun", "--grid", "x.png"], "must be 'ddim', 'dpm' or 'euler'"),
     ],

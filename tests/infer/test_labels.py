@@ -87,7 +87,7 @@ def test_a_label_chooses_the_experts_however_a_text_is_made(name: str) -> None:
     for cache in ("slots", "paged"):
         engine = Engine(model, slots=2, context=32, cache=cache, block=2, chunk=3, start=0)  # type: ignore[arg-type]
         assert [tuple(tokens) for tokens, _ in engine_makes(engine, wanted, late=2)] == expected, cache
-    with pytest.raises(ConfigError, match="compiled step takes no labels"):
+    with pytest.raises(ConfigError, match="compiled step does not support labels"):
         Generator(model, Plan(compile="whole"), start=0, ends=())
 
 
@@ -98,8 +98,8 @@ def test_labels_come_from_prompts_or_options_and_others_are_refused() -> None:
     assert labels.numbers(["a", "b"], ["yo", "en"]) == [2, 0]
     assert TextLabels().numbers(["en>sw: a", [3]]) == [None, None]
     for prompts, label, words in (
-        (["en>de: a"], None, "'de' is no label .* en, sw, yo"),
-        (["en>sw: a"], "de", "'de' is no label .* en, sw, yo"),
+        (["en>de: a"], None, "'de' is not a label .* en, sw, yo"),
+        (["en>sw: a"], "de", "'de' is not a label .* en, sw, yo"),
         (["en>sw: a", "a"], None, "a prompt has none.*or begin the prompt.* en, sw, yo"),
         ([[1, 2]], None, "a prompt has none.* en, sw, yo"),
         (["a", "b"], ["en"], "1 labels for 2 prompts"),

@@ -164,9 +164,9 @@ def test_activations_at_extremes_are_those_of_torch() -> None:
 def test_shapes_that_differ_are_refused() -> None:
     with pytest.raises(ConfigError, match="tensors of one shape"):
         residual_norm(torch.zeros(2, 8), torch.zeros(1, 8), nn.LayerNorm(8))
-    with pytest.raises(ConfigError, match="as many features"):
+    with pytest.raises(ConfigError, match="one bias per feature"):
         bias_activation(torch.zeros(2, 8), torch.zeros(4), "gelu")
-    with pytest.raises(ConfigError, match="in place of both"):
+    with pytest.raises(ConfigError, match="only without bias and gate"):
         bias_activation(torch.zeros(2, 8), torch.zeros(8), "gelu", second=torch.zeros(2, 8))
 
 

@@ -249,7 +249,7 @@ def test_moved_parameters_are_noticed_and_followed(caplog: pytest.LogCaptureFixt
             if step == 3 and optimizer is two:
                 with caplog.at_level(logging.WARNING):
                     optimizer.step()
-                assert "1 parameters no longer lie in the flat buffers" in caplog.text
+                assert "1 parameters are no longer in the flat buffers" in caplog.text
             else:
                 optimizer.step()
     same_weights(flat, plain)

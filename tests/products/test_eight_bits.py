@@ -76,8 +76,8 @@ def test_converting_again_changes_the_scaling() -> None:
 def test_sides_that_the_units_cannot_take_are_kept_and_named() -> None:
     model = Model(replace(TINY, mlp_width=60))
     kept = convert_linears(model, "fp8_tensorwise", emulate=True)
-    assert kept["encoder.blocks.0.mlp.up"] == "32 × 60 are no multiples of 16"
-    with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are no multiples of 16"):
+    assert kept["encoder.blocks.0.mlp.up"] == "32 × 60 are not multiples of 16"
+    with pytest.raises(ConfigError, match=r"No linear layer .* 24 × 72 are not multiples of 16"):
         convert_linears(Model(replace(TINY, width=24, heads=2, mlp_width=40)), "fp8_tensorwise", emulate=True)
 
 

@@ -426,7 +426,7 @@ def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
         ("/v1/embeddings", {"input": "x"}, 400, "need an encoder"),
         ("/v1/classify", {"input": "x"}, 400, "no head for classes"),
         ("/v1/classify", {"input": "x", "echo": True}, 400, "'echo' is not a setting of this route"),
-        ("/v1/translate", {"text": "x"}, 400, "no encoder–decoder"),
+        ("/v1/translate", {"text": "x"}, 400, "not an encoder–decoder"),
         ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes"),
     ],
     ids=lambda value: str(value)[:24],

@@ -67,7 +67,7 @@ def test_batches_hold_both_texts_of_each_pair(tmp_path: Path, caplog: pytest.Log
         open_preferences(_file(tmp_path, rows), tokenizer, "train", length=12)
     with pytest.raises(DataError, match="no known columns of chosen and rejected"):
         Preferences().open(_file(tmp_path, [{"a": "b"}]), replace(GPT, vocabulary=368), "train")
-    with pytest.raises(ConfigError, match="brings no conversations"):
+    with pytest.raises(ConfigError, match="has no built-in conversations"):
         Preferences().open(DataConfig(), GPT, "train")
 
 

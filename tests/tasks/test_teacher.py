@@ -419,7 +419,7 @@ def test_a_second_head_learns_from_the_teacher(targets: Any, distilled: bool, tm
     _require_loss(built, batch, weights, expected)
     assert all(weight.grad is not None and weight.grad.any() for weight in weights)
     assert student(images).shape == (6, 5)
-    with pytest.raises(ConfigError, match="takes the likeliest class"):
+    with pytest.raises(ConfigError, match="uses the teacher's likeliest class"):
         build(GPT, Plan(), recipe=replace(_teacher(GPT, tmp_path / "words"), **_HARD))
     with pytest.raises(ConfigError, match="the same at any"):
         build(model, Plan(), recipe=replace(recipe, teacher_targets="hard", temperature=3.0))
@@ -535,7 +535,7 @@ def test_other_losses_and_models_are_refused(tmp_path: Path) -> None:
     recipe = _teacher(GPT, tmp_path / "teacher")
     with pytest.raises(ConfigError, match="function of your own"):
         build(GPT, Plan(), recipe=recipe, loss=lambda model, batch: model(*batch))
-    with pytest.raises(ConfigError, match="student that is a configuration"):
+    with pytest.raises(ConfigError, match="student built from a configuration"):
         build(nn.Linear(2, 2), Plan(), recipe=recipe)
     with pytest.raises(ConfigError, match="trained by Embedding"):
         build(GPT, Plan(), recipe=recipe, loss=Embedding())

@@ -143,7 +143,7 @@ def test_what_no_head_can_learn_is_refused() -> None:
     task, _, source = _fitted()
     with pytest.raises(ConfigError, match=r"model\.classes is 3, but two halves have 2 orders"):
         task.fit(replace(SMALL, classes=3), source)
-    with pytest.raises(ConfigError, match="teaches models of one head"):
+    with pytest.raises(ConfigError, match="supports only models with one head"):
         task.taught_by(lambda *_: torch.zeros(()))
     assert isinstance(task_of(replace(SMALL, branches=("understanding",))), Universal)
     assert type(task_of(replace(SMALL, branches=("generating",)))).__name__ == "NextToken"

@@ -195,7 +195,7 @@ def test_a_tokenizer_without_a_mask_is_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"model\.head is none, but masked words need logits"):
         MaskedWords().fit(replace(model, head="none"), Windows(TEXT, 16))
     monkeypatch.setattr(Letters, "mask", None)
-    with pytest.raises(ConfigError, match="has no token for what is masked"):
+    with pytest.raises(ConfigError, match="has no mask token"):
         MaskedWords().fit(model, Windows(TEXT, 16))
 
 

@@ -102,7 +102,7 @@ class Compiled:
     def __init__(self, model: Model, *, backend: Any = None, record: Record | None = None) -> None:
         if model.graph.routed:
             raise ConfigError(
-                "A compiled step takes no labels, which choose this model's experts; leave compile out."
+                "A compiled step does not support labels, which choose this model's experts; leave compile out."
             )
 
         def step(tensors: StepTensors) -> Tensor:

@@ -100,7 +100,7 @@ class Captioner:
             )
         if self.languages and language not in self.languages:
             raise ConfigError(
-                f"{quoted(language)} is no language of this model. Its languages are {', '.join(self.languages)}."
+                f"{quoted(language)} is not a language of this model. Its languages are {', '.join(self.languages)}."
             )
         device = next(self.model.parameters()).device
         opened: Any = self.tokenizer.encode_target([beginning(language)])[0].tolist()

@@ -179,4 +179,4 @@ def _number(label: str, names: Sequence[str]) -> int:
     if not names:
         raise ConfigError("The model has no classes; leave label out.")
     listed = ", ".join(names[:20]) + ", …" * (len(names) > 20)
-    raise ConfigError(f"{quoted(label)} is no class of this model. Its classes are {listed}.")
+    raise ConfigError(f"{quoted(label)} is not a class of this model. Its classes are {listed}.")

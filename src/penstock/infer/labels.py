@@ -51,7 +51,7 @@ class TextLabels:
             return self.names.index(label)
         listed = ", ".join(self.names)
         if label is not None:
-            raise ConfigError(f"{quoted(label)} is no label of this model. Its labels are {listed}.")
+            raise ConfigError(f"{quoted(label)} is not a label of this model. Its labels are {listed}.")
         begin = f", or begin the prompt as in {self.names[0]}>{self.names[-1]}: …" if self.in_prompts else ""
         raise ConfigError(
             f"Labels choose the experts of this model, and a prompt has none. Give one as label{begin}. Its labels are "

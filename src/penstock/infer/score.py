@@ -29,7 +29,7 @@ class Scorer:
         """Raises ConfigError for a model that is not a decoder."""
         graph = model.graph
         if graph.form != "causal tokens" or graph.words is None:
-            raise ConfigError("Only decoders score the tokens of a text.")
+            raise ConfigError("Only decoders can score the tokens of a text.")
         self.model, self.head = model, model.get_submodule(graph.words.name)
         self.most: int = graph.written[-1].max_tokens
 

@@ -231,8 +231,7 @@ def raise_without_kernel(error: RuntimeError, backend: AttentionBackend, about: 
     them."""
     if any(words in str(error) for words in _NO_KERNEL):
         raise ConfigError(
-            f"plan.attention {backend!r} has no kernel{about} and the masks that it was given; use attention 'sdpa' or "
-            "'auto'."
+            f"plan.attention {backend!r} has no kernel{about} with these masks; use attention 'sdpa' or 'auto'."
         ) from error
 
 

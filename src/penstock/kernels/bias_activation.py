@@ -234,8 +234,8 @@ def bias_activation(
     fits = fits and (second is None or (second.shape == product.shape and second.dtype == product.dtype))
     if not fits:
         raise ConfigError(
-            "bias_activation takes a bias of as many features as the product, an even number of a gated one, and a "
-            "second product like the first in place of both, but was given "
+            "bias_activation needs one bias per feature of the product, an even number of features if gated, and a "
+            "second product like the first only without bias and gate, but got "
             f"{[None if each is None else (*each.shape, each.dtype) for each in (product, bias, second)]}."
         )
     inputs = product, bias, activation, gated, second

@@ -96,7 +96,7 @@ def _readable(x: Tensor) -> Tensor:
 def _refuse(ends: Tensor, rows: int) -> Tensor:
     raise ConfigError(
         f"A grouped product needs the end of each expert's rows, in ascending order and up to {rows}, but has "
-        f"{ends.tolist()}; pass the cumulated counts of rows."
+        f"{ends.tolist()}; pass the cumulative counts of rows."
     )
 
 

@@ -278,7 +278,7 @@ def residual_norm(
     """
     if x.shape != branch.shape or tuple(norm.normalized_shape) != (x.shape[-1],):
         raise ConfigError(
-            f"residual_norm adds tensors of one shape and norms their last dimension, but was given "
+            f"residual_norm adds tensors of one shape and norms their last dimension, but got "
             f"{tuple(x.shape)}, {tuple(branch.shape)} and a norm over {tuple(norm.normalized_shape)}; call the norm "
             "itself for other shapes."
         )

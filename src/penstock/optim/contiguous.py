@@ -212,9 +212,9 @@ class Contiguous(Optimizer):
         strayed = sum(bucket.strayed() for bucket in self.buckets())
         if strayed:
             _log.warning(
-                "%d parameters no longer lie in the flat buffers of the contiguous optimizer: something replaced their "
-                "storage after it was built (model.to(...), model.half(), p.data = ...). The buffers are laid out "
-                "again, which is slow at every step; move or cast the model before building the optimizer.",
+                "%d parameters are no longer in the flat buffers of the contiguous optimizer: something replaced their "
+                "storage after it was built (model.to(...), model.half(), p.data = ...). The buffers are rebuilt, "
+                "which is slow in every step; move or cast the model before building the optimizer.",
                 strayed,
             )
             self._lay_out_moved()

@@ -160,7 +160,7 @@ def check_group(group: dict[str, Any]) -> None:
         problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
     every = [*numbers.items(), *(("betas", beta) for beta in betas)]
     problems += [
-        f"AdamW in one pass takes {name} as a number, not as a tensor; pass a float."
+        f"AdamW in one pass needs {name} as a number, not as a tensor; pass a float."
         for name, value in every
         if isinstance(value, Tensor)
     ]

@@ -92,13 +92,13 @@ def left_out(linears: Mapping[str, AnyLinear], anatomy: Anatomy, row: Product) -
         elif name in routers:
             yield name, "a router, whose choice of experts rounding would change"
         elif row.clips and isinstance(module, ExpertLinear):
-            yield name, "experts, whose inputs share no clip"
+            yield name, "experts, whose inputs cannot share a clip"
         elif type(module) not in (nn.Linear, ExpertLinear) and not isinstance(module, _ROUNDED):
             kind = type(module)
             yield name, f"a {kind.__module__}.{kind.__qualname__}, which computes in its own way"
         elif not _fits(module, row):
             sides, multiples = f"{module.in_features} × {module.out_features}", dict.fromkeys(row.multiple)
-            yield name, f"{sides} are no multiples of {' and '.join(map(str, multiples))}"
+            yield name, f"{sides} are not multiples of {' and '.join(map(str, multiples))}"
 
 
 def _routers(anatomy: Anatomy) -> set[str]:
@@ -136,7 +136,7 @@ def convert_linears(
     """
     if products not in PRODUCTS or not PRODUCTS[products].trains:
         raise ConfigError(
-            f"No model is trained with products={products!r}; choose one of "
+            f"products={products!r} is not a form for training; choose one of "
             f"{', '.join(name for name, row in PRODUCTS.items() if row.trains)}."
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}

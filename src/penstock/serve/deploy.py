@@ -325,7 +325,7 @@ def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig
         if not layout.why and best is not None and best.served is not None and layout.served is not None:
             layout = replace(layout, why=_loses(layout, best, chosen))
         elif not layout.why:
-            layout = replace(layout, why="in time, but changes results")
+            layout = replace(layout, why="fast enough, but changes results")
         layouts.append(layout)
     return Ranking(choice=best, layouts=(*([best] if best else []), *layouts))
 

@@ -192,7 +192,7 @@ class Service:
         """Translate texts, or run any other encoder–decoder on them."""
         body = await self._table(request, "translate")
         if self.backend.about and not self.source:
-            raise Fault(400, "This model is no encoder–decoder; use /v1/completions.")
+            raise Fault(400, "This model is not an encoder–decoder; use /v1/completions.")
         wanted = parse.translation(body, self.backend.usual)
         prompts = await self._numbers(wanted)
         tickets = self._submit(wanted, prompts)

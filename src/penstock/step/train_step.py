@@ -122,7 +122,7 @@ class TrainStep:
         if not switch.used:
             name = type(self.model).__name__
             _log.warning(
-                "plan.attention=%s changes nothing: %s never calls torch.nn.functional.scaled_dot_product_attention by "
+                "plan.attention=%s has no effect: %s never calls torch.nn.functional.scaled_dot_product_attention "
                 "itself (nn.MultiheadAttention calls it out of reach). Leave plan.attention at sdpa, or let the model "
                 "call it, as transformers' do with attn_implementation='sdpa'.",
                 switch.backend,

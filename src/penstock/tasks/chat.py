@@ -41,7 +41,7 @@ class ConversationTask(TextTask):
 
         if data.source == "auto":
             raise ConfigError(
-                "This task brings no conversations of its own; name some with --data text:FILE.jsonl, a "
+                "This task has no built-in conversations; name some with --data text:FILE.jsonl, a "
                 "folder of such files, or hf:NAME."
             )
         tokenizer = super().tokenizer(data)

@@ -56,7 +56,7 @@ class MaskedWords(WordTask):
         tokenizer = tokenizer_of(source)
         if tokenizer.mask is None:
             raise ConfigError(
-                f"The tokenizer {tokenizer.name} has no token for what is masked. Name one as mask_token in its "
+                f"The tokenizer {tokenizer.name} has no mask token. Name one as mask_token in its "
                 "tokenizer_config.json, choose another with data.tokenizer, or another task."
             )
         if model.graph.words is None:

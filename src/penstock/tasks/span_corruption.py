@@ -70,8 +70,8 @@ class SpanCorruption(WordTask):
 
         if not data.packed:
             raise ConfigError(
-                "data.packed is false, but span corruption takes texts of one length, for which documents are packed; "
-                "leave it out."
+                "data.packed is false, but span corruption needs texts of one length, and so packed documents; leave "
+                "it out."
             )
         return open_tokens(data, tokenizer, split, length=sizes_of(model, tokenizer).text)
 

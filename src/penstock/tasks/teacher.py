@@ -208,8 +208,8 @@ def _attention_of(block: nn.Module) -> Attention:
     attention = block.attention
     if not isinstance(attention, Attention):
         raise ConfigError(
-            "recipe.teacher_attention and recipe.teacher_scores compare keys and values, which attention with latents "
-            "does not make of tokens; leave them out."
+            "recipe.teacher_attention and recipe.teacher_scores compare the tokens' keys and values, which attention "
+            "with latents does not compute; leave them out."
         )
     return attention
 
@@ -266,13 +266,13 @@ def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
 def _required_student(task: Any, module: nn.Module, student: ModelConfig | None) -> ModelConfig:
     if student is None or not isinstance(uncompiled(module), Model):
         raise ConfigError(
-            "recipe.teacher needs a student that is a configuration of Penstock's, whose outputs it can compare with "
-            "the teacher's; build one, or add the divergence to a loss of your own."
+            "recipe.teacher needs a student built from a configuration of Penstock, to compare its outputs with the "
+            "teacher's; build one, or add the divergence to your own loss."
         )
     if not isinstance(task, Task):
         raise ConfigError(
-            "recipe.teacher is added to the loss of a Task, but the loss is a function of your own; give a Task, or "
-            "add the divergence in your function."
+            "recipe.teacher is added to the loss of a Task, but the loss is your own function; give a Task, or add the "
+            "divergence in your function."
         )
     return student
 
@@ -284,7 +284,7 @@ def _require_teachable(
     require_alike(teacher, student, recipe.teacher)
     if recipe.teacher_targets == "hard" and student.graph.classes is None:
         raise ConfigError(
-            "recipe.teacher_targets hard takes the likeliest class of a teacher, but this student has no classes; use "
+            "recipe.teacher_targets hard uses the teacher's likeliest class, but this student has no classes; use "
             "soft."
         )
     if student.graph.words is not None:
@@ -292,14 +292,14 @@ def _require_teachable(
         if not (isinstance(task, WordTask) and isinstance(head, Vocabulary)):
             raise ConfigError(
                 f"recipe.teacher cannot be compared with a student trained by {type(task).__name__} with a head of "
-                f"{type(head).__name__}; use a task on words, or leave adapters away from the head."
+                f"{type(head).__name__}; use a task on words, or keep adapters off the head."
             )
     elif isinstance(task, Embedding):
         pass  # the same number of features, which `require_alike` checks
     elif student.graph.classes is None or student.graph.classes.classes < 2:
         raise ConfigError(
-            "recipe.teacher teaches words, classes or embeddings, but this student gives numbers or features; leave it "
-            "out."
+            "recipe.teacher teaches words, classes or embeddings, but this student returns numbers or features; leave "
+            "it out."
         )
     if compared := [name for name in INSIDE if getattr(recipe, name)]:
         _require_alike_tokens(teacher.graph, student.graph, recipe.teacher)
@@ -329,13 +329,13 @@ def _require_alike_runs(teacher: Graph, student: Graph, name: str, setting: str)
     runs = [{run.name for run in graph.runs} for graph in (teacher, student)]
     if runs[0] != runs[1]:
         raise ConfigError(
-            f"recipe.{setting} compares runs of one name, but {quoted(name)} has {', '.join(sorted(runs[0]))} and the "
-            f"student {', '.join(sorted(runs[1]))}; leave it out."
+            f"recipe.{setting} compares runs of the same name, but {quoted(name)} has {', '.join(sorted(runs[0]))} and "
+            f"the student {', '.join(sorted(runs[1]))}; leave it out."
         )
     if any(run.stack.experts_in == "block" for graph in (teacher, student) for run in graph.runs):
         raise ConfigError(
-            f"recipe.{setting} compares attention over all samples, which go through blocks of several experts where "
-            "model.experts_in is block; leave one of them out."
+            f"recipe.{setting} compares attention over all samples, but with model.experts_in=block samples are split "
+            "over several blocks; leave one of the two out."
         )
 
 
@@ -348,7 +348,7 @@ def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
             if layer.heads != heads:
                 raise ConfigError(
                     f"recipe.teacher_scores compares attention head by head, but {run.name}.blocks.{number} has "
-                    f"{layer.heads} of them, and {quoted(name)} {heads} there; use as many, or "
+                    f"{layer.heads} heads, and {quoted(name)} has {heads} there; use the same number, or "
                     "recipe.teacher_attention, which compares any number."
                 )
 
@@ -360,7 +360,7 @@ def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
         raise ConfigError(
             f"recipe.teacher_hidden compares features of blocks, but {quoted(name)} has {teacher.width} of them in "
             f"{', '.join(teacher_runs)} and the student {student.width} in {', '.join(student_runs)}; use a student "
-            "as wide, or leave it out."
+            "of the same width, or leave it out."
         )
 
 

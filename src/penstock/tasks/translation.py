@@ -71,7 +71,7 @@ class Translation(WordTask):
         model, names = super().fit(model, source), source.label_names
         if model.graph.routed and not names:
             raise ConfigError(
-                f"The model's router is given the label of each sample, but {source.title} has none; use "
+                f"The model's router needs the label of each sample, but {source.title} has none; use "
                 "data.source=names, or router softmax."
             )
         return model.with_labels(len(names)) if names else model

@@ -71,8 +71,8 @@ class Universal(NextToken):
 
         if not data.packed:
             raise ConfigError(
-                "data.packed is false, but texts to continue and texts to understand go through the model together, "
-                "all of one length; leave it out."
+                "data.packed is false, but texts to continue and texts to understand are processed together, with "
+                "one length; leave it out."
             )
         length = model.graph.inputs[0].length
         source: Any = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
@@ -85,8 +85,8 @@ class Universal(NextToken):
             classes is not None and None in (tokenizer.classify, tokenizer.separator)
         ):
             raise ConfigError(
-                f"The tokenizer {tokenizer.name} lacks a token for what is masked, or those around texts whose order "
-                "is told. Name them as mask_token, cls_token and sep_token in its tokenizer_config.json, choose "
+                f"The tokenizer {tokenizer.name} lacks a mask token, or the tokens around texts whose order is "
+                "predicted. Name them as mask_token, cls_token and sep_token in its tokenizer_config.json, choose "
                 "another with data.tokenizer, or set model.head to words."
             )
         if classes is not None and classes.classes != len(ORDERS):
@@ -98,7 +98,7 @@ class Universal(NextToken):
 
     def taught_by(self, teacher: Any) -> Any:
         raise ConfigError(
-            "recipe.teacher teaches models of one head; export a branch of this one, and train that with a teacher."
+            "recipe.teacher supports only models with one head; export a branch of this one, and train that instead."
         )
 
     def prepare(

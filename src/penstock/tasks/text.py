@@ -74,7 +74,7 @@ class TextTask(Task):
     unit = "sequences"
     size_setting = "model.sequence"
     asked_words = 1.0
-    """Share of tokens whose words the loss asks for."""
+    """Share of tokens that are targets of the loss."""
     counts_all_inputs = False
     """Whether the length of a sample is the total of all its inputs, not the first input's."""
 

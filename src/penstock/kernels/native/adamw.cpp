@@ -1,14 +1,14 @@
-// AdamW on a CPU, many tensors in one pass: gradients are divided by one number (loss scale and clipping), moments and
-// weights updated, half copies rounded and averages moved, while each number is in a register: see
-// `penstock.kernels.adamw`. For a weight w, a gradient g and moments m and v,
+// AdamW on a CPU, over many tensors in one pass. While a number is in a register, its gradient is divided by a common
+// divisor (loss scale and clipping), its moments and weight are updated, its half copy is rounded and its average is
+// moved: see `penstock.kernels.adamw`. For a weight w, a gradient g and moments m and v,
 //
 //   g /= scale      w *= 1 - lr decay      m += (1 - b1) (g - m)      v = b2 v + (1 - b2) g g
 //   w -= step m / (sqrt(v) / root + eps)   average += part (w - average)
 //
-// Each operation is rounded by itself, in fp32: compile with -ffp-contract=off, and every CPU returns the same bits. The
-// file needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+// Each operation is rounded separately, in fp32. With -ffp-contract=off, every CPU returns the same bits. The file
+// includes no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 //
-// Types of gradients: 0 is fp32, 1 is bf16. A null pointer stands for a tensor that is not there.
+// Types of gradients: 0 is fp32, 1 is bf16. A null pointer means that the tensor is absent.
 
 #include <cmath>
 #include <cstdint>
@@ -65,9 +65,9 @@ Update update_of(const Tensor& t) {
 
 }  // namespace
 
-// `arrays` has seven addresses for each tensor: weight, gradient, both moments, copy, average, and the count of steps
-// with this one. `types` are those of gradients. `numbers`: lr, beta1, beta2, eps, decay, the sign of gradients, and
-// how far averages go. `divisor` of gradients and `stops`, not 0 where nothing is to change, may be null.
+// `arrays` has seven addresses for each tensor: weight, gradient, both moments, copy, average, and the count of steps,
+// this one included. `types` are those of gradients. `numbers`: lr, beta1, beta2, eps, decay, sign of gradients, and
+// how far averages move. `divisor` and `stops` may be null. If `stops` is not 0, nothing changes.
 extern "C" void penstock_adamw(i64 count, const i64* sizes, void* const* arrays, const int* types, const float* divisor,
                                const float* stops, const double* numbers, int threads) {
   if (stops && *stops != 0) return;

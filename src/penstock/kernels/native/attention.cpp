@@ -1,16 +1,16 @@
 // Attention in bf16 on a CPU that multiplies pairs of bf16 numbers (AVX512-BF16), forward and backward.
 //
-// Scores of BLOCK queries and all the keys that they see are made at a time, stay in the second cache, and are
-// forgotten; the backward pass makes them again from each query's log-sum-exp L (Dao 2023, arXiv:2307.08691,
+// The scores of BLOCK queries and all their keys are computed at a time, in the L2 cache, and then discarded. The
+// backward pass computes them again from each query's log-sum-exp L (Dao 2023, arXiv:2307.08691,
 // section 3.1):
 //
-//   S = scale q k^T + mask     P = exp(S - L)     out = D(P) v          D: dropout of weights, by a hash of their place
+//   S = scale q k^T + mask     P = exp(S - L)     out = D(P) v          D: dropout of weights, by a hash of position
 //   dv = D(P)^T do     dP = D(do v^T)     dS = P (dP - rowsum(do out)) scale     dq = dS k     dk = dS^T q
 //
 // All five products run through `product`, whose operands hold two bf16 numbers of the summed dimension in 32 bits.
-// Sums and the softmax are fp32; P and dS are rounded to bf16 for their products. One thread takes a head at a time; in
-// the backward pass all query heads of a KV head, so that sums for keys have one owner. The file needs no header of
-// torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+// Sums and the softmax are fp32; P and dS are rounded to bf16 for their products. A thread takes one head at a time; in
+// the backward pass, all query heads of a KV head, so that no two threads add to one sum. No header of torch is
+// included. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
 #include <omp.h>
 
@@ -23,7 +23,7 @@ void product(i64 rows, i64 lanes, i64 depth, const u32* a, i64 a_row, i64 a_step
              i64 c_row, bool add) {
   product<Pairs>(rows, lanes, depth, {a, a_row, a_step}, {b, b_step}, add ? c : nullptr, c_row, c, c_row);
 }
-// Rows lie far apart in a packed projection, where no hardware fetches ahead.
+// Rows of a packed projection are far apart, so the hardware does not prefetch them.
 inline void fetch(const u16* x, i64 row, i64 rows, i64 features) {
   for (i64 r = 0; r < rows; ++r)
     for (i64 f = 0; f < features; f += 32) _mm_prefetch((const char*)(x + r * row + f), _MM_HINT_T0);
@@ -45,7 +45,7 @@ inline __m256i halves(V x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline V wide(const u16* x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
-// keeps a weight where a hash of its place is at least `least`
+// keeps a weight if the hash of its position is at least `least`
 inline __mmask16 keeps(u32 seed, i64 row, i64 column, u32 least) {
   __m512i x = _mm512_add_epi32(_mm512_set1_epi32(int(column)),
                                _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
@@ -66,7 +66,7 @@ struct Heads {
   i64 sample, head, token;
 };  // strides in elements
 inline i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
-constexpr i64 BLOCK = 60;  // queries at once: a multiple of the six rows of a tile
+constexpr i64 BLOCK = 60;  // queries at a time: a multiple of a tile's six rows
 
 struct Sizes {
   i64 samples, heads, groups, n, m, k;

@@ -4,16 +4,16 @@
 //   pre-norm:   u = x + out(attend(qkv(norm1(x))))      y = u + down(a(up(norm2(u))))
 //   post-norm:  u = norm1(x + out(attend(qkv(x))))      y = norm2(u + down(a(up(u))))
 //
-// Rows are tokens of all samples behind each other, and a token attends to all tokens of its sample. Norms are computed
-// as rows are rounded, activations and residual sums as products are written. Linear layers compute what integers.cpp
-// says, bit for bit. So does a row's result depend on its sample alone, and not on the number of threads.
+// Rows are the tokens of all samples, one sample after another. A token attends to all tokens of its sample. Norms are
+// computed while rows are rounded, activations and residual sums while products are written. Linear layers return the
+// same bits as integers.cpp. A row's result depends only on its sample, not on the number of threads.
 
 #include "rounded.h"
 #include "rows.h"
 
 namespace {
 
-constexpr i64 QUERIES = 30;  // whose scores stay in the first cache: a multiple of the six rows of a tile
+constexpr i64 QUERIES = 30;  // queries at a time, whose scores fit in the L1 cache: a multiple of a tile's six rows
 
 struct Linear {
   i64 inputs, outputs;
@@ -22,7 +22,7 @@ struct Linear {
   const float *scales, *sums, *bias;
   int32_t scaling;
   float inverse;
-  const float* factors;  // that inputs are multiplied by first, if there are any
+  const float* factors;  // that inputs are multiplied by, or null
 };
 
 struct Norm {
@@ -33,13 +33,13 @@ struct Norm {
 
 struct Block {
   Linear qkv, out, up, down;
-  Norm first, second;  // without a weight there is no norm
+  Norm first, second;  // a null weight means no norm
   i64 heads, width;    // features of a head
   float scale;
   int32_t norm_first, activation;
 };
 
-// Of one head of one sample, queries, keys and values of n tokens that are `row` numbers apart: softmax(scale q k^T) v.
+// softmax(scale q k^T) v for one head of one sample. Queries, keys and values of its n tokens are `row` numbers apart.
 void attend(const float* q, const float* k, const float* v, i64 row, i64 n, i64 width, float scale, float* out,
             i64 out_row) {
   i64 padded = (n + LANES - 1) / LANES * LANES;
@@ -86,8 +86,8 @@ void apply(const Linear& layer, const Source& source, i64 rows, float* out, cons
   });
 }
 
-// erf(|x| / sqrt 2) by a polynomial of degree 4 in each of 32 intervals up to |x| = 6, through Chebyshev's points: to
-// 1e-8 before it is rounded. The last interval is 1, and stands for all beyond.
+// erf(|x| / sqrt 2) by a polynomial of degree 4 in each of 32 intervals up to |x| = 6, through Chebyshev's points. The
+// error is 1e-8 before rounding. The last interval is 1, and serves all larger |x|.
 struct Erf {
   static constexpr int INTERVALS = 2 * LANES, TERMS = 5;
   static constexpr float END = 6.0f;
@@ -95,7 +95,7 @@ struct Erf {
 
   Erf() {
     for (int i = 0; i + 1 < INTERVALS; ++i) {
-      double at[TERMS], slopes[TERMS], sums[TERMS] = {};  // Newton's form, then powers of the place from 0 to 1
+      double at[TERMS], slopes[TERMS], sums[TERMS] = {};  // Newton's form, then powers of the position, 0 to 1
       for (int k = 0; k < TERMS; ++k) {
         at[k] = 0.5 - 0.5 * std::cos(M_PI * (2 * k + 1) / (2 * TERMS));
         slopes[k] = std::erf((i + at[k]) * END / INTERVALS / std::sqrt(2.0));
@@ -152,7 +152,7 @@ void activate_values(int kind, float* values, i64 n) {
   }
 }
 
-// Rows of x (·, n), normed if there is a norm, times factors if there are any, in memory that the calling thread keeps.
+// Rows of x (·, n), after the norm and times the factors, if given, in memory that the calling thread reuses.
 auto normed(const Norm& norm, const float* factors, const float* x, i64 n) {
   return [=](i64 row) {
     const float* from = x + row * n;
@@ -165,7 +165,7 @@ auto normed(const Norm& norm, const float* factors, const float* x, i64 n) {
   };
 }
 
-// Values of a row, with those of another tensor (·, n) added.
+// Adds a row of another tensor (·, n) to the values of a row.
 auto adding(const float* x, i64 n) {
   return [=](i64 row, i64 column, float* values, i64 width) {
     const float* more = x + row * n + column;
@@ -184,8 +184,8 @@ void norm_in_place(const Norm& norm, float* x, i64 rows, i64 n, int threads) {
 
 extern "C" {
 
-// qkv (rows, heads * 3 * width), of each head queries, keys and values, to out (rows, heads * width). Sample s ends before
-// row ends[s]; rows behind the last become zeros.
+// qkv (rows, heads * 3 * width), queries, keys and values of each head, to out (rows, heads * width). Sample s ends
+// before row ends[s]; rows after the last sample become zero.
 void penstock_attend_samples(const i64* sizes, const float* qkv, const i64* ends, float scale, float* out, int threads) {
   i64 rows = sizes[0], samples = sizes[1], heads = sizes[2], width = sizes[3], row = heads * 3 * width;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
@@ -201,7 +201,7 @@ void penstock_attend_samples(const i64* sizes, const float* qkv, const i64* ends
 
 void penstock_activate(int kind, float* values, i64 n) { activate_values(kind, values, n); }
 
-// x and y (rows, D); `room` for rows * (4 * heads * width + D) numbers.
+// x and y are (rows, D); `room` is memory for rows * (4 * heads * width + D) numbers.
 void penstock_int8_block(const void* of, i64 rows, const i64* ends, i64 samples, const float* x, float* y, float* room,
                          int threads) {
   const Block& b = *static_cast<const Block*>(of);
@@ -215,7 +215,7 @@ void penstock_int8_block(const void* of, i64 rows, const i64* ends, i64 samples,
   penstock_attend_samples(sizes, qkv, ends, b.scale, mixed, threads);
   apply(b.out, normed(none, b.out.factors, mixed, inner), rows, u, adding(x, n), threads);
   if (!b.norm_first) norm_in_place(b.first, u, rows, n, threads);
-  // Parts of nearly as many rows, whose hidden features stay in the second cache.
+  // Parts of nearly equal size, whose hidden features fit in the L2 cache.
   i64 most = rows_of_block(b.down.inputs) * threads, parts = (rows + most - 1) / most, some = (rows + parts - 1) / parts;
   auto* hidden = reinterpret_cast<float*>(kept<3>(some * b.down.inputs * 4));
   for (i64 begin = 0; begin < rows; begin += some) {

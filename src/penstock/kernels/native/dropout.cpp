@@ -1,10 +1,10 @@
-// Masks of dropout on a CPU: a byte for each element, 1 where it is kept, by 16 random bits each.
+// Dropout masks on a CPU: a byte for each element, 1 where it is kept, from 16 random bits each.
 //
 // The bits are those of Philox-4x32 with 10 rounds (Salmon et al., SC 2011, sections 2.3 and 3.3): block c of 128 bits
 // is a function of the key and of c alone, so that threads share the work and the mask does not depend on how many
 // there are. 64 blocks make 512 elements: word w of lane l has those numbered 128 w + 2 l and 128 w + 2 l + 1, its lower
-// half first. Rounds wait for each other, and lanes do not: 64 take a third of the time of 16 for each element. The file
-// needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+// half first. Rounds wait for each other, but lanes do not: with 64, an element takes a third of its time with 16. The
+// file includes no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
 #include <algorithm>
 #include <cstdint>

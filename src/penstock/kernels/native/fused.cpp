@@ -1,10 +1,10 @@
 // Fused passes over rows of features on a CPU: residual + dropout + norm, and bias + activation, both directions.
 //
-// Rows are read as fp32, computed in a buffer that stays in the first cache, and written once in their own type. What is
-// summed over rows (gradients of weights and biases) is summed in fp32 by each thread, then over threads. The file needs
+// Rows are read as fp32, computed in a buffer in the L1 cache, and written once in their own type. Sums over rows
+// (gradients of weights and biases) are computed in fp32 by each thread, then added up over threads. The file needs
 // no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 //
-// Types: 0 is fp32, 1 is bf16. A null pointer stands for a tensor that is not there.
+// Types: 0 is fp32, 1 is bf16. A null pointer means that the tensor is absent.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@
 
 namespace {
 
-// A row as fp32: itself, or converted into `buffer`.
+// A row as fp32: the row itself, or a copy in `buffer`.
 inline const float* read(const void* data, int type, i64 row, i64 n, float* buffer) {
   if (type == 0) return static_cast<const float*>(data) + row * n;
   const Half* half = static_cast<const Half*>(data) + row * n;
@@ -38,7 +38,7 @@ inline void write(void* data, int type, i64 row, i64 n, const float* values) {
   for (i64 i = 0; i < n; ++i) put(half[i], values[i]);
 }
 
-// A vector as fp32, or `filler` everywhere.
+// A vector as fp32; if it is null, `filler` everywhere.
 std::vector<float> vector_of(const void* data, int type, i64 n, float filler) {
   std::vector<float> values(n, filler);
   if (data) {
@@ -118,7 +118,7 @@ void add_norm_rows(
     const B* b = branch + row * n;
     X* s = sum + row * n;
     N* out = normed + row * n;
-    // What is normed is the sum as it is rounded.
+    // The norm reads the rounded sum.
     if (kept) {
       const uint8_t* here = kept + row * n;
 #pragma omp simd
@@ -185,7 +185,7 @@ void add_norm_gradient_rows(
   }
 }
 
-// The threads' sums, (threads, n), added up; written in a type.
+// Adds up the threads' sums, (threads, n), and writes them in type T.
 void write_sums(const std::vector<float>& sums, int threads, i64 stride, i64 offset, i64 n, void* out, int type) {
   if (!out) return;
   std::vector<float> total(n, 0.0f);
@@ -197,7 +197,7 @@ void write_sums(const std::vector<float>& sums, int threads, i64 stride, i64 off
   write(out, type, 0, n, total.data());
 }
 
-// Calls work(thread, first row, row behind the last) on each of `threads` threads.
+// Calls work(thread, first row, row after the last) on each of `threads` threads.
 template <typename Work>
 void over_rows(int threads, i64 rows, const Work& work) {
 #pragma omp parallel num_threads(threads)
@@ -219,7 +219,7 @@ void of_types(int x_type, int branch_type, int normed_type, const Work& work) {
 
 extern "C" {
 
-// sum = x + branch (only what `kept` says, times `scale`), normed = its norm over n features.
+// sum = x + branch (where `kept` is 1, times `scale`), normed = norm of the sum over n features.
 void penstock_add_norm(
     const void* x, const void* branch, const uint8_t* kept, float scale, const void* weight, const void* bias, float eps,
     int rms, void* sum, void* normed, float* means, float* inverses, i64 rows, i64 n, int x_type, int branch_type,
@@ -237,8 +237,8 @@ void penstock_add_norm(
   });
 }
 
-// Gradients of what `penstock_add_norm` was given. `sum_gradient` may be null: nobody else read the sum. The branch's is
-// written where it differs from that of x, by its mask or its type.
+// Gradients of the inputs of `penstock_add_norm`. `sum_gradient` is null if nothing else reads the sum. The branch's
+// gradient is written only if it differs from that of x, because of a mask or of its type.
 void penstock_add_norm_gradient(
     const void* normed_gradient, const void* sum_gradient, const void* sum, const float* means, const float* inverses,
     const uint8_t* kept, float scale, const void* weight, int rms, void* x_gradient, void* branch_gradient,
@@ -276,7 +276,7 @@ void penstock_add_norm_gradient(
   }
 
 // out = a(product + bias), (rows, n); gated: times `second` + the second half of the bias. Rows of both are `stride` numbers
-// apart: n, or 2n of two halves of one tensor. Without a gate `second` is null.
+// apart: n, or 2n if they are two halves of one tensor. Without a gate `second` is null.
 void penstock_activation(
     const void* product, const void* second, i64 stride, const void* bias, void* out, i64 rows, i64 n, int kind, int type,
     int bias_type, int threads) {

@@ -1,11 +1,11 @@
 // Products of rows that are sorted by expert with the weights of their experts, on CPUs with AVX-512, in fp32 or bf16.
 //
-//   forward    y[v][n] = sum over k of x[v][k] W[e(v)][n][k]             rows first[e] to first[e + 1] are those of e
+//   forward    y[v][n] = sum over k of x[v][k] W[e(v)][n][k]             expert e has rows first[e] to first[e + 1]
 //   outer      G[e][n][k] = sum over the rows v of e of d[v][n] x[v][k]
 //
-// The gradient of x is a forward product with W transposed, which strides say. A thread takes some rows of one expert
-// and some panels of columns, whose weights it lays out once, so that experts with many rows are split. A row's sums do
-// not depend on the other rows, nor on the number of threads.
+// The gradient of x is a forward product with W transposed, by its strides. A thread takes some rows of one expert and
+// some panels of columns, whose weights it packs once, so that experts with many rows are split. A row's sums depend
+// neither on the other rows nor on the number of threads.
 
 #include <omp.h>
 
@@ -13,11 +13,11 @@
 
 #include "products.h"
 namespace {
-constexpr i64 ROWS = 240;   // of an expert at once: a multiple of the six of a tile
+constexpr i64 ROWS = 240;   // of an expert at a time: a multiple of a tile's six
 constexpr i64 DEPTH = 256;  // rows whose outer products are summed before the sums leave registers: even
-constexpr i64 WIDEST = 192;  // rows of a gradient at once
-constexpr i64 SPAN = 8;      // panels of a task at most
-constexpr i64 PACKED = 1 << 18;  // bytes of them, of which a second cache holds two and more
+constexpr i64 WIDEST = 192;  // rows of a gradient at a time
+constexpr i64 SPAN = 8;      // most panels of a task
+constexpr i64 PACKED = 1 << 18;  // bytes of packed panels: an L2 cache holds at least twice as many
 
 struct Rows {
   i64 expert, first, count;
@@ -29,7 +29,7 @@ Word* aligned(std::vector<char>& room, i64 words) {
   return reinterpret_cast<Word*>((uintptr_t(room.data()) + 63) / 64 * 64);
 }
 
-// A part of a matrix in memory, in lines of the cache.
+// A part of a matrix in memory, in cache lines.
 struct Lines {
   const char* data;
   i64 stride, each, count;  // bytes from row to row, lines of a row, lines
@@ -68,7 +68,7 @@ void multiply(const typename Kind::Element* x, i64 x_row, const typename Kind::E
         else
           pack_rows<Kind>(from, strides[2], depth, width, PANEL, to);
       }
-      // While this task multiplies, the weights of one that is soon this thread's come near.
+      // While this task multiplies, prefetch the weights of a later task of this thread.
       i64 next = task + threads, part = 0;
       Lines lines{nullptr, 0, 1, 0};
       if (next < tasks && blocks[next / spans].expert != rows.expert) {
@@ -128,7 +128,7 @@ void outer(const typename Kind::Element* grad, i64 grad_row, const typename Kind
   }
 }
 
-// Where each expert's rows begin, with the end of the last; false if the ends are not in order.
+// The first row of each expert, and the end of the last; false if the ends are not in order.
 bool starts(const int32_t* ends, i64 experts, i64 rows, std::vector<i64>& first) {
   first.assign(1, 0);
   for (i64 e = 0; e < experts; ++e) first.push_back(ends[e]);
@@ -136,8 +136,8 @@ bool starts(const int32_t* ends, i64 experts, i64 rows, std::vector<i64>& first)
 }
 }  // namespace
 
-// x (rows, depth) to out (rows, columns), zero past the last end; strides of a weight's expert, column and depth. Is
-// false, with nothing written, if the ends are not in order or past the rows.
+// x (rows, depth) to out (rows, columns), zero after the last end; strides of a weight's expert, column and depth. If
+// the ends are not in order or exceed the rows, it writes nothing and returns false.
 extern "C" int penstock_grouped(int type, const i64* sizes, const void* x, i64 x_row, const void* weight,
                                  const i64* strides, const int32_t* ends, void* out, int threads) {
   i64 rows = sizes[0], columns = sizes[1], depth = sizes[2], experts = sizes[3];

@@ -3,18 +3,18 @@
 //
 //   y[m][n] = s[m] scale[n] (sum over k of q[m][k] w[n][k]) + middle[m] sums[n] + bias[n]
 //
-// Whole numbers are summed exactly. Sums of bf16 products are made in the order of k, two at a time. So a row's result
-// does not depend on the other rows, on how many there are, nor on the number of threads.
+// Integers are summed exactly. Products of bf16 numbers are added in the order of k, two at a time. So a row's result
+// depends neither on the other rows or their number, nor on the number of threads.
 //
-// Weights lie in panels of 64 outputs: [panel][k / EACH][64][EACH], with zeros past the last input and output. Types of x
-// and of the result: 0 is fp32, 1 is bf16. A null pointer stands for a tensor that is not there.
+// Weights are in panels of 64 outputs: [panel][k / EACH][64][EACH], zeros after the last input and output. Types of x
+// and of the result: 0 is fp32, 1 is bf16. A null pointer means that the tensor is absent.
 
 #include "rounded.h"
 
 namespace {
 
-constexpr i64 FEW = 6;            // rows by which a weight is multiplied as it is read, of one tile
-constexpr i64 CHUNK = 64;         // words of a weight that are widened at a time, and stay in the first
+constexpr i64 FEW = 6;            // rows of one tile: a weight is multiplied by up to so many while it is read
+constexpr i64 CHUNK = 64;         // words of a weight that are widened at a time, in the L1 cache
 
 template <class T>
 inline void scale_row(const float* totals, const float* scales, const float* bias, T* out, i64 n) {
@@ -25,7 +25,7 @@ inline void scale_row(const float* totals, const float* scales, const float* bia
   }
 }
 
-// Pairs of bf16 numbers, on the right of int8 in memory: bf16 holds each of them.
+// Pairs of bf16 numbers; those on the right are int8 in memory, which bf16 represents exactly.
 struct NarrowPairs : Pairs {
   using Stored = u16;
   static V read(const Stored* at) {

@@ -1,11 +1,11 @@
-// Cross entropy of rows of logits on a CPU: losses and log-sum-exps forward, gradients backward, of one exponential per
-// logit each. A row is read in blocks that stay in the first cache. For logits z, a target t, V columns, smoothing e
-// and a z-loss y
+// Cross entropy of rows of logits on a CPU: losses and log-sum-exps forward, gradients backward, each with one
+// exponential per logit. Rows are read in blocks that fit in the L1 cache. For logits z, a target t, V columns,
+// smoothing e and a z-loss y
 //
 //   L = log sum exp z            loss = L - (1 - e) z_t - e mean z + y L^2
 //   gradient = (exp(z - L) (1 + 2 y L) - e / V - (1 - e) [t]) factor
 //
-// The file needs no header of torch. Threads come from the OpenMP library that torch has loaded, so there is one pool.
+// No header of torch is included. Threads come from the OpenMP library that torch has loaded, so there is one pool.
 
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,7 @@
 
 namespace {
 
-// Logits of a row that are read twice while they are in the first cache.
+// Logits of a row that are read twice while they are in the L1 cache.
 constexpr i64 BLOCK = 2048;
 
 template <typename T>
@@ -49,7 +49,7 @@ void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stri
     double l = double(most) + std::log(double(total));
     lse[row] = l;
     i64 t = targets[row];
-    // The mean counts where there is smoothing alone: logits of -inf would make it 0 times infinity.
+    // The mean is read only with smoothing: logits of -inf would make it 0 times infinity.
     float mean = smoothing ? smoothing * (sum / columns) : 0.0f;
     loss[row] = t == ignored ? 0.0f : float(l) - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * float(l * l);
   }
@@ -67,7 +67,7 @@ void gradients(const T* logits, T* out, const i64* targets, const double* lse, c
       std::memset(g, 0, columns * sizeof(T));
       continue;
     }
-    // The sum in two parts: rounded to fp32 alone, its error would be one of every probability.
+    // The sum in two parts: in a single fp32 number, its rounding error would be in every probability.
     float high = float(lse[row]), low = float(lse[row] - high);
     float f = factors[row], s = smoothing / columns, up = 1.0f + 2.0f * z_loss * high;
     float own = (std::exp((wide(z[t]) - high) - low) * up - s - (1.0f - smoothing)) * f;

@@ -1,4 +1,4 @@
-// Numbers of fp32 and bf16, and an exponential that compilers turn into vectors: what the kernels for CPUs share.
+// Numbers of fp32 and bf16, and an exponential that compilers vectorize: shared by the kernels for CPUs.
 
 #pragma once
 
@@ -21,7 +21,7 @@ struct Half {
   uint16_t bits;
 };
 
-// To the nearest, ties to even; NaN stays NaN.
+// Rounds to the nearest, ties to even; NaN stays NaN.
 inline uint16_t rounded(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -31,16 +31,16 @@ inline uint16_t rounded(float value) {
 
 inline float wide(float value) { return value; }
 inline float wide(Half value) { return widened(value.bits); }
-// A number as a type holds it.
+// A number as it is stored in a type.
 inline float held(float value, float) { return value; }
 inline float held(float value, Half) { return widened(rounded(value)); }
 inline void put(float& place, float value) { place = value; }
 inline void put(Half& place, float value) { place.bits = rounded(value); }
 
-// e^x to about one unit in the last place, for x from -87 to 88; beyond, as at these bounds.
+// e^x to about one unit in the last place, with x clamped to -87 to 88.
 inline float exponential(float x) {
   x = std::min(std::max(x, -87.0f), 88.0f);
-  const float shifter = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to whole numbers
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to an integer
   float whole = (x * 1.44269504f + shifter) - shifter;
   float r = x - whole * 0.693145752f;
   r = r - whole * 1.42860677e-6f;

@@ -1,6 +1,6 @@
-// Matrix products in registers, of fp32 or of pairs of bf16 numbers with sums in fp32, and the packing of what they
-// read: shared by kernels for CPUs with AVX-512. A word is what a lane multiplies at once: an fp32 number, or two bf16
-// numbers of the dimension that is summed.
+// Matrix products in registers, of fp32 or of pairs of bf16 numbers with sums in fp32, and the packing of their inputs:
+// shared by kernels for CPUs with AVX-512. A word is what a lane multiplies in one instruction: an fp32 number, or two
+// bf16 numbers of the summed dimension.
 
 #pragma once
 
@@ -25,7 +25,7 @@ inline void put_lanes(float* to, __mmask16 lanes, V sums) {
     _mm512_mask_storeu_ps(to, lanes, sums);
 }
 
-// e^x to about one unit in the last place, for x from -87.3 on; below, as there.
+// e^x to about one unit in the last place, with x at least -87.3.
 inline V exponential(V x) {
   x = _mm512_max_ps(_mm512_set1_ps(-87.3f), x);  // NaN stays NaN
   V n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
@@ -43,7 +43,7 @@ inline V exponential(V x) {
 struct Singles {
   using Element = float;
   using Word = float;
-  using Stored = Word;  // the words on the right as they lie in memory
+  using Stored = Word;  // type in memory of the words on the right
   static constexpr i64 EACH = 1;  // elements of a word
   static V broadcast(const Word* at) { return _mm512_set1_ps(*at); }
   static V read(const Word* at) { return _mm512_loadu_ps(at); }
@@ -81,7 +81,7 @@ struct Pairs {
   }
 };
 
-// Words in memory: where left[r][p] and right[p][lane] are, in words.
+// Words in memory, and the strides of left[r][p] and right[p][lane] in words.
 template <class Word>
 struct Left {
   const Word* data;
@@ -93,8 +93,8 @@ struct Right {
   i64 step;
 };
 
-// out (R x 16 W lanes) = base, if there is one, + the sum over depth words of left[r][p] right[p][lane]. `lanes` are
-// those of the last vector that are written.
+// out (R x 16 W lanes) = base, if given, + the sum over depth words of left[r][p] right[p][lane]. `lanes` says which
+// lanes of the last vector are written.
 template <class Kind, int R, int W, class Out>
 inline void tile(i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right, const float* base,
                  i64 base_row, Out* out, i64 out_row, __mmask16 lanes) {
@@ -141,7 +141,7 @@ void stripe(i64 rows, i64 depth, Left<typename Kind::Word> left, Right<typename 
   last_rows<Kind, 5, W>(rows, depth, left, right, base, base_row, out, out_row, lanes);
 }
 
-// The same of any number of rows and columns. Right words are there for whole vectors of lanes.
+// The same for any number of rows and columns. Words on the right are padded to whole vectors of lanes.
 template <class Kind, class Out>
 void product(i64 rows, i64 columns, i64 depth, Left<typename Kind::Word> left, Right<typename Kind::Stored> right,
              const float* base, i64 base_row, Out* out, i64 out_row) {
@@ -168,7 +168,7 @@ void product(i64 rows, i64 columns, i64 depth, Left<typename Kind::Word> left, R
   }
 }
 
-// rows x columns to words[p][lane], of which there are `lanes`, a multiple of 16: those past the columns are zero.
+// rows x columns to words[p][lane], with `lanes` lanes, a multiple of 16: those after the last column are zero.
 template <class Kind>
 void pack_rows(const typename Kind::Element* x, i64 stride, i64 rows, i64 columns, i64 lanes,
                typename Kind::Word* out) {
@@ -179,7 +179,7 @@ void pack_rows(const typename Kind::Element* x, i64 stride, i64 rows, i64 column
                                    first_lanes(columns - lane)));
 }
 
-// 16 x 16 words transposed; strides in bytes and in words.
+// Transposes 16 x 16 words; strides in bytes and in words.
 inline void transpose_words(const char* x, i64 stride, void* out_words, i64 step) {
   u32* out = static_cast<u32*>(out_words);
   __m512i a[16], b[16];
@@ -210,7 +210,7 @@ inline void transpose_words(const char* x, i64 stride, void* out_words, i64 step
   }
 }
 
-// rows of `depth` words to words[p][row], of which there are `lanes`, a multiple of 16: those past the rows are zero.
+// rows of `depth` words to words[p][row], with `lanes` lanes, a multiple of 16: those after the last row are zero.
 template <class Kind>
 void pack_columns(const typename Kind::Element* x, i64 stride, i64 rows, i64 depth, i64 lanes,
                   typename Kind::Word* out) {

@@ -1,4 +1,4 @@
-// Products of rows that are rounded to 8 bits with weights in int8, on CPUs with AVX512-VNNI: shared by the kernel of one
+// Products of rows, rounded to 8 bits, with weights in int8, on CPUs with AVX512-VNNI: shared by the kernel of one
 // linear layer and that of whole blocks. integers.cpp has the formula and the layout of weights.
 
 #pragma once
@@ -13,17 +13,17 @@
 
 namespace {
 
-constexpr i64 MOST_ROWS = 240;    // that are multiplied before the next panel is read: a multiple of the six of a tile
-constexpr i64 BLOCK = 1 << 18;    // bytes of their numbers, which stay in the second cache
+constexpr i64 MOST_ROWS = 240;    // multiplied before the next panel is read: a multiple of a tile's six
+constexpr i64 BLOCK = 1 << 18;    // bytes of these rows, which fit in the L2 cache
 constexpr i64 TILE = 6;            // rows of a tile
-constexpr i64 BRIEF = 18;         // rows for which a weight is fetched ahead,
-constexpr i64 AHEAD = 32 * PANEL;  // by so many words
+constexpr i64 BRIEF = 18;         // up to so many rows, a weight is prefetched
+constexpr i64 AHEAD = 32 * PANEL;  // so many words ahead
 constexpr float LEAST = 1e-12f;   // the least range or size of a row
 constexpr float MOST = 127.0f;
 constexpr u32 INFINITE = 0x7f800000u;  // bits of infinity; those of NaN are larger
 enum Scaling { GIVEN = 0, BY_SIZE = 1, BY_RANGE = 2 };
 
-// Calls work with the way of scaling as a type.
+// Calls work with the kind of scaling as a type.
 template <class Work>
 void with_scaling(int scaling, const Work& work) {
   if (scaling == GIVEN) work(std::integral_constant<int, GIVEN>());
@@ -31,7 +31,7 @@ void with_scaling(int scaling, const Work& work) {
   else work(std::integral_constant<int, BY_RANGE>());
 }
 
-// Four products of whole numbers, unsigned on the left; sums are int32 in the lanes' bits.
+// Four products of integers, unsigned on the left; the lanes' bits hold int32 sums.
 struct Quads {
   using Element = uint8_t;
   using Word = u32;
@@ -45,7 +45,7 @@ struct Quads {
   }
 };
 
-// The same of few rows, for which a weight comes from the third cache as fast as it is multiplied.
+// The same for few rows: a weight then arrives from the L3 cache as fast as it is multiplied.
 struct FetchedQuads : Quads {
   static V read(const Word* at) {
     _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD), _MM_HINT_T0);
@@ -53,8 +53,8 @@ struct FetchedQuads : Quads {
   }
 };
 
-// Of a panel of so many bytes, the share of rows `begin` to `end` of all of them: it comes to the second cache while
-// they are multiplied by the panel before it.
+// Prefetches a part of the next panel into the L2 cache while rows `begin` to `end` are multiplied by the current one.
+// The part is proportional to the number of these rows.
 inline void fetch_share(const u32* panel, i64 bytes, i64 begin, i64 end, i64 rows) {
   auto* at = reinterpret_cast<const char*>(panel);
   for (i64 i = bytes / 64 * begin / rows; i < bytes / 64 * end / rows; ++i) _mm_prefetch(at + i * 64, _MM_HINT_T1);
@@ -64,7 +64,7 @@ struct Row {
   float scale, middle;
 };
 
-// Whole numbers from -128 to 127, each 128 higher, of (x - middle) * inverse.
+// Rounds (x - middle) * inverse to integers from -128 to 127, and stores each plus 128.
 template <class T>
 inline void round_row(const T* x, i64 n, float middle, float inverse, uint8_t* out) {
 #pragma omp simd
@@ -75,7 +75,7 @@ inline void round_row(const T* x, i64 n, float middle, float inverse, uint8_t* o
   }
 }
 
-// `given` is the inverse of a given scale, or the size of the row; 0 where that is to be found.
+// `given` is the inverse of a given scale, or the size of the row; if it is 0, the size is computed.
 template <int scaling, class T>
 inline Row round_by(float given, const T* x, i64 n, uint8_t* out) {
   if (scaling == GIVEN) {
@@ -83,7 +83,7 @@ inline Row round_by(float given, const T* x, i64 n, uint8_t* out) {
     return {1.0f, 0.0f};
   }
   float low = wide(x[0]), high = low;
-  u32 largest = 0;  // magnitude by its bits, which compilers do not simplify as they do NaN * 0
+  u32 largest = 0;  // bits of the magnitude, which compilers do not simplify as they do NaN * 0
 #pragma omp simd reduction(min : low) reduction(max : high) reduction(max : largest)
   for (i64 i = 0; i < n; ++i) {
     float value = wide(x[i]);
@@ -104,13 +104,13 @@ inline Row round_by(float given, const T* x, i64 n, uint8_t* out) {
   return {scale + zero, middle + zero};
 }
 
-// What a product is made of besides its factors.
+// Inputs of a product besides its two factors.
 struct Outputs {
   const int32_t* zeros;  // 128 times the sum of each output's numbers
   const float *scales, *sums, *bias;
 };
 
-// To the nearest, ties to even; NaN stays NaN: as `rounded`, of sixteen numbers, on CPUs with and without bf16.
+// Rounds to the nearest, ties to even; NaN stays NaN: as `rounded`, for sixteen numbers, on CPUs with or without bf16.
 inline void put_lanes(Half* to, __mmask16 lanes, V values) {
   __m512i bits = _mm512_castps_si512(values), one = _mm512_set1_epi32(1);
   __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
@@ -119,7 +119,7 @@ inline void put_lanes(Half* to, __mmask16 lanes, V values) {
   _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(_mm512_mask_set1_epi32(up, nan, 0x7fc0)));
 }
 
-// y = s * (sums * scale) + middle * sums + bias, of one row; multiplications and additions as torch's `addcmul` has them.
+// y = s * (sums * scale) + middle * sums + bias, for one row, in the order of torch's `addcmul`.
 template <int scaling, class T>
 inline void scale_row(const int32_t* totals, Row row, Outputs of, T* out, i64 n) {
   V scale = _mm512_set1_ps(row.scale), middle = _mm512_set1_ps(row.middle);
@@ -138,7 +138,7 @@ inline void scale_row(const int32_t* totals, Row row, Outputs of, T* out, i64 n)
   }
 }
 
-// Memory that the calling thread keeps: a new piece for each product would be mapped page by page.
+// Memory that the calling thread reuses: the kernel would map new memory page by page for each product.
 template <int which>
 char* kept(i64 bytes) {
   static thread_local std::vector<char> room;
@@ -146,15 +146,15 @@ char* kept(i64 bytes) {
   return reinterpret_cast<char*>((uintptr_t(room.data()) + 63) / 64 * 64);
 }
 
-// Rows that are multiplied at once, of so many bytes each.
+// Number of rows, of so many bytes each, that are multiplied at a time.
 inline i64 rows_of_block(i64 bytes) { return std::max<i64>(48, std::min(MOST_ROWS, BLOCK / bytes / 6 * 6)); }
 
-// The product of rows that `source(r)` returns, by panels. `then(r, column, values, width)` changes values of row r in
-// place once they are written, while they are in the first cache.
+// The product of the rows that `source(r)` returns, panel by panel. `then(r, column, values, width)` changes values of
+// row r in place once they are written, while they are in the L1 cache.
 template <int scaling, class T, class Source, class Then>
 void multiply(const Source& source, i64 rows, i64 inputs, i64 outputs, float inverse, const float* row_sizes,
               const u32* weight, Outputs of, T* out, const Then& then, int threads) {
-  constexpr i64 HEIGHT = 48;  // rows whose sums stay in the first cache
+  constexpr i64 HEIGHT = 48;  // rows whose sums fit in the L1 cache
   i64 words = (inputs + Quads::EACH - 1) / Quads::EACH, bytes = words * Quads::EACH;
   i64 block = std::min(rows, rows_of_block(bytes)), panels = (outputs + PANEL - 1) / PANEL;
   auto* numbers = reinterpret_cast<uint8_t*>(kept<0>(block * bytes));
@@ -167,7 +167,7 @@ void multiply(const Source& source, i64 rows, i64 inputs, i64 outputs, float inv
 #pragma omp for schedule(static)
       for (i64 r = 0; r < here; ++r) {
         float given = row_sizes ? row_sizes[first + r] : inverse;
-        scaled[r] = round_by<scaling>(given, source(first + r), inputs, numbers + r * bytes);  // past it weights are zero
+        scaled[r] = round_by<scaling>(given, source(first + r), inputs, numbers + r * bytes);  // beyond, weights are 0
       }
 #pragma omp for schedule(static)
       for (i64 panel = 0; panel < panels; ++panel) {

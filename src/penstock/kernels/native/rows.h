@@ -8,7 +8,7 @@
 
 namespace {
 
-// Two sums over a row, of four vectors at a time, so that no addition waits for the one before.
+// Two sums over a row, four vectors at a time, so that no addition waits for the one before.
 constexpr i64 ABREAST = 64;
 
 struct Pair {
@@ -53,7 +53,7 @@ inline float sum_of(i64 n, const Term& term) {
   return total;
 }
 
-// The norm of a row v over n features; returns the mean, 0 of RMS norms, and the inverse of the deviation.
+// The norm of a row v over n features. Returns the mean, 0 for RMS norms, and the inverse of the deviation.
 template <typename N>
 inline Pair norm_row(const float* v, const float* weights, const float* biases, float eps, bool rms, N* out, i64 n) {
   float mean = rms ? 0.0f : sum_of(n, [=](i64 i) { return v[i]; }) / n;
@@ -72,8 +72,8 @@ inline void activate(float x, float& share, float& slope) {
   if (kind == RELU) {
     share = slope = x <= 0 ? 0.0f : 1.0f;
   } else if (kind == GELU) {
-    // share = (1 + erf(x / sqrt 2)) / 2: near 0 by the series of erf, beyond by e^(-x^2 / 2), which is also that of the
-    // slope, and a polynomial of 1 / (1 + 0.24 |x|), as Abramowitz & Stegun have it (7.1.26), of degree 6.
+    // share = (1 + erf(x / sqrt 2)) / 2: near 0 by the series of erf; elsewhere by e^(-x^2 / 2), which the slope needs,
+    // and a polynomial of degree 6 of 1 / (1 + 0.24 |x|), as in Abramowitz & Stegun (7.1.26).
     float square = x * x, bell = exponential(-0.5f * square), t = 1.0f / (1.0f + 0.24f * std::fabs(x));
     float near = 6.6596e-7f;
     near = near * square - 9.4447e-6f;
@@ -93,7 +93,7 @@ inline void activate(float x, float& share, float& slope) {
     share = std::fabs(x) < 1.0f ? 0.5f + x * near : x < 0 ? tail : 1.0f - tail;
     slope = share + x * bell * 0.398942280f;
   } else {
-    // x * sigmoid(u): u is x of SiLU, 1.702 x of the quick GELU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) of the tanh form.
+    // x * sigmoid(u): u is x for SiLU, 1.702 x for the quick GELU, 2 sqrt(2 / pi) (x + 0.044715 x^3) for the tanh form.
     float linear = kind == SILU ? 1.0f : kind == GELU_QUICK ? 1.702f : 1.59576912f;
     float u = kind == GELU_TANH ? x * (linear + 0.0713548162f * x * x) : linear * x;
     float du = kind == GELU_TANH ? linear + 0.214064449f * x * x : linear;

@@ -272,7 +272,7 @@ def test_marks_that_are_of_no_use_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"data\.word_weights is for models that learn to make images of texts"
     ):
         require_startable(replace(load_run(overrides={"model": "ddigits-tiny"}), data=words))
-    with pytest.raises(ConfigError, match=r"marks images of a folder, but data\.source is 'digits'"):
+    with pytest.raises(ConfigError, match=r"marks images of a folder; use imagefolder:PATH, not 'digits'"):
         DataConfig(source="digits", regions=str(marks))
     with pytest.raises(DataError, match=r"nowhere does not exist or is no folder\. Check data\.regions"):
         TASK.open(replace(data, regions=str(tmp_path / "nowhere")), SMALL, "train")

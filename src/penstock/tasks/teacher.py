@@ -347,8 +347,8 @@ def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
             heads = others[_at_same_depth(number, len(own), len(others))].heads
             if layer.heads != heads:
                 raise ConfigError(
-                    f"recipe.teacher_scores compares attention head by head, but {run.name}.blocks.{number} has "
-                    f"{layer.heads} heads, and {quoted(name)} has {heads} there; use the same number, or "
+                    f"recipe.teacher_scores compares head by head, but the heads of {run.name}.blocks.{number} are "
+                    f"{layer.heads}, and {heads} in {quoted(name)}; use the same number, or "
                     "recipe.teacher_attention, which compares any number."
                 )
 

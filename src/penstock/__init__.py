@@ -1,7 +1,7 @@
 """Penstock: predict, apply and measure what makes Transformers fast.
 
 The flat public API. Names are imported on first use, so `import penstock` is fast and needs no torch; `__init__.pyi`
-lists them. Four functions have the same name as their module and are imported from there: `penstock.build.build`,
+lists them. Four functions have the name of their module and are imported from there: `penstock.build.build`,
 `penstock.train.train`, `penstock.ladder.ladder` and `penstock.probe.probe`.
 """
 

@@ -10,17 +10,18 @@ from penstock.launch.signals import throughout
 
 
 def main() -> int:
-    """Run the command line. Verbs that stop when they are asked to can be asked from here on: the imports that follow
-    take seconds.
+    """Run the command line. Signals to commands that stop on request are handled from here on, because the imports
+    below take seconds.
     """
-    script = sys.argv[1:2] == ["run"]  # which replaces sys.argv by its own
+    script = sys.argv[1:2] == ["run"]  # this replaces sys.argv
     with throughout() if sys.argv[1:2] in (["train"], ["launch"]) else nullcontext():
         from penstock.cli import main as run
 
         code = run()
         if os.environ.get("WORLD_SIZE", "1") != "1" or "penstock.launch.meeting" in sys.modules:
-            # All is done and closed. In an orderly exit gloo's threads may abort, and the launcher would see a signal
-            # instead of the code: 4 to 6 of 10 runs of torch 2.13 on a CPU. So may an agent's that wait for a store.
+            # All work is done and files are closed. In an orderly exit gloo's threads may abort, and the launcher would
+            # see a signal instead of the code: 4 to 6 of 10 runs of torch 2.13 on a CPU. So may an agent's that wait
+            # for a store.
             if script:  # its threads and exit functions may still save
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()

@@ -1,7 +1,8 @@
 """THE ORDER in which a Plan is applied to a model, as data: read `STEPS` from top to bottom.
 
-Each step says what is done, for which purpose, when, and why it comes there. Training (`penstock.build`), a teacher,
-the reference of preferences, opening a model for inference, `penstock.accelerate` and `penstock run` call `apply`.
+Each step has its action, its purposes, its condition, and the reason for its place. Training (`penstock.build`), a
+teacher, the reference of preferences, opening a model for inference, `penstock.accelerate` and `penstock run` call
+`apply`.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ from penstock.products.shortlist import shorten
 Purpose = Literal["training", "teacher", "reference", "inference", "script"]
 TRAINING: Purpose = "training"
 TEACHER: Purpose = "teacher"
-"""A model that another one learns from."""
+"""A model from which another one learns."""
 REFERENCE: Purpose = "reference"
-"""The model that preferences start from, which must round as the one that is trained."""
+"""The initial model of training by preferences, which must round like the trained one."""
 INFERENCE: Purpose = "inference"
 SCRIPT: Purpose = "script"
-"""A model whose script trains it: by `penstock.accelerate`, or under `penstock run`."""
+"""A model that a user's script trains: with `penstock.accelerate`, or under `penstock run`."""
 _UNTRAINED = (TEACHER, INFERENCE)
 
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """The purpose of applying a Plan, and what the steps need; what they leave behind is below."""
+    """The purpose of applying a Plan, and the inputs of the steps; their results are the last fields."""
 
     purpose: Purpose
     device: torch.device
@@ -80,46 +81,46 @@ class Setup:
     config: ModelConfig | None = None
     seed: int = 0
     rows: dict[str, Tensor] | None = None
-    """This rank's rows of parameters that will be sharded and have no memory, by name; None: all are here."""
+    """This rank's rows, by name, of parameters on the meta device that will be sharded; None: all are in memory."""
     load: Callable[[nn.Module], Any] | None = None
-    """Loads a reference's weights."""
+    """Loads the weights of a reference."""
     # In inference
     weights: Weights | Products = "plain"
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
-    """Weights in few bits that the model's folder has, by the names of their linears."""
+    """Quantised weights in the model's folder, by the names of their linears."""
     own: bool = True
-    """Whether the model was opened for this, so that all ranks have the same weights, and `weights=auto` may lay them
-    out for the processor."""
+    """Whether the model was loaded for this purpose, so that all ranks have the same weights, and `weights=auto` may
+    choose the processor's layout."""
     careful: bool = False
-    """Whether outputs are compared as numbers, and not only by which is the largest."""
+    """Whether the values of outputs matter, and not only which is the largest."""
     shortlist: Sequence[int] = ()
-    """The tokens that have logits; none: all."""
+    """The tokens for which logits are computed; empty: all."""
     slots: Sequence[Slots] = ()
-    """Experts that each rank hosts; none: as many on each."""
+    """Experts that each rank hosts; empty: the same number on each."""
     companion: nn.Module | None = None
     """Another model that is served together with this one."""
     # In a script
     named: frozenset[str] | None = None
-    """The settings of the Plan that a script is given; None: all."""
+    """The settings of the Plan that are applied to a script; None: all."""
     compiled: bool = False
     """Whether the script compiles the model itself."""
     together: Sequence[nn.Module] = ()
     """Models that may share weights with this one, and are cast with it."""
 
     parameters: int = 0
-    """Parameters of the whole model, those of other stages included."""
+    """Number of parameters of the whole model, including other stages."""
     split: Split | None = None
     stages: Stages | None = None
     fused: dict[FusedName, int] = field(default_factory=dict)
-    """Places of the model that compute by each fused operator."""
+    """Number of modules that use each fused operator."""
 
     @property
     def place(self) -> torch.device | None:
-        """The device where the model will be; None: a script's is where it will stay."""
+        """The device where the model will be; None: a script's model stays where it is."""
         return None if self.purpose == SCRIPT else self.device
 
     def beside(self, purpose: Purpose, **changes: Any) -> Setup:
-        """The setup of a whole model beside this one, which computes by the same Plan."""
+        """The setup of a companion, such as a teacher: a whole model under the same Plan."""
         left: dict[str, Any] = {"parameters": 0, "split": None, "stages": None, "fused": {}, "rows": None}
         return copy_with(self, purpose=purpose, **{**left, **changes})
 
@@ -130,20 +131,19 @@ class ApplyStep:
 
     name: str
     run: Callable[[Any, Any], Any]
-    """Given a model and a `Setup`, changes the model in place, or returns the module that takes its place."""
+    """Changes a model in place, given the model and a `Setup`, or returns the module that replaces it."""
     purposes: tuple[Purpose, ...]
     why: str
-    """Why it comes where it is."""
+    """The reason for its place in the order."""
     when: Callable[[Any], Any] = lambda _: True
     settings: tuple[str, ...] = ()
     """Fields of the Plan that it applies."""
 
 
 def apply(model: nn.Module, setup: Setup, *names: str) -> Any:
-    """Apply a Plan to a model by all steps for the purpose of a setup, or those of these names, in their order;
-    returns the model, or what takes its place. What a script is given is changed in place.
-
-    Raises ConfigError where a step cannot be applied to the model.
+    """Apply a Plan to a model: run all steps for the setup's purpose, or only those with these names, in order; returns
+    the model, or the module that replaces it. A script's model is changed in place. Raises ConfigError if a step cannot
+    be applied to the model.
     """
     for step in STEPS:
         if setup.purpose in step.purposes and (not names or step.name in names) and step.when(setup):
@@ -153,14 +153,14 @@ def apply(model: nn.Module, setup: Setup, *names: str) -> Any:
 
 
 def settings_for(purpose: Purpose) -> tuple[str, ...]:
-    """The Plan's fields that steps for a purpose apply."""
+    """The Plan's fields that the steps for a purpose apply."""
     return tuple(name for step in STEPS if purpose in step.purposes for name in step.settings)
 
 
 def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     """Compile as `plan.compile` says, in place, so that no name in the state dict changes.
 
-    `blocks` compiles each repeated block of the model's Anatomy: they share their code, so one compilation serves all
+    `blocks` compiles each repeated block of the model's Anatomy: they share compiled code, so one compilation is enough
     and takes a fraction of the time of `whole`. `options` go to torch.compile. Raises ConfigError when the blocks of a
     foreign model cannot be found.
     """
@@ -178,7 +178,7 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
         model.compile(**options)
         return
     for block in anatomy_of(model).block_modules(model):
-        # How many samples go through the block of an expert differs from step to step.
+        # The number of samples of an expert's block changes from step to step.
         varies = find(block, ExpertSamples) is not None
         block.compile(**({**options, "dynamic": None} if varies else options))
 
@@ -202,7 +202,7 @@ def _convert(model: nn.Module, setup: Setup) -> None:
 
 
 def _casts(setup: Setup) -> bool:
-    """Whether weights become half here: those with masters do once the optimizer holds the fp32 ones."""
+    """Whether weights become half here: with masters this happens once the optimizer has the fp32 weights."""
     numerics = setup.numerics
     if setup.purpose in _UNTRAINED:
         return numerics.half
@@ -214,7 +214,7 @@ def _cast(model: nn.Module, setup: Setup) -> nn.Module | None:
     assert half is not None
     if setup.purpose not in (REFERENCE, SCRIPT):
         return model.to(dtype=half)
-    # As master weights do: a reference rounds as the model does, and a script's state dicts stay fp32.
+    # Cast as with master weights: a reference rounds like the model, and a script's state dicts stay fp32.
     models = setup.together or [model]
     cast_in_place(models, half, norms=numerics.norms, lists=numerics.lists)
     return None
@@ -231,7 +231,7 @@ def _host(model: nn.Module, setup: Setup) -> None:
 
 
 def _split(model: nn.Module, setup: Setup) -> None:
-    if setup.purpose == INFERENCE:  # whose experts are hosted, and which keeps nothing for a backward pass
+    if setup.purpose == INFERENCE:  # experts are hosted by `_host`, and there is no backward pass
         split_layers(model, Plan(tp=setup.dims.tp), setup.dims, alike=True)
     else:
         setup.split = split_layers(model, setup.plan, setup.dims, alike=setup.config is not None)
@@ -266,7 +266,7 @@ def _fuse(model: nn.Module, setup: Setup) -> None:
 
 
 def _compile(model: nn.Module, setup: Setup) -> None:
-    # The lengths of a script's batches may differ: shapes that change are compiled as such.
+    # The lengths of a script's batches may vary: shapes that change are compiled as dynamic.
     options = {"dynamic": None} if setup.purpose == SCRIPT else {}
     compile_model(model, setup.plan, **options)
 
@@ -379,4 +379,4 @@ STEPS = (
     ),
     ApplyStep("join", lambda model, _: join_blocks(model), (INFERENCE,), why="It joins linears in their final form."),
 )  # fmt: skip
-"""The order. `penstock.build` goes on with what is made of parameters: shards, the optimizer, masters, replicas."""
+"""The order. `penstock.build` continues with objects made from parameters: shards, the optimizer, masters, replicas."""

@@ -1,4 +1,4 @@
-"""How a Plan becomes a training step: read `build` from top to bottom. What changes a model is in `penstock.apply`."""
+"""How a Plan becomes a training step: read `build` from top to bottom. Changes to a model are in `penstock.apply`."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ class Built:
     recipe: Recipe
     device: torch.device
     config: ModelConfig | None
-    """None for a model that was given as a module."""
+    """None for a model that was passed as a module."""
     loss: Loss
     scaler: LossScaler | None
     ema: EMA | None
     dims: ParallelDims
-    """This rank's place among those that train together."""
+    """This rank's place among the ranks that train together."""
     replicas: DataParallel | None = None
-    """How other ranks take part; None where this process trains alone."""
+    """Data parallelism with other ranks; None if this process trains alone."""
     fused: Mapping[FusedName, int] = field(default_factory=dict)
-    """Places of the model that compute by each fused operator."""
+    """Number of modules that use each fused operator."""
     parameters: int = 0
-    """Parameters of the whole model, those of other stages included."""
+    """Number of parameters of the whole model, including other stages."""
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Inside, `model` is in eval mode, without gradients, computes as the Plan says, and has the averages of its
-        weights where the Recipe keeps them (`ema_decay`) and a step was made, as `penstock train` evaluates it."""
+        """Inside, `model` is as `penstock train` evaluates it: in eval mode, without gradients, in the Plan's types,
+        and with the averages of its weights if the Recipe keeps them (`ema_decay`) and a step was made."""
         with self.step.inference(), self.ema.swapped() if self.ema and self.ema.begun else nullcontext():
             yield
 
@@ -91,15 +91,16 @@ def build(
     machine: Machine | None = None,
     dims: ParallelDims | None = None,
 ) -> Built:
-    """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), changed in place; or a
-    function that makes one. With a function, no rank needs memory for a whole model that the Plan shards.
+    """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), which is changed in
+    place; or a function that returns a module. With a function, no rank needs memory for a whole model that the Plan
+    shards.
 
-    `seed` decides the weights of a configuration, and of what a function makes, the same on every device and under
-    every Plan; the global generator is left untouched. `loss` is a Task or any function `loss(model, batch)`, which
-    returns the mean loss, or (sum, count), by which all targets of a step weigh the same (see `Loss`). Without one, the
-    task of the configuration's family is taken, and image classification for a module. Names in the state dict
-    are the same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is
-    built on each of them, in the existing process group; `dims` is this rank's place in it, if the caller knows it.
+    `seed` determines the weights of a configuration or of a function's model, which are equal on every device and under
+    every Plan; the global generator is not changed. `loss` is a Task or any function `loss(model, batch)`, which
+    returns the mean loss, or (sum, count), so that all targets of a step have the same weight (see `Loss`). The default
+    is the task of the configuration's family, and image classification for a module. Names in the state dict are the
+    same under every Plan. With a `machine`, the Plan is validated against it first. A Plan for several ranks is built
+    on each of them, in the existing process group; `dims` is this rank's place in it, if the caller knows it.
 
     Raises ConfigError when the Plan contradicts model, machine or ranks.
     """
@@ -115,9 +116,9 @@ def build(
     loss = _among_ranks(loss or (classification_loss if config is None else task_of(config)), plan, dims)
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
-    # is freed as soon as this rank has its rows, so that no rank needs memory for all.
-    # With split layers or experts, O2 shards too, over one rank if need be: its fp32 masters are then the shards, since
-    # `fully_shard` handles DTensors.
+    # is freed once this rank has copied its rows, so that no rank needs memory for all. With split layers or experts,
+    # O2 shards too, over one rank if need be: its fp32 masters are then the shards, since `fully_shard` handles
+    # DTensors.
     divided = plan.tp > 1 or plan.ep > 1
     sharded = (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
     rows: dict[str, Tensor] | None = None
@@ -131,7 +132,7 @@ def build(
             else:
                 module = factory()
 
-    # All that changes the model itself is in the table of `penstock.apply`.
+    # All changes to the model itself are in the table of `penstock.apply`.
     numerics = listed_numerics(plan, recipe.lists, device)
     setup = Setup(
         purpose=TRAINING, plan=plan, numerics=numerics, device=device, recipe=recipe, config=config, dims=dims,
@@ -151,7 +152,7 @@ def build(
     # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
     optimizer = _optimizer(module, plan, recipe)
 
-    # The optimizer now holds the fp32 weights. Under O2 they stay with it as masters, and the model gets half ones.
+    # The optimizer now holds the fp32 weights. Under O2 they stay there as masters, and the model gets half copies.
     masters, half = None, half_type(numerics)
     if numerics.masters == "copy" and half is not None and not sharded:
         masters = MasterWeights([module], [optimizer], half, norms=numerics.norms, lists=numerics.lists)
@@ -163,12 +164,12 @@ def build(
         buffers = running_statistics(module)
         replicas = DataParallel(model=module, dims=dims, buffers=buffers, late=late, partial=partial_sums)
     elif dims.degree(*LOSS) > 1 and not sharded:
-        # Master weights collect the gradients of each micro-batch before the next one, so their sum is averaged after
-        # the passes; so it is in a pipeline, where the passes of micro-batches take turns.
+        # Master weights accumulate the gradients of each micro-batch before the next one, so their sum is averaged
+        # after the passes; so it is in a pipeline, where the passes of micro-batches take turns.
         later = stages is not None or (numerics.masters == "copy" and plan.accumulate > 1)
         replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if later else None)
 
-    # Averages read the finished parameters. The step ties all together.
+    # Averages read the finished parameters. The step combines everything.
     ema: EMA | None = None
     if recipe.ema_decay is not None:
         weights = None if masters is None else masters.named(module)
@@ -190,7 +191,7 @@ def build(
 
 
 def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:
-    """The loss, of which one that compares samples sees those of all ranks."""
+    """The loss; if it compares samples, it is wrapped to compare those of all ranks."""
     if isinstance(loss, Embedding) and plan.dp != plan.gpus:
         raise ConfigError(
             "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "
@@ -202,12 +203,12 @@ def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:
 
 
 def _with_companions(loss: Loss, module: nn.Module, setup: Setup) -> Loss:
-    """The loss with the models that it compares the model with. They are no part of what learns, is sharded or saved:
-    the loss alone knows them."""
+    """The loss with its companions, the models with which it compares the trained one. Only the loss refers to them, so
+    they are not trained, sharded or saved."""
     recipe = setup.recipe
     if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
         teacher = open_teacher(loss, module, setup)
-        assert isinstance(loss, Task)  # others were refused
+        assert isinstance(loss, Task)  # other kinds were refused before
         loss = loss.taught_by(teacher)
     if isinstance(loss, Preferences) and loss.reference is None:
         loss = loss.beside(reference_for(loss, module, setup), recipe.preference_beta)

@@ -1,5 +1,5 @@
-"""Tensors inside batches and what modules take and return: tuples, lists, mappings, dataclasses and namespaces, in any
-depth.
+"""Tensors inside batches, and inside inputs and outputs of modules: tuples, lists, mappings, dataclasses and
+namespaces, at any depth.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from torch import Tensor
 
 
 def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with `change` made to each of its tensors, in new containers of the same types.
-
-    Containers keep what else they hold: a default factory, a greatest length, attributes. What is no container that we
-    know is passed on as it is, with all tensors in it.
+    """Nested containers with `change` applied to each tensor, as new containers of the same types. Containers keep
+    their other state: a default factory, a maximum length, attributes. Objects of other types are returned unchanged,
+    with any tensors inside.
     """
     if isinstance(value, Tensor):
         return change(value)
-    # The first kinds are those that compiled code meets; they are written so that it can follow.
+    # The first kinds occur in compiled code, and are written so that torch can trace them.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(replaced(item, change) for item in value))
     if type(value) in (tuple, list):
@@ -33,7 +32,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return OrderedDict([(key, replaced(item, change)) for key, item in value.items()])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items: Any = value
-        if isinstance(items, Mapping):  # transformers' ModelOutput, whose absent fields are no items
+        if isinstance(items, Mapping):  # transformers' ModelOutput, in which absent fields are not items
             return type(items)(**{key: replaced(item, change) for key, item in items.items()})
         changed = {
             f.name: replaced(getattr(value, f.name), change) for f in dataclasses.fields(value) if f.init
@@ -43,7 +42,7 @@ def replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _other(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Rarer containers. One in which nothing changes is passed on itself."""
+    """Rarer containers. If nothing inside changes, the container itself is returned."""
     if isinstance(value, tuple):
         return _tuple(value, change)
     if isinstance(value, MappingProxyType):
@@ -81,14 +80,14 @@ def _tuple(value: tuple[Any, ...], change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """A copy that holds the items itself; None where there is no telling whether it would."""
+    """A copy that stores its own items; None if that cannot be guaranteed."""
     if isinstance(value, dict | list | deque | UserDict | UserList | SimpleNamespace) or hasattr(
         type(value), "__copy__"
     ):
         return copy.copy(value)
     if not hasattr(value, "__dict__"):
         return None
-    # Mappings of one's own keep their items in a mapping that a shallow copy would share.
+    # A user's mapping may store its items in an inner mapping, which a shallow copy would share.
     fresh = copy.copy(value)
     vars(fresh).update(
         {key: copy.copy(kept) for key, kept in vars(value).items() if isinstance(kept, Mapping)}
@@ -97,7 +96,7 @@ def _copy(value: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a nest, of those that `replaced` would change, in order."""
+    """The tensors in nested containers that `replaced` would change, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""The features of this machine's CPU: the only place that asks for them.
+"""The features of this machine's CPU: the only module that queries them.
 
-`ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` limit oneDNN and ATen to less than the CPU has. These limits count here,
-so that a large CPU can stand in for a smaller one in tests.
+`ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` limit oneDNN and ATen to fewer features than the CPU has. These limits
+count here, so that a large CPU can stand in for a smaller one in tests.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ _ISA = (
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The features that torch's kernels find in a CPU."""
+    """The features of a CPU that torch's kernels use."""
 
     avx512: bool
     """Whether oneDNN has batched matrix products in bf16, for which it needs AVX-512."""
     bf16: bool | None
-    """Whether there are units that multiply bf16; None where the CPU does not say."""
+    """Whether there are units that multiply bf16; None if it is not known."""
     vnni: bool
-    """Whether products of int8 are summed in 32 bits (AVX512-VNNI). Without, two products of whole bytes overflow."""
+    """Whether products of int8 are summed in 32 bits (AVX512-VNNI). Without it, sums of two full-range products
+    overflow."""
     packs_bf16: bool
-    """Whether oneDNN takes bf16 weights in its blocked layout."""
+    """Whether oneDNN accepts bf16 weights in its blocked layout."""
     isa: str = "DEFAULT"
-    """torch's name of the vectors that its kernels use: AVX2, AVX512, DEFAULT, or those of another architecture."""
+    """torch's name of the vector instructions in its kernels: AVX2, AVX512, DEFAULT, or another architecture's."""
     amx: bool = False
     """Whether there are matrix units for bf16 (AMX)."""
 
     @property
     def bf16_pairs(self) -> bool:
-        """Whether vectors of AVX-512 multiply pairs of bf16 numbers."""
+        """Whether AVX-512 vector units multiply pairs of bf16 numbers."""
         return self.isa == "AVX512" and bool(self.bf16)
 
     @property
     def kind(self) -> str:
-        """The kind of CPU that measurements of kernels are kept by."""
+        """The kind of CPU under which measurements of kernels are stored."""
         if self.amx:
             return "amx"
         if self.avx512:
@@ -66,7 +67,7 @@ def _detect() -> Cpu:
 
 
 def _multiplies_bf16(has: dict[str, Any]) -> bool | None:
-    """See `Cpu.bf16`; `has` is what torch found, by name, and empty where it cannot tell."""
+    """See `Cpu.bf16`; `has` holds the features that torch detected, by name, and is empty if it cannot detect them."""
     if not has:
         return None
     if has.get("bf16"):  # ARM
@@ -80,15 +81,15 @@ def _allowed(isa: str) -> bool:
     return limit not in _ISA or _ISA.index(isa) <= _ISA.index(limit)
 
 
-# Made once, so that compiled code may ask.
+# Computed once, so that compiled code can read it.
 _CPU = _detect()
 
 
 def this_cpu() -> Cpu:
-    """The CPU that this process runs on, as far as torch may use it."""
+    """The CPU of this process, restricted to features that torch may use."""
     return _CPU
 
 
 def kind_of(device: str) -> str:
-    """The kind of machine that gains are kept by: a CPU's instruction sets, a GPU's name, or another device's kind."""
+    """The key under which speedups are stored: a CPU's instruction sets, a GPU's name, or another device's kind."""
     return _CPU.kind if device == "cpu" else torch.cuda.get_device_name() if device == "cuda" else device

@@ -24,7 +24,7 @@ from typing import Any
 from penstock.boundary.files import naming
 
 PIECE_BYTES = 16_000_000
-"""Bytes that are hashed while the same are written, or the next are read."""
+"""Bytes that are hashed at a time, while they are written or the next ones are read."""
 THREAD_BYTES = 1_000_000
 FLUSH_BYTES = 64_000_000
 """Bytes that are flushed together; smaller files stay in the page cache."""
@@ -41,7 +41,7 @@ class Written:
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
     """Write the byte-like `chunks` to `path`, hash them on the way, and force them to the disk.
 
-    A chunk must not change until the chunk after the next is asked for. See Note [Streaming].
+    A chunk must not change until the chunk after the next is requested. See Note [Streaming].
 
     Raises:
         OSError: the disk is full, or fails.
@@ -77,7 +77,7 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
     cache, because nobody will read it soon.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: it cannot be read, or is not a regular file.
     """
     digest = hashlib.sha256()
     position = 0
@@ -97,28 +97,28 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
 
 
 def _regular(path: Path) -> FileIO:
-    """Open a file to read it; what is none, such as a pipe, would never end or never begin."""
+    """Open a regular file for reading; others, such as pipes, are refused, because they could block for ever."""
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path.open("rb", buffering=0)
 
 
 class SecondThread:
-    """Does one thing at a time in a second thread; the next waits for the one before.
+    """Runs one action at a time in a second thread; the next one waits for the one before.
 
-    It uses plain threads. An executor of concurrent.futures takes no more work once the main thread has ended, and a
-    save in the background may outlast that.
+    It uses plain threads. An executor of concurrent.futures accepts no work after the main thread has ended, and a
+    background save may take longer.
     """
 
     def __init__(self, name: str, *, daemon: bool = True) -> None:
-        """A process that ends waits for a thread that is no `daemon`."""
+        """At its exit, the process waits for the thread unless it is a `daemon`."""
         self._name = name
         self._daemon = daemon
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
     def do(self, action: Callable[..., object], *arguments: Any, now: bool = False) -> None:
-        """Start it after what was started before. With `now` do it here, where a thread would cost more."""
+        """Start `action` after the previous one. With `now` it runs in this thread, if a second one would cost more."""
         self.wait()
         if now:
             action(*arguments)
@@ -130,11 +130,11 @@ class SecondThread:
 
     @property
     def busy(self) -> bool:
-        """Whether it is at work."""
+        """Whether an action is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until it is done. Raises what it raised."""
+        """Wait until the action is done, and raise its exception, if any."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -152,12 +152,12 @@ class SecondThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:  # an error is being raised; the file may not be closed under the thread
+        if self._thread is not None:  # an exception is raised, and the thread still uses the file
             self._thread.join()
 
 
 def sync_folder(path: Path) -> None:
-    """Force the names in a folder to the disk."""
+    """Flush a folder's list of names to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -180,6 +180,6 @@ def _flush(handle: int, start: int, count: int) -> None:
 
 
 def _forget(handle: int, start: int, count: int) -> None:
-    """Drop what has been flushed or read from the page cache, where the system can."""
+    """Drop flushed or read bytes from the page cache, if the system supports it."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, start, count, os.POSIX_FADV_DONTNEED)

@@ -17,17 +17,17 @@ FLOATS: tuple[torch.dtype, ...] = tuple(DTYPES[name] for name in ("fp32", "bf16"
 
 
 def sums_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that numbers of a type are added up in: fp64 for fp64, fp32 for all others."""
+    """The type in which elements of `dtype` are summed: fp64 for fp64, fp32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def widened(x: Tensor) -> Tensor:
-    """Numbers in the type that they are added up in."""
+    """x in the type in which its elements are summed."""
     return x.to(sums_type(x.dtype))
 
 
 def format_of(dtype: torch.dtype) -> Dtype:
-    """The format of a tensor of this type. Raises KeyError for a type that holds none."""
+    """The format of a tensor of this type. Raises KeyError for a type without a format."""
     return _FORMATS[dtype]
 
 

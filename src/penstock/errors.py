@@ -60,7 +60,7 @@ class DataError(PenstockError):
 
 
 class NoValidation(DataError):
-    """Data that are too few, or too alike, to hold some back for validation; they can be trained on."""
+    """Data are too few, or too alike, to set some apart for validation; they can still be used for training."""
 
 
 class CheckpointError(PenstockError):
@@ -82,13 +82,13 @@ class OutOfMemory(PenstockError):
 
 
 class Hang(PenstockError):
-    """Another rank did not answer for as long as a rank waits. The message says where this one waited."""
+    """Another rank did not answer within the time limit. The message says where this rank waited."""
 
     exit_code = ExitCode.HANG
 
 
 class SavedRequeue(PenstockError):
-    """The run was asked to stop, saved its state, and wants to be started again."""
+    """The run was asked to stop, saved its state, and should be started again."""
 
     exit_code = ExitCode.SAVED_REQUEUE
 
@@ -100,10 +100,10 @@ class SavedInterrupt(SavedRequeue):
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, Python's or torch's, has failed. torch's for CPUs raises a plain RuntimeError."""
+    """Whether Python's or torch's allocator failed. torch's CPU allocator raises a plain RuntimeError."""
     names = {cls.__name__ for cls in type(error).__mro__}
     return not names.isdisjoint(_MEMORY_ERRORS) or "can't allocate memory" in str(error)
 
 
 _MEMORY_ERRORS = ("MemoryError", "OutOfMemoryError", "OutOfMemory")
-"""Python's, torch's and ours, by name: nothing here imports torch."""
+"""Errors of Python, torch and Penstock, by name, because nothing here imports torch."""

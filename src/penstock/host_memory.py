@@ -21,7 +21,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER_TRIM = 2**31 - 1
 _KEEP_UP_TO = 2**30
-# glibc's dynamic thresholds after large blocks have been freed, in a process that sets no thresholds.
+# glibc's dynamic thresholds after large blocks were freed, in a process that sets no thresholds.
 _DYNAMIC_MMAP = 32 * 2**20
 _DYNAMIC_TRIM = 2 * _DYNAMIC_MMAP
 
@@ -62,7 +62,7 @@ def set_host_memory(*, keep: bool) -> bool:
 def keep_freed_memory(keep: bool) -> None:
     """Keep freed blocks up to 1 GiB mapped (`keep`), or return them to the kernel as a fresh process would.
 
-    Acts on the whole process, from now on. Raises EnvironmentProblem where the allocator is not glibc's.
+    Acts on the whole process, from now on. Raises EnvironmentProblem if the allocator is not glibc's.
     """
     library = _glibc()
     if library is None:

@@ -1,7 +1,8 @@
-"""Temporary files and folders that no kill can leave for ever: whoever makes the next one sweeps those of the dead.
+"""Temporary files and folders that no kill leaves behind for ever: creating the next one removes those of dead
+processes.
 
-The maker of one holds a lock on it (`flock`), which the kernel lets go however the process ends. So what can be locked
-has no maker any more. Where a file system carries no such locks, nothing is swept.
+The process that creates one holds a lock on it (`flock`), which the kernel releases however the process ends. So a file
+that can be locked has no owner any more. If a file system does not support such locks, nothing is removed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Iterator[Path]:
-    """A new folder, or an empty file, in `parent` (none: where the system keeps such) that is gone afterwards, unless
-    it was renamed. Those of the same prefix that killed processes of this user left are removed first.
+    """A new folder, or an empty file, in `parent` (None: the system's folder for temporary files), removed afterwards
+    unless it was renamed. Those with the same prefix that this user's killed processes left are removed first.
 
     Raises:
-        OSError: none can be made.
+        OSError: it cannot be created.
     """
     parent = parent or Path(tempfile.gettempdir())
     _sweep(parent, prefix)
@@ -35,7 +36,7 @@ def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Itera
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `target`, then move it there in one step.
+    """Let `write` fill a temporary file next to `target`, then rename it to `target` in one step.
 
     Raises:
         OSError: it cannot be written.
@@ -47,7 +48,7 @@ def replace_file(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def make_public(path: Path) -> None:
-    """Give a temporary file or folder, which is its maker's alone, the permissions that new ones have."""
+    """Give a temporary file or folder, which is private at first, the permissions of a normal new one."""
     umask = os.umask(0)
     os.umask(umask)
     path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
@@ -62,7 +63,7 @@ def _make(parent: Path, prefix: str, folder: bool) -> tuple[Path, int | None]:
             os.close(opened)
             path = Path(name)
         handle = _lock(path, wait=True)
-        if path.exists():  # or another process took it for a leftover, before it was locked
+        if path.exists():  # else another process removed it as a leftover before it was locked
             return path, handle
         if handle is not None:
             os.close(handle)
@@ -70,7 +71,7 @@ def _make(parent: Path, prefix: str, folder: bool) -> tuple[Path, int | None]:
 
 def _sweep(parent: Path, prefix: str) -> None:
     paths: list[Path] = []
-    with contextlib.suppress(OSError):  # a folder may be there to write to, and not to be looked into
+    with contextlib.suppress(OSError):  # a folder may be writable but not readable
         paths = [path for path in parent.iterdir() if path.name.startswith(prefix)]
     for path in paths:
         with contextlib.suppress(OSError):
@@ -82,7 +83,7 @@ def _sweep(parent: Path, prefix: str) -> None:
 
 
 def _lock(path: Path, *, wait: bool = False) -> int | None:
-    """A handle that holds the lock; None where somebody else does, or the file system cannot."""
+    """A handle that holds the lock; None if another process holds it, or the file system has no locks."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

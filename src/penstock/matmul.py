@@ -1,4 +1,4 @@
-"""How exactly fp32 matrix products are computed: a global switch of torch, held only while it is wanted."""
+"""The precision of fp32 matrix products: a global switch of torch, set only for the duration of a context."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.config.plan import Matmul
 
 @contextmanager
 def matmul_precision(setting: Matmul) -> Iterator[None]:
-    """Inside, fp32 products have the given precision; afterwards what it was before, even after an error.
+    """Inside, fp32 products have the given precision; afterwards the former one is restored, even after an error.
 
     `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
-    baseline would be faster than it says. `high` and `medium` allow it.
+    baseline would be faster than its name says. `high` and `medium` allow it.
     """
     before = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
-    # torch keeps the choice once more per library, and setting the word does not restore a library's initial "none".
+    # torch also stores the choice per library, and setting the word does not restore a library's initial "none".
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     choices = [getattr(library, "fp32_precision", None) for library in libraries]
     torch.set_float32_matmul_precision(setting)

@@ -1,10 +1,9 @@
-"""Which part of a whole tensor this rank has, where several ranks shard it as a DTensor.
+"""The part of a whole tensor that this rank has, if several ranks shard it as a DTensor.
 
 A dimension of the mesh cuts one dimension of the tensor, as `torch.chunk` does. Tensor or expert parallelism cuts
-first, and what a rank then has is cut again by `fully_shard`. Where several matrices lie one after the other in a
-weight, such as a gate and the linear beside it, tensor parallelism cuts each of them, so that a rank's part is several
-boxes of the whole. In torch's words that is a `_StridedShard` on the mesh dimension `tp`, with as many pieces as there
-are matrices.
+first, and a rank's part is cut again by `fully_shard`. If several matrices are concatenated in a weight, such as a gate
+and an up projection, tensor parallelism cuts each of them, so that a rank's part is several boxes of the whole. In
+torch's words that is a `_StridedShard` on the mesh dimension `tp`, with one piece per matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor, distributed
 
 TENSOR, EXPERT = "tp", "ep"
 FIRST = (TENSOR, EXPERT)
-"""The mesh dimensions that cut first: ranks that split layers, and ranks that hold every expert once, together."""
+"""The mesh dimensions that cut first: ranks that split layers, and ranks that together hold every expert once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,7 @@ class Cut:
     """Equal matrices along `dim`, each of which is cut."""
 
     def parts(self, size: int, index: int | None = None) -> list[tuple[int, int]]:
-        """Start and length of what place `index` (default: this rank's) has of `size` elements, piece by piece."""
+        """Start and length, piece by piece, of the part of `size` elements at `index` (default: this rank's)."""
         index = self.index if index is None else index
         whole = size // self.pieces
         step = -(-whole // self.count)
@@ -42,7 +41,7 @@ class Cut:
         return [(piece * whole + start, min(step, whole - start)) for piece in range(self.pieces)]
 
     def length(self, size: int, index: int | None = None) -> int:
-        """How many of `size` elements place `index` has."""
+        """Number of elements, out of `size`, in the part at `index`."""
         return sum(length for _, length in self.parts(size, index))
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -54,21 +53,21 @@ class Cut:
 
 
 class Box(NamedTuple):
-    """A part of the whole, and where it begins in what this rank has."""
+    """A part of the whole, and its start in this rank's part."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
 
     def within(self, local: Tensor) -> Tensor:
-        """The box out of this rank's part, sharing its memory."""
+        """A view of the box in this rank's part."""
         for dim, (start, size) in enumerate(zip(self.starts, self.sizes)):
             local = local.narrow(dim, start, size)
         return local
 
 
 def cuts(tensor: Any) -> list[Cut]:
-    """How a DTensor is cut, in the order in which it was done."""
+    """The cuts of a DTensor, in the order in which they were made."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     place = mesh.get_coordinate() or (0,) * mesh.ndim
@@ -81,14 +80,14 @@ def cuts(tensor: Any) -> list[Cut]:
 
 
 def cut_like(tensor: Any, whole: Tensor) -> Tensor:
-    """This rank's part of `whole`, cut as the DTensor is; a contiguous copy."""
+    """This rank's part of `whole`, cut like the DTensor; a contiguous copy."""
     for cut in cuts(tensor):
         whole = cut.of(whole)
     return whole.clone(memory_format=torch.contiguous_format)
 
 
 def boxes(tensor: Any) -> Iterator[Box]:
-    """The parts of the whole that a DTensor has here, of which none is empty."""
+    """The non-empty parts of the whole that a DTensor has on this rank."""
     runs = [[(0, size)] for size in tensor.shape]
     for cut in cuts(tensor):
         runs[cut.dim] = _chosen(runs[cut.dim], cut)
@@ -97,7 +96,7 @@ def boxes(tensor: Any) -> Iterator[Box]:
 
 
 def _chosen(runs: Sequence[tuple[int, int]], cut: Cut) -> list[tuple[int, int]]:
-    """The part that a cut leaves of consecutive runs of the whole."""
+    """This rank's part, after a cut, of runs of indices, as runs of the whole."""
     remaining = []
     for start, length in cut.parts(sum(size for _, size in runs)):
         before = 0
@@ -118,8 +117,8 @@ def _placed(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
 
 
 def room(tensor: Any) -> int:
-    """Elements that `fully_shard` gathers of a DTensor's part: those of the longest among the ranks that it is shared
-    out to, so that all give as many.
+    """Elements that `fully_shard` gathers from each rank for a DTensor: the size of the largest part, to which all are
+    padded.
     """
     shape = list(tensor.shape)
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -142,7 +141,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def _sized_cuts(tensor: Any) -> list[tuple[Cut, int]]:
-    """A DTensor's cuts, each with the size that its dimension has here before it."""
+    """A DTensor's cuts, each with the local size of its dimension before the cut."""
     sized, shape = [], list(tensor.shape)
     for cut in cuts(tensor):
         sized.append((cut, shape[cut.dim]))
@@ -151,7 +150,7 @@ def _sized_cuts(tensor: Any) -> list[tuple[Cut, int]]:
 
 
 def _place_of(owner: int, tensor: Any) -> list[int]:
-    """Place in each cut of rank `owner` of those that share a DTensor."""
+    """Index in each cut of rank `owner`, out of the ranks that share a DTensor."""
     place: list[int] = []
     for cut in reversed(cuts(tensor)):
         owner, index = divmod(owner, cut.count)
@@ -160,8 +159,8 @@ def _place_of(owner: int, tensor: Any) -> list[int]:
 
 
 def gather_to(tensor: Any, part: Tensor, *, owner: int) -> Tensor | None:
-    """On rank `owner` of those that share a DTensor, the whole that a `part` like its own is of; None on the others.
-    All its ranks must call this."""
+    """Gather parts like a DTensor's own on its rank `owner`: the whole there, None elsewhere. All its ranks must call
+    this."""
     mesh = tensor.device_mesh
     for (cut, size), index in zip(reversed(_sized_cuts(tensor)), reversed(_place_of(owner, tensor))):
         part = _united(part, cut, size, mesh.get_group(cut.mesh_dim), owner=index)
@@ -171,13 +170,13 @@ def gather_to(tensor: Any, part: Tensor, *, owner: int) -> Tensor | None:
 
 
 def scatter_from(tensor: Any, whole: Tensor | None, part: Tensor, *, owner: int) -> Tensor:
-    """This rank's part of the `whole` that rank `owner` has, cut as a DTensor is; in the shape and type of `part`. All
-    its ranks must call this."""
+    """This rank's part of the `whole` on rank `owner`, cut like a DTensor, in the shape and type of `part`. All its
+    ranks must call this."""
     shape, to = list(tensor.shape), _place_of(owner, tensor)
     here = [cut.index for cut in cuts(tensor)]
     for number, (cut, size) in enumerate(_sized_cuts(tensor)):
         lengths = [cut.length(size, index) for index in range(cut.count)]
-        if here[number + 1 :] == to[number + 1 :]:  # the others are given theirs by a later cut
+        if here[number + 1 :] == to[number + 1 :]:  # the other ranks receive theirs by a later cut
             shape[cut.dim] = max(lengths)
             given, parts = part.new_empty(shape), None
             if whole is not None:
@@ -195,8 +194,7 @@ def scatter_from(tensor: Any, whole: Tensor | None, part: Tensor, *, owner: int)
 def _united(
     part: Tensor, cut: Cut, size: int, group: distributed.ProcessGroup, *, owner: int | None = None
 ) -> Tensor:
-    """All places' parts of a dimension of `size` elements, in the order of the whole; with `owner`, in that place
-    alone."""
+    """The concatenated parts of a dimension of `size` elements from all ranks of a cut; with `owner`, only there."""
     lengths = [cut.length(size, index) for index in range(cut.count)]
     shape = list(part.shape)
     shape[cut.dim] = max(lengths)

@@ -1,14 +1,14 @@
 """Tensors to safetensors files, hashed while they are written: one file, or a model's folder of several.
 
 The format is Hugging Face's, and `penstock.boundary.weights` checks what a header says. The library reads the files.
-Writing is ours: it streams, so that saving needs the memory of the largest tensor only; views into one flat buffer are
-written as what they are; and the checksum is of what was meant to be written, not of what the disk gave back.
+Writing is our own: it streams, so that saving needs memory only for the largest tensor; views into one flat buffer are
+written as single tensors; and the checksum is that of the intended bytes, not of those read back from the disk.
 
 Note [Replacing weights]
-    A folder that holds a model's weights holds them at every instant while others are written there, whatever kills the
-    writer. New files are written beside the old ones. Only when all are on the disk do they become the ones that are
-    read, by one rename: of `model.safetensors`, or of the index. Then the old files go. Where an old file has a name
-    that a new one needs, the index first names a second link to it.
+    While new weights are written to a folder that holds a model's weights, complete weights can be read there at every
+    moment, even if the writer is killed. New files are written next to the old ones. When all are on the disk, a single
+    rename, of `model.safetensors` or of the index, makes them current. Then the old files are removed. If an old file
+    has a name that a new one needs, the index first refers to a second link to it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
-"""Most bytes of one file of a model, as huggingface_hub writes it."""
+"""Maximum bytes of one file of a model, as in huggingface_hub."""
 _BEFORE = ".before"
-"""Ends the name, less its suffix, of a file that the next export keeps until it is done."""
+"""Appended to the name, before the suffix, of an old file that is kept until the next export is complete."""
 _EXPORTED = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}}({re.escape(_BEFORE)})?)?\.safetensors")
-"""Names of files that an export writes."""
+"""Pattern of the names of files that an export writes."""
 
 
 def dtype_name(tensor: str, dtype: torch.dtype) -> str:
-    """The name that safetensors has for the dtype of a tensor. Raises TypeError for one that no checkpoint holds."""
+    """The safetensors name of a tensor's dtype. Raises TypeError for a dtype that checkpoints do not support."""
     if dtype not in DTYPE_NAMES:
         raise TypeError(f"Tensor '{tensor}' is of {dtype}, which the checkpoint format cannot hold.")
     return DTYPE_NAMES[dtype]
@@ -54,7 +54,7 @@ def dtype_name(tensor: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A tensor that is to be written. `fetch` gives it when its turn has come, on any device, of any strides."""
+    """A tensor to be written. `fetch` returns it when it is needed, on any device, with any strides."""
 
     name: str
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Pending:
 
 
 def pending(state: Mapping[str, Tensor]) -> list[Pending]:
-    """Tensors that are there already."""
+    """Existing tensors as pending ones."""
     return [Pending(name, t.dtype, t.shape, lambda t=t: t) for name, t in state.items()]  # type: ignore[misc]
 
 
@@ -106,16 +106,15 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
     before_read: Callable[[], object] = lambda: None,
 ) -> list[Path]:
-    """Write a model's weights as Hugging Face lays files out: `model.safetensors`, or, of more than `shard_bytes`,
-    several numbered files of at most as much (but at least a tensor) and `model.safetensors.index.json`.
-
-    One tensor at a time is in memory. Each file appears whole or not at all, the index last. Weights that the folder
-    holds already are replaced: see Note [Replacing weights]. `before_read` is called when all tensors are on the disk
-    and the old ones are still read; it writes what goes with the new ones. Returns the files, the index last.
+    """Write a model's weights in Hugging Face's layout: `model.safetensors`, or, if larger than `shard_bytes`, several
+    numbered files of at most that size (but at least one tensor) and `model.safetensors.index.json`. One tensor at a
+    time is in memory. Each file appears whole or not at all, the index last. Existing weights in the folder are
+    replaced: see Note [Replacing weights]. `before_read` is called when all new tensors are on the disk but the old
+    ones are still current; it writes the files that belong to the new ones. Returns the files, the index last.
 
     Raises:
         ConfigError: `shard_bytes` is below 1. OSError: the disk is full, or fails.
-        EnvironmentProblem: weights in as many files are there, and the file system has no links to keep them by.
+        EnvironmentProblem: weights in the same number of files are there, and the file system has no links to keep them.
     """
     require("shard_bytes", shard_bytes, Annotated[int, Range(1, 1 << 60)])
     shards = _split(tensors, shard_bytes)
@@ -166,13 +165,13 @@ def _write_index(folder: Path, index: Mapping[str, Any]) -> None:
 
 
 def _keep_readable(folder: Path, names: Sequence[str]) -> None:
-    """Where the folder's index names files that are about to be replaced, give these a second name, and let it name
-    that: until the new index is there, what was there before is read.
+    """If the folder's index names files that are about to be replaced, link them under second names, and let the index
+    use these: the old weights can be read until the new index exists.
     """
     try:
         index = weights.read_index(folder / INDEX, remedy="Export again.")
     except CheckpointError:
-        return  # there is none, or none that anything can be read by
+        return  # there is no index, or no usable one
     places: dict[str, str] = index["weight_map"]
     kept = {
         name: f"{name.removesuffix('.safetensors')}{_BEFORE}.safetensors"
@@ -182,7 +181,7 @@ def _keep_readable(folder: Path, names: Sequence[str]) -> None:
     if not kept:
         return
     for name, other in kept.items():
-        (folder / other).unlink(missing_ok=True)  # of a writer that was killed before the index named it
+        (folder / other).unlink(missing_ok=True)  # left by a writer that was killed before the index named it
         try:
             os.link(folder / name, folder / other)
         except OSError as problem:

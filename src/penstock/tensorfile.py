@@ -114,7 +114,7 @@ def write_model(
 
     Raises:
         ConfigError: `shard_bytes` is below 1. OSError: the disk is full, or fails.
-        EnvironmentProblem: weights in the same number of files are there, and the file system has no links to keep them.
+        EnvironmentProblem: weights in equally many files are there, and the file system has no links to keep them.
     """
     require("shard_bytes", shard_bytes, Annotated[int, Range(1, 1 << 60)])
     shards = _split(tensors, shard_bytes)

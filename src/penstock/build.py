@@ -116,9 +116,8 @@ def build(
     loss = _among_ranks(loss or (classification_loss if config is None else task_of(config)), plan, dims)
 
     # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
-    # is freed once this rank has copied its rows, so that no rank needs memory for all. With split layers or experts,
-    # O2 shards too, over one rank if need be: its fp32 masters are then the shards, since `fully_shard` handles
-    # DTensors.
+    # is freed once this rank has its rows, so that no rank needs memory for all. With split layers or experts, O2
+    # shards too, over one rank if need be: its fp32 masters are then the shards, as `fully_shard` handles DTensors.
     divided = plan.tp > 1 or plan.ep > 1
     sharded = (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
     rows: dict[str, Tensor] | None = None

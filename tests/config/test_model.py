@@ -87,7 +87,7 @@ def test_layers_choose_the_family(overrides: dict[str, Any], expected: ModelConf
         ({"model": "gpt2", "model.sequence": "0"}, "model.sequence is 0"),
         ({"model": "mixtral-8x7b", "model.experts_per_token": "9"}, "only 8 model.experts"),
         ({"model": "gpt2", "model.window": "0"}, "model.window is 0"),
-        ({"model": "bert-base", "model.branch_norms": "true"}, "branch_norms takes norms from before"),
+        ({"model": "bert-base", "model.branch_norms": "true"}, "branch_norms moves norms from before"),
         ({"model": "gpt2", "model.qk_norm_whole": "true"}, "qk_norm_whole is for model.qk_norm true"),
         ({"model": "gpt2", "model.unturned_every": "4"}, "unturned_every is for model.positions rotary"),
         (

@@ -58,7 +58,7 @@ BROKEN = {
         "offload=activations", "vit-s16", "cpu", "to host memory, where a CPU such as",
     ),
     "offloaded_blocks_run_eagerly": (
-        "offload=activations recompute=full", "vit-s16", "h100", "which plan.recompute=full decides by itself",
+        "offload=activations recompute=full", "vit-s16", "h100", "which plan.recompute=full chooses itself",
     ),
     "pipeline_runs_stages": (
         "pp=2 compile=whole",
@@ -162,7 +162,7 @@ INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
         "tp=2",
         None,
         {"shortlist": True},
-        "with plan.tp=2 each rank has others",
+        "plan.tp=2 splits over ranks",
     ),
     "heads_split_over_tensor_parallel": ("tp=5", "gpt2", {}, "12 attention heads"),
     "every_stack_is_cut_into_stages": ("pp=13", "gpt2", {}, "a stack of the model has 12"),

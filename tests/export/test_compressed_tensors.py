@@ -140,7 +140,7 @@ def test_models_that_the_layout_cannot_hold_are_refused(tmp_path: Path) -> None:
         assert weight.offsets is not None
         moved[name] = (form, replace(weight, offsets=weight.offsets + 0.3 * weight.scales))
     save_rounded(penstock.from_pretrained(where), tmp_path / "older", moved, source=where)
-    with pytest.raises(ConfigError, match=r"none stands for zero.*quantise the original"):
+    with pytest.raises(ConfigError, match=r"without a number for zero.*quantise the original"):
         export(tmp_path / "older", tmp_path / "out", FORM)
     assert not (tmp_path / "out").exists()
 

@@ -227,7 +227,7 @@ def test_a_branch_whose_norms_come_last_is_a_folder_that_transformers_reads(
     checkpoint.save(tmp_path / "run" / "checkpoints", snapshot)
     newest = rewrite.open_newest(tmp_path / "run")
     rewrite.export_model(newest, tmp_path / "bert", "weights", branch="understanding")
-    assert ("of one head, head: kind is left out" in caplog.text) is (head == "both")
+    assert ("with one head, head: kind is left out" in caplog.text) is (head == "both")
     theirs = getattr(transformers, reader).from_pretrained(tmp_path / "bert").eval()
     tokens = torch.from_numpy(np.arange(18).reshape(2, 9) % 13)
     with torch.no_grad():

@@ -164,7 +164,7 @@ class CompressConfig(Checked):
         if "quantise" in self.steps and not self.quantise.enabled:
             yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
         if "quantise" in self.steps[:-1]:
-            yield "steps has something behind quantise, whose model cannot be changed further; put it last."
+            yield "steps has another step after quantise, whose model cannot be changed further; put quantise last."
         if len(set(self.steps)) < len(self.steps):
             yield "steps names a step twice; use rounds to repeat all of them."
         if self.steps and self.target is not None and "prune" not in self.steps:

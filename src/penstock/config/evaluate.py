@@ -54,8 +54,8 @@ def load_evaluation(
     )  # fmt: skip
     if job is None and loaded.model is not None and loaded.data.source == "auto":
         raise ConfigError(
-            f"Nothing says on which data {shown(loaded.model)} is to be evaluated; name labelled data, such as --data "
-            "imagefolder:PATH or --data text:FILE.csv (--data digits for those that are embedded)."
+            f"No data are named to evaluate {shown(loaded.model)} on; name labelled data, such as --data "
+            "imagefolder:PATH or --data text:FILE.csv (--data digits for the embedded ones)."
         )
     return loaded
 

@@ -334,7 +334,7 @@ def _activations_leave_a_gpu(plan: Plan, machine: Machine) -> Iterator[str]:
     """`offload=activations` affects only GPUs."""
     if plan.offload == "activations" and machine.device == "cpu":
         yield (
-            f"plan.offload=activations takes activations to host memory, where a CPU such as {machine.name} has them "
+            f"plan.offload=activations moves activations to host memory, where a CPU such as {machine.name} has them "
             "already; leave it out."
         )
 

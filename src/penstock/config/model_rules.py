@@ -65,13 +65,13 @@ def _head_problems(graph: Graph, head: Head) -> Iterator[str]:
     """Every reason why a head cannot read its run."""
     names = [run.name for run in graph.runs]
     if head.run not in names:
-        yield f"The head {head.name} reads {head.run}, which is no run; name one of {', '.join(names)}."
+        yield f"The head {head.name} reads {head.run}, which is not a run; name one of {', '.join(names)}."
         return
     run = graph.run(head.run)
     one, through = graph.input_of(run), graph.inputs_through(run)
     if isinstance(head, PixelHead) and not (isinstance(one, PatchInput) and one.length == one.patches):
         yield (
-            f"The head {head.name} makes a patch of each token, but {head.run} does not read patches alone; "
+            f"The head {head.name} makes a patch from each token, but {head.run} does not read only patches; "
             "name a run over images without a class token."
         )
     if len(through) > 1:
@@ -109,7 +109,7 @@ def _reading_problems(graph: Graph, run: Run) -> Iterator[str]:
             )
     through = graph.inputs_through(run)
     if run.input and len(through) != 1:
-        yield f"The run {run.name} computes samples of {run.input}, which is no input."
+        yield f"The run {run.name} computes samples of {run.input}, which is not an input."
     if len(through) == 1:
         return
     if not graph.enters(run) or run.memories or any(not isinstance(one, TokenInput) for one in through):
@@ -180,7 +180,7 @@ def _position_problems(stack: Stack, where: str) -> Iterator[str]:
     if stack.positions == "rotary" and (len(rotary.short), len(rotary.long)) != (pairs, pairs):
         yield (
             f"{where}.rotary.short and long have {len(rotary.short)} and {len(rotary.long)} numbers, but must have "
-            f"{pairs} each: one for each pair of features that turns, with {where}.rotary.scaling longrope alone."
+            f"{pairs} each: one for each rotated pair of features, only with {where}.rotary.scaling longrope."
         )
     if rotary.low >= rotary.high:
         yield f"{where}.rotary.low is {rotary.low:g}, but must be below {where}.rotary.high {rotary.high:g}."
@@ -224,7 +224,7 @@ def _norm_problems(stack: Stack, where: str) -> Iterator[str]:
         )
     elif stack.branch_norms and not plain:
         yield (
-            f"{where}.branch_norms takes norms from before attention and MLP to behind; set {where}.norm_first "
+            f"{where}.branch_norms moves norms from before attention and MLP to after; set {where}.norm_first "
             f"and {where}.first_norm to true and {where}.parallel to false, or leave it out."
         )
 
@@ -254,7 +254,7 @@ def _routed_problems(stack: Stack, where: str) -> Iterator[str]:
     """Problems of experts that are whole blocks."""
     if stack.experts_in == "mlp":
         if any(layer.routed for layer in stack.unequal):
-            yield f"{where}.unequal has layers with routed true, which {where}.experts_in block has alone; set it."
+            yield f"{where}.unequal has layers with routed true, which only {where}.experts_in block has; set it."
         return
     if not stack.experts:
         yield f"{where}.experts_in is block, but {where}.experts is 0; set a number of experts, or leave it out."
@@ -283,7 +283,7 @@ def _router_problems(stack: Stack, where: str) -> Iterator[str]:
     if not stack.mixture.learns_routes and chosen > 1:
         yield (
             f"{where}.router given sends each token to the one expert that is given, but {where}.experts_per_token "
-            f"is {chosen}; set it to 1, or set {where}.router_groups, of which one is given."
+            f"is {chosen}; set it to 1, or set {where}.router_groups, so that a group is given."
         )
     if stack.mixture.learns_routes and stack.mixture.router_normalised and chosen == 1:
         yield (

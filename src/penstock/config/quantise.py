@@ -56,7 +56,7 @@ class QuantiseOptions(Checked, where="quantise"):
 
         if self.learn and self.inputs != "static":
             yield (
-                "quantise.learn learns where inputs are clipped, which static scales alone do; set quantise.inputs to "
+                "quantise.learn trains the limits of inputs, which only static scales have; set quantise.inputs to "
                 "static, or quantise.learn to 0."
             )
 

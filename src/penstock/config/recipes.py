@@ -161,13 +161,13 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     inside = [name for name in INSIDE if getattr(recipe, name)]
     if inside and plan.tp > 1:
-        yield f"recipe.{inside[0]} looks into blocks, of which plan.tp={plan.tp} gives each rank a part; use tp=1."
+        yield f"recipe.{inside[0]} reads inside blocks, which plan.tp={plan.tp} splits over ranks; use tp=1."
     within = [name for name in inside if name != "teacher_hidden"]  # those read the outputs of blocks
     if plan.compile == "blocks" and within:
-        yield f"recipe.{within[0]} looks into blocks, which plan.compile=blocks closes; use compile=none."
+        yield f"recipe.{within[0]} reads inside blocks, which plan.compile=blocks hides; use compile=none."
     if inside and plan.padding == "remove":
         yield (
-            f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove puts together; use "
+            f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove joins; use "
             "padding=keep."
         )
     if plan.compile == "whole":
@@ -268,16 +268,16 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
         yield "its router is given the label of each sample, which the student has no place for."
     if not student.classes and not student.words:
         if not (student.heads_of(FeatureHead) and teacher.heads_of(FeatureHead)):
-            yield "the student gives features, and only a teacher that gives features, too, can be compared with it."
+            yield "the student returns features, and can only be compared with a teacher that returns features too."
         elif student.width != teacher.width:
             yield (
-                f"its embeddings have {teacher.width} features, the student's {student.width}; use a student as wide, "
-                "with fewer or narrower blocks."
+                f"its embeddings have {teacher.width} features, the student's {student.width}; use a student of the "
+                "same width, with fewer or narrower blocks."
             )
         return
     teacher_logits, student_logits = _outputs(teacher), _outputs(student)
     if teacher_logits != student_logits:
-        yield f"it gives logits of {teacher_logits}, the student of {student_logits}; both must give the same."
+        yield f"it returns logits of {teacher_logits}, the student of {student_logits}; both must return the same."
 
 
 def _outputs(graph: Graph) -> str:

@@ -136,7 +136,7 @@ class DataConfig(Checked, where="data"):
                     f"hf:NAME.{GONE_SOURCES.get(kind) or likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
-                yield f"data.source gives {quoted(source)} no weight; write a number above 0 behind its `=`."
+                yield f"data.source gives {quoted(source)} no weight; write a number above 0 after its `=`."
             elif len(parts) > 1 and kind in ("auto", "digits", "captions", "mnist", "imagefolder"):
                 yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
 

@@ -85,7 +85,7 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
         for name, value in whole.items():
             if getattr(plan, name) != value:
                 yield (
-                    "plan.schedule=zero_bubble takes the backward pass of linears apart, which cannot be done with "
+                    "plan.schedule=zero_bubble splits the backward pass of linears, which is not possible with "
                     f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
                 )
 
@@ -124,8 +124,8 @@ def _offloaded_blocks_run_eagerly(plan: Plan) -> Iterator[str]:
     for name in ("compile", "recompute"):
         if plan.offload == "activations" and getattr(plan, name) != "none":
             yield (
-                f"plan.offload=activations takes what blocks keep, which plan.{name}={getattr(plan, name)} decides by "
-                f"itself; use {name}=none, or offload=none."
+                f"plan.offload=activations moves the tensors that blocks save, which plan.{name}={getattr(plan, name)} "
+                f"chooses itself; use {name}=none, or offload=none."
             )
 
 
@@ -196,7 +196,7 @@ def _a_shortlist_takes_whole_rows(plan: Plan, shortlist: bool) -> Iterator[str]:
     """A shortlist does not allow `tp`."""
     if plan.tp > 1 and shortlist:
         yield (
-            f"A shortlist takes rows of the output, of which with plan.tp={plan.tp} each rank has others; use plan.dp "
+            f"A shortlist selects rows of the output, which plan.tp={plan.tp} splits over ranks; use plan.dp "
             "in place of tp, or leave the shortlist out."
         )
 
@@ -230,8 +230,8 @@ def _every_rank_hosts_experts(plan: Plan, model: ModelConfig) -> Iterator[str]:
             )
         if stack.chooses_by_sample and plan.tp > 1:
             yield (
-                f"This model's experts are chosen by looking at all tokens of a sample, of which with "
-                f"plan.ep={plan.ep} each rank of plan.tp={plan.tp} has a part; use plan.tp=1, and plan.dp for texts."
+                f"This model's experts depend on all tokens of a sample, which with plan.ep={plan.ep} "
+                f"are split over the ranks of plan.tp={plan.tp}; use plan.tp=1, and plan.dp for texts."
             )
 
 

@@ -163,7 +163,7 @@ def zero_points(name: str, weight: RoundedWeight) -> Tensor:
     zeros = exact.round()
     if bool(((exact - zeros).abs() > 1e-3).any()) or bool((zeros.clamp(0, 15) != zeros).any()):
         raise ConfigError(
-            f"{name} is in 4 bits of which none stands for zero, as an older version of Penstock rounded; quantise the "
+            f"{name} is in 4 bits without a number for zero, as an older version of Penstock rounded; quantise the "
             "original model again."
         )
     return zeros.to(torch.int8)
@@ -207,7 +207,7 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
                 f"{tuple(numbers.shape)} or with the other scales. {_REMEDY}"
             )
         if any(not part.is_floating_point() for part in (scales, offsets, one) if part is not None):
-            raise CheckpointError(f"{name} has scales that are no floating-point numbers. {_REMEDY}")
+            raise CheckpointError(f"{name} has scales that are not floating-point numbers. {_REMEDY}")
         if offsets is not None:
             numbers = unpacked_numbers(numbers, torch.int8)
         rounded[name] = RoundedWeight(

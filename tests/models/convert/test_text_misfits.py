@@ -90,7 +90,7 @@ def test_a_weight_under_both_its_names_is_refused(saved: Path) -> None:
         ("bert", {"architectures": 4}, "architectures is 4, but must be a list"),
         ("bert", {"architectures": ["\x1b[2J"]}, r"x1b\[2J'\], but must be a list"),
         ("bert", {"hidden_act": ["gelu"]}, "hidden_act .* must be text"),
-        ("bert", {"": 1}, "of which Penstock does not know"),
+        ("bert", {"": 1}, "whose effect Penstock does not know"),
         ("bert", {"attention_probs_dropout_prob": 2}, "attention_probs_dropout_prob is 2"),
         ("siglip2", {}, "'siglip2', and is not read: its images have patches of any number; take"),
         ("siglip2_vision_model", {}, "such as google/siglip2-base-patch16-224"),

@@ -110,7 +110,7 @@ class UniversalConfig(TextFamily):
 
     def with_classes(self, count: int) -> Any:
         if "understanding" not in self.branches:
-            raise ConfigError("model.branches lacks understanding, which classes are told by; add it.")
+            raise ConfigError("model.branches lacks understanding, whose output classes need; add it.")
         return replace(self, head="classes", classes=count)
 
     def telling(self) -> Any:
@@ -130,8 +130,8 @@ class UniversalConfig(TextFamily):
         ]
         if differing:
             raise ConfigError(
-                f"model.{name} and model.shared differ in {', '.join(differing)}, so that they are no one stack of "
-                "blocks, as an encoder or a decoder is; keep both branches in one folder, or train them alike."
+                f"model.{name} and model.shared differ in {', '.join(differing)}, so that they are not one stack of "
+                "blocks, like an encoder or a decoder; keep both branches in one folder, or train them alike."
             )
         sizes = {one.name: getattr(stack, one.name) for one in fields(Stack)}
         sizes["depth"] = self.shared.depth + stack.depth

@@ -76,7 +76,7 @@ class ViTConfig(Stack, ModelFamily):
             )
         if self.distilled and self.classifier != "token":
             yield (
-                f"model.distilled puts a second token behind the class token, but model.classifier is "
+                f"model.distilled puts a second token after the class token, but model.classifier is "
                 f"{self.classifier!r}; use classifier 'token', or set model.distilled to false."
             )
 

@@ -105,8 +105,8 @@ def refused(
                 yield f"config.json has {option} {shown_value(value)}, but Penstock's model has {allowed!r} only."
         elif option not in known and not option.startswith("_") and not _is_off(value):
             yield (
-                f"config.json has {shown(option)} {shown_value(value)}, of which Penstock does not know what it "
-                "changes; remove it if it changes nothing that the model computes."
+                f"config.json has {shown(option)} {shown_value(value)}, whose effect Penstock does not "
+                "know; remove it if it does not change what the model computes."
             )
 
 

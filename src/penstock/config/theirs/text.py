@@ -108,7 +108,7 @@ def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = values.get("text_config")
     if not isinstance(inner, dict):
         raise ConfigError("config.json is of a model of images and texts, but has no text_config; add it.")
-    _log.info("Of the %s in config.json the language model is read alone.", values["model_type"])
+    _log.info("Only the language model of the %s in config.json is read.", values["model_type"])
     return inner
 
 

@@ -268,7 +268,7 @@ def branch_of(
         head.name for head in whole.heads if head.run == name and not isinstance(head, type(graph.heads[0]))
     ]
     if left:
-        words = "The branch %s alone is a model of one head, %s: %s is left out."
+        words = "The branch %s by itself is a model with one head, %s: %s is left out."
         log.warning(words, name, graph.heads[0].name, ", ".join(left))
     (target,) = graph.runs
     weights: dict[str, Tensor] = {}

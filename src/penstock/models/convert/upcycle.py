@@ -57,7 +57,7 @@ def require_copies(config: ModelConfig) -> None:
         stack, where = run.stack, run.setting
         if stack.experts and stack.shared_experts:
             raise ConfigError(
-                "The weights are dense, and have nothing that experts which every token visits could start from; set "
+                "The weights are dense, and have no part from which shared experts could start; set "
                 f"{where}.shared_experts to 0."
             )
         if stack.experts and stack.expert_width not in (None, stack.mlp_width):

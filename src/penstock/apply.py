@@ -121,8 +121,8 @@ class Setup:
 
     def beside(self, purpose: Purpose, **changes: Any) -> Setup:
         """The setup of a companion, such as a teacher: a whole model under the same Plan."""
-        left: dict[str, Any] = {"parameters": 0, "split": None, "stages": None, "fused": {}, "rows": None}
-        return copy_with(self, purpose=purpose, **{**left, **changes})
+        emptied: dict[str, Any] = {"parameters": 0, "split": None, "stages": None, "fused": {}, "rows": None}
+        return copy_with(self, purpose=purpose, **{**emptied, **changes})
 
 
 @dataclass(frozen=True, slots=True)

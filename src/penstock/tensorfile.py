@@ -173,14 +173,14 @@ def _keep_readable(folder: Path, names: Sequence[str]) -> None:
     except CheckpointError:
         return  # there is no index, or no usable one
     places: dict[str, str] = index["weight_map"]
-    kept = {
+    second_names = {
         name: f"{name.removesuffix('.safetensors')}{_BEFORE}.safetensors"
         for name in names
         if name in places.values() and (folder / name).is_file()
     }
-    if not kept:
+    if not second_names:
         return
-    for name, other in kept.items():
+    for name, other in second_names.items():
         (folder / other).unlink(missing_ok=True)  # left by a writer that was killed before the index named it
         try:
             os.link(folder / name, folder / other)
@@ -189,6 +189,6 @@ def _keep_readable(folder: Path, names: Sequence[str]) -> None:
                 f"{folder} holds weights in files of the names that are to be written, and a second link to these, to "
                 f"keep them until the new ones are complete, cannot be made: {why(problem)}. Export to another folder."
             ) from problem
-    renamed = {tensor: kept.get(name, name) for tensor, name in places.items()}
+    renamed = {tensor: second_names.get(name, name) for tensor, name in places.items()}
     _write_index(folder, {**index, "weight_map": renamed})
     sync_folder(folder)

@@ -159,15 +159,15 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"recipe.temperature is {recipe.temperature:g}, but the likeliest class is the same at any; leave it out, "
             "or use recipe.teacher_targets soft."
         )
-    inside = [name for name in INSIDE if getattr(recipe, name)]
-    if inside and plan.tp > 1:
-        yield f"recipe.{inside[0]} reads inside blocks, which plan.tp={plan.tp} splits over ranks; use tp=1."
-    within = [name for name in inside if name != "teacher_hidden"]  # those read the outputs of blocks
-    if plan.compile == "blocks" and within:
-        yield f"recipe.{within[0]} reads inside blocks, which plan.compile=blocks hides; use compile=none."
-    if inside and plan.padding == "remove":
+    block_settings = [name for name in INSIDE if getattr(recipe, name)]
+    if block_settings and plan.tp > 1:
+        yield f"recipe.{block_settings[0]} reads inside blocks, which plan.tp={plan.tp} splits over ranks; use tp=1."
+    inner_settings = [name for name in block_settings if name != "teacher_hidden"]  # reads only block outputs
+    if plan.compile == "blocks" and inner_settings:
+        yield f"recipe.{inner_settings[0]} reads inside blocks, which plan.compile=blocks hides; use compile=none."
+    if block_settings and plan.padding == "remove":
         yield (
-            f"recipe.{inside[0]} compares the features of each token, which plan.padding=remove joins; use "
+            f"recipe.{block_settings[0]} compares the features of each token, which plan.padding=remove joins; use "
             "padding=keep."
         )
     if plan.compile == "whole":

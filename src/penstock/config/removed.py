@@ -121,10 +121,10 @@ def with_moved(cls: type, nested: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def without_removed(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a stored run without removed ones, for callers that need only its model and weights."""
-    kept = dict(stored)
+    remaining = dict(stored)
     for key in {**REMOVED, **REMOVED_VALUES}:
         section, name = key[0].lower() + key[1:].partition(".")[0], key.partition(".")[2]
-        values = kept.get(section)
+        values = remaining.get(section)
         if isinstance(values, Mapping) and (key in REMOVED or str(values.get(name)) in REMOVED_VALUES[key]):
-            kept[section] = {other: value for other, value in values.items() if other != name}
-    return kept
+            remaining[section] = {other: value for other, value in values.items() if other != name}
+    return remaining

@@ -28,12 +28,12 @@ def with_forms(table: Mapping[str, Any], forms: Mapping[str, Any]) -> dict[str, 
 
 def over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two trees of settings; those in `above` take precedence. A key with commas stands for several names."""
-    joined = dict(below)
+    merged = dict(below)
     for key, value in above.items():
         for name in key.split(","):
-            before = joined.get(name)
+            before = merged.get(name)
             if isinstance(value, Mapping):
-                joined[name] = over(before if isinstance(before, Mapping) else {}, value)
+                merged[name] = over(before if isinstance(before, Mapping) else {}, value)
             else:
-                joined[name] = value
-    return joined
+                merged[name] = value
+    return merged

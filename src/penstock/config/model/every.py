@@ -61,8 +61,8 @@ def option_words(config: ModelConfig) -> list[str]:
         for name, preset in NAMED.items()
         if type(preset) is type(config)
     )
-    own = ["--model.family", config.family, *changes(type(config)(), config, "model")]
-    return min(near, key=len, default=own)
+    family_words = ["--model.family", config.family, *changes(type(config)(), config, "model")]
+    return min(near, key=len, default=family_words)
 
 
 def title(config: ModelConfig) -> str:

@@ -27,9 +27,9 @@ def _read(model_type: str, table: dict[str, Any]) -> Library:
     settings: dict[str, Any] = _plain(table)
     base, activation = settings.pop("base"), settings.pop("activation")
     family: Any = FAMILIES[base.pop("family")]
-    known = activation["names"]
+    names = activation["names"]
     settings["base"] = from_dict(family, base, origin=f"libraries.toml, {model_type}")
-    settings["activation"] = activation["option"], _ACTIVATIONS[known] if isinstance(known, str) else known
+    settings["activation"] = activation["option"], _ACTIVATIONS[names] if isinstance(names, str) else names
     settings["options"] = {name: (option[0], option[1:]) for name, option in settings["options"].items()}
     settings["names"] = partial(names_of, settings["names"])
     if isinstance(window := settings.get("window"), dict):

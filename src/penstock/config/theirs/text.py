@@ -52,8 +52,8 @@ def library_of(model_type: Any) -> Library:
     if isinstance(model_type, str) and (why := ELSEWHERE.get(model_type)):
         raise ConfigError(f"{start}, and is not read: {ELSEWHERE.get(why.removeprefix('as '), why)}.")
     images = ("vit", *(name for one in BACKBONES for name in (one.model_type, one.whole) if name))
-    known = ", ".join(map(repr, (*images, *(library.model_type for library in LIBRARIES))))
-    raise ConfigError(f"{start}; known are {known}.")
+    model_types = ", ".join(map(repr, (*images, *(library.model_type for library in LIBRARIES))))
+    raise ConfigError(f"{start}; known are {model_types}.")
 
 
 def read_text_config(values: Mapping[str, Any]) -> TextConfig:
@@ -350,8 +350,8 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         values[option] = max(1, values[every] // values[option])
     values |= dict.fromkeys(library.last_token, config.vocabulary - 1)
     stack = stacks(config)[0]
-    option, known = library.activation
-    values[option] = next((word for word, mlp in known.items() if mlp == stack.mlp), library.default)
+    option, activations = library.activation
+    values[option] = next((word for word, mlp in activations.items() if mlp == stack.mlp), library.default)
     values |= written_places(stack, library)
     if isinstance(config, EncoderConfig) and config.head == "classes":
         values |= {option: allowed[0] for option, allowed in library.of_classes.items()}

@@ -78,7 +78,7 @@ class _Attention:
         """List the queries of the tokens, and the keys and values of the memory."""
         to, t, layer, a, d = self.to, self.t, self.layer, self.a, self.block.stack.width
         to.gemm(f"{self.name}.q", self.rows, a, d, bias=layer.qkv_bias, learned=(d + layer.qkv_bias) * a)
-        # All blocks read the same output of the other stack, which it keeps itself; autocast casts it in each.
+        # All blocks read the same output of the other stack, which keeps it; autocast casts it in each block.
         wide = self.block.cross_width
         cast = self.others * wide * self.c if t.stream == 4 and self.c == 2 and not t.fused else 0.0
         to.gemm(
@@ -107,7 +107,7 @@ class _Attention:
     def turn(self) -> None:
         """List the rotary positions of queries and keys."""
         t, layer, c = self.t, self.layer, self.c
-        # The gradients of queries, keys and values become one of the packed projection.
+        # The gradients of queries, keys and values are joined into that of the packed projection.
         packed = (self.queries + 2 * self.keys) * c
         self.to.behind(Op(f"{self.name}.stack", "copy", False, read=packed, written=packed))
         if layer.rotary and not self.cross:
@@ -122,7 +122,7 @@ class _Attention:
         t, layer, c, rows = self.t, self.layer, self.c, self.rows
         kept, grouped = (self.queries + 2 * self.keys) * c, self.heads != self.kv_heads
         if grouped and not self.cross and not layer.rotary:
-            # The queries of a group are copied together, and keys and values stay where the projection has put them.
+            # The queries of a group are copied together; keys and values stay in the projection's output.
             kept += self.queries * c
         if layer.qk_norm:
             normed, each, whole = rows * (self.a + self.kv), layer.norm.tensors, layer.qk_norm_whole
@@ -140,7 +140,7 @@ class _Attention:
                 sums = Op("qk_norm.sums", "allreduce", read=rows * 4.0, axis="tensor")
                 self.to.add(*(sums._replace(forward=ahead) for ahead in (True, True, False, False)))
             kept = normed * c + (rows * self.kv * c if self.form == "plain" and t.copies else 0.0)
-        # Under a plain form keys and values are written again for each query that shares them.
+        # Plain attention writes a copy of keys and values for each query head that shares them.
         return 3 * self.queries * c if self.form == "plain" and grouped else kept
 
     def exchange_keys(self) -> float:
@@ -149,7 +149,7 @@ class _Attention:
         t, keys = self.t, self.keys * self.c
         gathered, made = 2.0 * keys * t.cp, 2 * keys
         if t.cp > 1 and t.gathers_keys:
-            # The backward kernel makes gradients of all of them, beside them.
+            # The backward kernel holds the gradients of all gathered keys and values in addition to these.
             made = 2 * gathered
             gather = Op("gather", "gather", read=gathered, axis="context")
             scatter = gather._replace(name="scatter", kind="scatter", forward=False)
@@ -166,7 +166,7 @@ class _Attention:
         again = (
             queries * c if block.inputs > 1 else 0.0
         )  # what kernels keep is put together, and kept once more
-        # A mask of numbers hides what is ahead, and no kernel leaves it out.
+        # The causal mask is part of the added numbers, so no kernel skips the masked scores.
         added = self.form == "fused" and block.stack.biased and not cross and not t.host
         core = Op(
             self.name, "attention", batch=t.samples * self.heads, m=self.rows / t.samples, n=self.seen,
@@ -183,13 +183,13 @@ class _Attention:
                     Op("attention.bias", "reduce", False, read=numbers, written=numbers, scratch=True)
                 )
             to.add(core, *behind)
-            # Outputs are scaled by what the kernel's sums of exponentials say; behind, their mean gradient is made.
+            # Outputs are scaled by a factor from the kernel's sums of exponentials; backward makes its gradient.
             _sinks(to, layer, core, queries, (c, c), (2 * c + 4, 4), launches=5, cross=cross)
         elif self.form == "plain":
             _composed(to, block, core, self.form, keys, own, kept, cross=cross)
         else:
-            # torch's own composition computes in fp32, on copies of queries and keys, scaled, and of values unless
-            # these are fp32 in place.
+            # torch's own composition computes in fp32, on scaled copies of queries and keys, and on copies of values
+            # unless these are already in fp32.
             values = keys * 4.0 if c != 4 or t.copies else 0.0 if layer.qk_norm else own * c
             _composed(to, block, core, self.form, keys, own, (queries + keys) * 4.0 + values, cross=cross)
         if t.cp > 1:
@@ -200,11 +200,11 @@ class _Attention:
         to, layer, c, mixed = self.to, self.layer, self.c, self.computed * self.a
         if self.computed < self.rows:
             to.move(f"{self.name}.unpad", mixed, (c, c), kind="copy")
-        # A fused kernel keeps its outputs itself.
+        # A fused kernel already keeps its outputs.
         beside = mixed * c if self.form == "fused" else 0.0
         values = self.computed * self.inner
         if layer.value_width < layer.head_width and self.form != "plain":
-            # The kernel's output has more, which it keeps.
+            # The kernel keeps its output, which has more features than the values.
             to.move(f"{self.name}.values", values, (c, c), kind="copy", kept=mixed * c, group="attention")
         to.gemm(
             f"{self.name}.out", self.computed, self.block.stack.width, self.inner, bias=layer.bias,
@@ -259,14 +259,14 @@ def _sinks(
 
 def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bool) -> None:
     """List the weighted sum of the partial results of attention to each device's keys, and of their gradients, in
-    place, as in `penstock.kernels.context`. In a part other than its own, a causal mask leaves a device all of its
-    queries with half of the keys, or half of the queries. `queries` and `keys` are a device's elements; `keys` includes
+    place, as in `penstock.kernels.context`. For another device's keys, a causal mask leaves all queries with half of
+    the keys, or half of the queries with all keys. `queries` and `keys` are a device's elements; `keys` includes
     values.
     """
     t, c = to.terms, to.terms.product
     sees = 0.75 * (t.cp + 1) if causal else t.cp
-    # Single operators in fp32: cast, weigh both, add, put in place; behind: add, put in place, and of keys clear, cast
-    # and add those that came. One kernel adds a part where it belongs.
+    # Single operators in fp32. Forward: cast, weigh both, add, write back. Backward: add, write back, and for keys
+    # clear, cast and add the received gradients. A fused kernel adds a part in place.
     ahead, behind, own = (3 * c,) * 3 if t.software.adds_parts else (40 + c, 16 + c, 24 + 5 * c)
     moved = queries * sees * behind + keys * t.cp * own
     launches = 1 if t.software.adds_parts else 5
@@ -287,12 +287,12 @@ def _kept_by_head_norms(
         return own * c + copied + 2 * rows * t.statistic
     if t.fused or not (t.host or t.software.norms_apart):
         return own * c + copied + rows * t.statistic
-    # torch composes them in fp32, and keeps what they normalised beside their inputs. Values stay in the projection,
-    # unless attention copies them.
+    # torch composes the norms in fp32, and keeps both their normalised values and their inputs. Values stay in the
+    # projection's output, unless attention copies them.
     values = 0.0 if form != "fused" and t.copies else own * c
     if c == 4:
         return (values if layer.qk_norm_whole else own * c) + copied + normed * 4 + rows * 4
-    # Their inputs were cast.
+    # The norms' inputs were cast to fp32.
     return values + normed * 8 + rows * 4
 
 
@@ -301,8 +301,8 @@ def _composed(
 ) -> None:
     """List the operators that the fused kernel `core` would replace: scores, softmax and values.
 
-    `keys` is a number of elements, `own` the elements that this device's rows are projected to, `kept` bytes for the
-    scores' gradients.
+    `keys` and `own` are numbers of elements, `own` of the projection of this device's rows; `kept` is the bytes kept
+    for the scores' gradients.
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)
@@ -335,7 +335,7 @@ def _composed(
             f"{name}.cap", scores, (2 * each,) * 2, (3 * each, 2 * each), kept=kept, group=group, launches=2,
             scores=True,
         )  # fmt: skip
-    # Scores are written once more, beside a column of sinks.
+    # Scores are written once more, with a column of sinks appended.
     _sinks(
         to, block.layer, core, scores, (each, each), (each, 2 * each), launches=2, cross=cross, scores=True
     )
@@ -351,7 +351,7 @@ def _composed(
 
 
 def _softmax(to: Lister, core: Op, scores: float, each: float, group: str) -> None:
-    """List softmax and mask: in one kernel, or in one each. The product before it scales as it writes."""
+    """List softmax and mask, as one kernel or one each. The product before them applies the scale as it writes."""
     t, name = to.terms, core.name
     softmax = f"{name}.softmax"
     if t.software.softmax_apart:

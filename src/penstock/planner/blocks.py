@@ -16,7 +16,7 @@ from penstock.planner.operators import Op
 from penstock.planner.shapes import BlockKind
 
 _NUMBER = 8
-"""Bytes of the number of an expert or of a visit."""
+"""Bytes of the index of an expert or of a visit."""
 
 
 def list_block(to: Lister, block: BlockKind) -> None:
@@ -42,7 +42,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
         to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)
     seen, queries = t.cached + block.tokens, whole
     if not block.causal and t.unpads(stack, block.tokens):
-        # Keys that a token sees on average, of lengths that lie evenly around their mean.
+        # Average number of keys that a token sees, if lengths are spread evenly around their mean.
         queries, seen = rows, round(block.tokens * (t.real + min(t.real, 1 - t.real) ** 2 / (3 * t.real)))
     before_split(to, rows, d)
     with to.inside("attention"):
@@ -75,14 +75,14 @@ def list_block(to: Lister, block: BlockKind) -> None:
 
 
 def _take_samples(to: Lister, block: BlockKind, size: float) -> None:
-    """The samples of an expert in tensors of their own: of `size` numbers of tokens, and of what blocks read besides.
-    Their gradients are added to those of all samples."""
+    """Copies of an expert's samples: `size` elements of tokens, and the other inputs that blocks read. Their gradients
+    are added to those of all samples."""
     t, d = to.terms, block.stack.width
     e, experts = t.stream, block.stack.experts
     back = (1 + 3 * experts) * e, (1 + 2 * experts) * e
     to.move("samples.take", size, (e, e), back, kind="copy", launches=3)
     if block.modulated:
-        # The activation of the condition keeps it.
+        # The activation of the condition already keeps its input.
         condition = t.samples * block.share * d
         to.move("samples.condition", condition, (e, e), back, kind="copy", kept=condition * e, group="norms")
     if block.cross:
@@ -92,8 +92,8 @@ def _take_samples(to: Lister, block: BlockKind, size: float) -> None:
 
 
 def modulation(to: Lister, name: str, stack: Stack, parts: int, *, share: float = 1.0) -> None:
-    """The linear that makes so many vectors of the condition of each sample, of a share of the samples; its activation
-    is done again for each."""
+    """The linear that makes several vectors from the condition of each sample, for a share of the samples; each such
+    linear repeats the activation."""
     samples, d = to.terms.samples * share, stack.width
     to.activate(f"{name}.activation", samples * d, "silu", (to.terms.stream, to.terms.stream))
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
@@ -120,8 +120,8 @@ def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> 
 
 
 def turning_copies(to: Lister, moved: float, *, forward: bool = True) -> tuple[Op, ...]:
-    """The copy beside a gathering or scattering of `moved` bytes. Devices send what lies in a row, and of each of
-    several samples have a part of the tokens. Published runs on GPUs keep tokens first, and so do predictions there.
+    """The copy beside a gathering or scattering of `moved` bytes. Devices send contiguous memory, but hold a part of
+    the tokens of each of several samples. Published runs on GPUs, and so predictions there, put tokens first.
     """
     copied = to.terms.host and to.terms.copies and to.terms.samples > 1
     return (Op("turn", "copy", forward, read=moved, written=moved),) * copied
@@ -143,8 +143,8 @@ def _after_split(to: Lister, rows: float, width: int) -> None:
 def _mlp(
     to: Lister, name: str, block: BlockKind, rows: float, hidden: int, *, batch: int = 1, again: bool = False
 ) -> None:
-    """Up, activation and down; `batch` experts of `rows` each, where it is a mixture's. `again` says that another
-    product keeps the same input already."""
+    """Up, activation and down; for a mixture, `batch` experts of `rows` each. `again`: another product keeps the same
+    input already."""
     t, stack, layer, c = to.terms, block.stack, block.layer, to.terms.product
     d, mlp, gated = stack.width, layer.perceptron.activation, layer.perceptron.gated
     wide, size = (1 + gated) * hidden, batch * rows * hidden
@@ -157,7 +157,7 @@ def _mlp(
     )  # fmt: skip
     activation = f"{name}.activation"
     if ACTIVATIONS[mlp].limit is not None and not t.fused:
-        # Of both halves what the limit leaves is kept, too.
+        # The clamped values of both halves are kept, too.
         to.move(
             f"{name}.clamp", size, (3 * c, 3 * c), (5 * c + 4, 2 * c + 4), kept=2 * size * c, group="mlp", launches=3
         )  # fmt: skip
@@ -169,7 +169,7 @@ def _mlp(
         kept = 0.0 if stays else (1 + gated) * size * c
         to.activate(activation, size, mlp, (c, c), (2 * c, c), kept=kept, group="mlp", fused=merged)
         if gated:
-            # Both gradients, and their places beside each other.
+            # Both gradients, and the copies that place them side by side.
             to.move(
                 f"{name}.gate", size, (2 * c, c), (4 * c, 2 * c), kept=size * c, group="mlp", launches_back=3
             )
@@ -179,8 +179,8 @@ def _mlp(
 
 
 def _feed_experts(to: Lister, block: BlockKind, rows: float) -> None:
-    """A mixture and the experts that every token visits. Tensor parallel devices split each expert like a perceptron.
-    In training with expert parallelism experts are whole, and each of these devices routes some of their tokens."""
+    """A mixture of experts with its shared experts, which every token visits. Tensor parallelism splits each expert
+    like a perceptron. In training with expert parallelism, experts are whole and each device routes some tokens."""
     t, d = to.terms, block.stack.width
     if not _routes_parts(to):
         before_split(to, rows, d)
@@ -229,18 +229,18 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     sent, hidden = visits * d * c, mixture.expert.width
     met, brought = mixture.experts, float(t.ep)
     if not _routes_parts(to):
-        # All devices of a group have the same tokens.
+        # All devices of a tensor parallel group have the same tokens.
         brought, sent, hidden = 1.0, sent / t.tp, -(-hidden * t.ep // t.tp)
     met = min(met, int(visits)) if t.serving else met
     # All wait for the busiest device, which also sends back the most.
     once = k if t.software.sends_once and t.ep > 1 else 0
-    # A token's experts are in some groups, which neighbours hold.
+    # A token's experts are in a few groups, which neighbouring devices hold.
     reach = mixture.groups_per_token / mixture.router_groups
     exchange = Op(
         "exchange", "exchange", m=reach, k=once, read=sent * t.uneven, axis="expert",
         hides=t.software.hides_exchange, beside=bool(mixture.shared_experts) and _routes_parts(to),
     )  # fmt: skip
-    # Where tokens go is seen once, before they leave: all later exchanges of the block go the same ways.
+    # Destinations of tokens are read once, before they are sent: all later exchanges of the block use the same routes.
     leaving = exchange._replace(elements=rows * t.ep if once else 0.0)
     each, batch = max(1.0, visits * brought / met * t.uneven), max(1, -(-met // t.ep))
     numbers = visits * _NUMBER * (1 + layer.bias) + mixture.experts * 4.0
@@ -282,8 +282,8 @@ def _merge(to: Lister, chosen: float, visits: float, d: int, k: int, *, once: bo
 
 
 def _choice_launches(mixture: ExpertMixture, *, fused: bool, serving: bool) -> tuple[int, int]:
-    """Operators of a router's choice, forward and backward: scores, the best of them, their weights, the order of
-    visits, and in training loads and what a balance loss adds. Fused ones are what torch's compiler makes of them."""
+    """Operators by which a router chooses, forward and backward: scores, top-k, their weights, the order of visits, and
+    in training loads and the balance loss. Fused ones are those that torch's compiler makes."""
     balances = bool(mixture.balances or mixture.z_loss) and not serving
     if fused:
         return 6 if serving else 9, 1 + balances
@@ -293,15 +293,15 @@ def _choice_launches(mixture: ExpertMixture, *, fused: bool, serving: bool) -> t
 
 
 def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again: bool) -> None:
-    """The router, which computes in fp32 at every precision, and the choice of experts. `again` says
-    that another product keeps the same input already, where it is in fp32."""
+    """The router, which computes in fp32 at every precision, and the choice of experts. `again`: another product keeps
+    the same input already, if that is in fp32."""
     experts, k = mixture.experts, mixture.experts_per_token
     halved = 4.0 * experts * width if to.terms.stream != 4.0 else 0.0
     with to.inside("router"), to.exact():
         again = again and to.terms.stream == 4.0 and not mixture.router_jitter
         kept = halved + rows * width * 4.0 * (not again) * (2 if mixture.router_jitter else 1)
         to.gemm("router", rows, experts, width, bias=mixture.router_bias, kept=kept)
-        # Beside the numbers of the chosen, what a softmax or sigmoid keeps, and the gradient of the balance loss.
+        # The indices of the chosen experts, what a softmax or sigmoid keeps, and the gradient of the balance loss.
         few = mixture.router == "sigmoid" or mixture.router_normalised
         share = k if few else experts
         share += experts * bool(mixture.balances or mixture.z_loss)
@@ -320,8 +320,8 @@ def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again
 
 
 def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: bool = False) -> None:
-    """Operators between a branch's output and the residual stream, and the addition; `normed`, with the norm of the sum
-    in one operator, which also drops out where nothing else is done to the branch."""
+    """Operators between a branch's output and the residual stream, and the addition. If `normed`, one operator computes
+    the sum and its norm, and also the dropout if the branch has no other operator."""
     t, stack, layer = to.terms, block.stack, block.layer
     e, c, d, size = t.stream, t.product, stack.width, rows * stack.width
     if block.modulated and name != "cross_branch":

@@ -2,8 +2,8 @@
 
 Thakur, Rabenseifner and Gropp (IJHPCA 2005) give the ring's terms, Sanders, Speck and Träff (Parallel Computing 2009)
 the double tree's. Devices are numbered as launchers number them: tensor parallel ranks are neighbours, then context,
-then data, then pipeline. A group with members in several nodes shares the nodes' adapters with the groups that run
-beside it, so its ring gets one share of them for each member in a node.
+then data, then pipeline. A group with members in several nodes shares the nodes' adapters with the groups that run at
+the same time, so its ring gets one share of them for each member in a node.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: flo
     """Seconds of an all-to-all in which each member sends `moved` bytes in total, including the part that it keeps.
 
     Within a node they go over the links, between nodes through each member's own share of the adapters, both at the
-    same time. With `once`, `moved` is of tokens that each go to `once` places, drawn evenly from the share `reach` of
-    the members: a token enters each node once, and goes on to each of the node's members once, as in DeepEP's kernels
-    for training (its README). The same multiprocessors do both, so that each way slows the other.
+    same time. With `once`, each token goes to `once` destinations, drawn evenly from the share `reach` of the members,
+    and `moved` counts all of them: a token enters each node once, and is forwarded to each of the node's members once,
+    as in DeepEP's kernels for training (its README). The same multiprocessors do both, so both slow down.
     """
     n, per_node = group.size, group.rates.machine.devices_per_node
     if n == 1 or moved <= 0:
@@ -103,7 +103,7 @@ def exchange_seconds(group: DeviceGroup, moved: float, once: int = 0, reach: flo
 
 
 def distinct_places(places: float, draws: int) -> float:
-    """Expected number of different places among `draws` draws from `places`; at least one."""
+    """Expected number of distinct places among `draws` random draws from `places`; at least one."""
     places = max(1.0, places)
     return places * (1.0 - (1.0 - 1.0 / places) ** draws)
 
@@ -118,8 +118,8 @@ def send_seconds(rates: Rates, stride: int, moved: float) -> float:
 
 
 def exposed_seconds(rates: Rates, transfer: float, computing: float) -> float:
-    """Seconds that a transfer adds to the computation that it overlaps: the time by which it is longer, and at least
-    its duration times the share of the multiprocessors that it occupies."""
+    """Seconds that a transfer adds to the computation that it overlaps: the excess over the computation's time, but at
+    least its duration times the share of the multiprocessors that it occupies."""
     return max(transfer - computing, rates.collective_share * transfer)
 
 

@@ -1,4 +1,4 @@
-"""Every fitted number of the planner, in one place, each with what it was fitted to.
+"""Every fitted number of the planner, each with the measurements that it was fitted to.
 
 There are no constants per model, per table or per row. Figures of datasheets and probes are in `Machine`, and what
 follows from the algorithms is counted; the rest is here. `tools/calibration` refits them and shows what errors remain,
@@ -17,11 +17,10 @@ class Constants:
     gemm_share: float = 0.93
     """Share of a chip's best matrix-product rate (`Machine.achievable_flops`) that long runs sustain: fitted."""
     gemm_share_hopper: float = 0.781
-    """The same of chips with fp8 units, whose clock falls further under their power limit: fitted on H100. Of B200 and
-    MI300X it is a guess."""
+    """The same for chips with fp8 units, whose clock falls further under their power limit: fitted on H100. For B200
+    and MI300X it is a guess."""
     unmeasured_share: float = 0.80
-    """Share of the peak that is taken as the best rate where no sweep is known; the published ceilings range over
-    it."""
+    """Share of the peak that is assumed as the best rate where no sweep is known; published ceilings lie around it."""
     memory_share: float = 0.8523
     """Share of the memory bandwidth that streaming kernels reach: fitted."""
     tile_depth: float = 32.0
@@ -54,24 +53,24 @@ class Constants:
     """Cost of starting a pipelined collective of at least `ramp_bytes`; below, it grows with the root of the size."""
     ramp_bytes: float = 44e6
     collective_multiprocessors: float = 20.0
-    """Multiprocessors that a collective takes from the kernels that run beside it: between the 16 and the 24 channels,
-    a thread block each, that nccl's logs name in nodes of eight devices."""
+    """Multiprocessors that a collective takes from concurrent kernels: between the 16 and the 24 channels, a thread
+    block each, that nccl's logs name in nodes of eight devices."""
     straggling: float = 0.00966
     """Share of a step that replicas wait for the slowest of them, per doubling of the nodes that they span: fitted."""
     kernel_seconds: float = 2.28e-6
     """Gap between two dependent kernels of a GPU, where the host runs ahead: fitted."""
     blocking_seconds: float = 20e-6
-    """Time by which the gap is longer where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1): an eager
-    operator's time on the host, which nothing hides. An estimate, not a fit."""
+    """Extra gap where each launch waits for its kernel's end (CUDA_LAUNCH_BLOCKING=1): an eager operator's time on the
+    host, which is then not overlapped. An estimate, not a fit."""
     fragmentation: float = 0.05
-    """Share of activations that the allocator loses."""
+    """Memory that the allocator loses, as a share of activations."""
     routing_seconds: float = 3.2e-9
-    """Time to see where one token of a group goes, before those that are sent once leave: each device reads the routes
-    of all. From the README of HybridEP, 16 to 64 H100 with 4,096 tokens each: what its calls take longer than its
-    kernels in bf16 and in fp8, without what grows with the bytes."""
+    """Time to read the destinations of one token of a group, before tokens that are sent once per device leave: each
+    device reads the routes of all. From the README of HybridEP, 16 to 64 H100 with 4,096 tokens each: the time of its
+    calls beyond that of its kernels in bf16 and in fp8, without the part that grows with the bytes."""
     exchange_hidden_share: float = 0.3655
-    """Share of an exchange that runs beside products and attention of another micro-batch: a profile of Qwen3-30B-A3B
-    on 16 H100 (Megatron-Bridge, its page on overlap of expert parallelism)."""
+    """Share of an exchange that overlaps products and attention of another micro-batch: a profile of Qwen3-30B-A3B on
+    16 H100 (Megatron-Bridge, its page on overlap of expert parallelism)."""
     host_wait_seconds: float = 0.0457
     """Time that devices wait between two steps of a distributed run, for the host to read the loss and the norm, to
     log, and to launch ahead again. A step on one device need not wait."""

@@ -12,13 +12,13 @@ from penstock.report.units import duration, energy, mass, money, rounded, scient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """Length of a run, and prices; None where they were not given."""
+    """Length of a run, and prices; None if not set."""
 
     samples: float | None = None
     price: float | None = None
     """Price of one device hour."""
     grams_per_kwh: float | None = None
-    """Grams of CO₂ that are emitted for each kilowatt hour."""
+    """Grams of CO₂ emitted per kilowatt hour."""
 
 
 def costs(one: Prediction, machine: Machine, terms: RunTerms) -> dict[str, float]:
@@ -62,7 +62,7 @@ def watt_hours(by_name: Mapping[str, float]) -> str:
 
 
 def run_words(by_name: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Figures of the whole run in readable units, each with the words that follow it."""
+    """Figures of the whole run in readable units, each with its caption."""
     if "days" in by_name:
         yield duration(by_name["days"] * 86400), "of training"
         yield rounded(by_name["gpu_hours"]), "GPU hours"

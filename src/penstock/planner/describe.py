@@ -1,7 +1,7 @@
 """Operators of one micro-batch on one device, forward and backward, from a model and a Plan.
 
 A block's operators are listed once for each kind of block and layout, and counted as often as the block repeats. The
-operators between the inputs and the blocks, and between these and the loss, are listed here.
+operators before the blocks, and those between the blocks and the loss, are listed here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def describe(
 ) -> Workload:  # fmt: skip
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
-    `avx512` and `kind` are those of the `Machine`. Of a batch of text, `real` is the share of an encoder's tokens that
-    are no padding, `words` the share of tokens whose words the loss asks for. `uneven` says by expert parallel degree
-    how much more than the mean the busiest device has to do: see `penstock.planner.loads.unevenness`. `storing` says
-    how weights are stored for inference; None is a training step.
+    `avx512` and `kind` are those of the `Machine`. For a batch of text, `real` is the share of an encoder's tokens that
+    are not padding, `words` the share of tokens that have a target in the loss. `uneven` is the busiest device's load
+    over the mean, by expert parallel degree: see `penstock.planner.loads.unevenness`. `storing` says how weights are
+    stored for inference; None is a training step.
     """
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
@@ -68,8 +68,8 @@ def describe_on(
 
 
 def fused_operators(plan: Plan, device: str, kind: str) -> frozenset[str]:
-    """The operators of `plan.fuse` that a device has kernels for. Under `auto` each with a variant, such as
-    `bias_activation swiglu`, of those that were measured to pay on this kind of machine."""
+    """The operators of `plan.fuse` that a device has kernels for. Under `auto` each is named with a variant, such as
+    `bias_activation swiglu`, and only those measured to be faster on this kind of machine are returned."""
     able: list[FusedName] = [name for name, row in FUSED.items() if device in row.devices]
     if "auto" not in plan.fuse:
         return frozenset(name for name in able if name in plan.fuse)
@@ -112,7 +112,7 @@ def _touches_rows(terms: OpTerms, table: str, tied: list[str]) -> bool:
 
 
 def totals(model: ModelConfig) -> Workload:
-    """One sample on one device: its parameters and FLOPs are those of the model, whatever its layout."""
+    """The workload of one sample on one device: parameters and FLOPs of the whole model in any layout."""
     return workload_of(model, OpTerms())
 
 
@@ -138,7 +138,7 @@ def _entrance(to: Lister, graph: graphs.Graph) -> int:
 
 
 def _shared_tables(to: Lister, graph: graphs.Graph, tables: dict[str, int], tied: list[str]) -> None:
-    """Adding up the gradients of tables that several inputs or heads use."""
+    """The sums of gradients of tables that several inputs or heads use."""
     every = [one for run in graph.runs if graph.enters(run) for one in graph.inputs_through(run)]
     used = [*(one.table for one in every if isinstance(one, graphs.TokenInput)), *tied]
     for table, entries in tables.items():
@@ -151,7 +151,7 @@ def _shared_tables(to: Lister, graph: graphs.Graph, tables: dict[str, int], tied
 
 
 def _condition(to: Lister, graph: graphs.Graph, condition: graphs.Condition) -> None:
-    """The vector of each sample that modulates norms, of its time and its class."""
+    """The vector of each sample, made from its time and class, that modulates norms."""
     t, e = to.terms, to.terms.stream
     d = next((run.stack.width for run in graph.runs if run.modulated), graph.width)
     with to.inside("condition"):
@@ -168,8 +168,8 @@ def _embedding(
     to: Lister, graph: graphs.Graph, run: graphs.Run, one: graphs.TokenInput | None, tables: dict[str, int],
     tied: list[str], listed: set[str],
 ) -> None:  # fmt: skip
-    """The vectors of the tokens of an input, `one`, and what comes with them; or those that another run made. Tables
-    that are `listed` already are not listed again."""
+    """The embedding of the tokens of the input `one`, with positions, segments and norm, or the output of another run.
+    Tables that are in `listed` are not listed again."""
     t, e, stack, d = to.terms, to.terms.stream, run.stack, run.stack.width
     rows, before = t.samples * graph.samples(run) * graph.length(run) / t.cp, graph.width_before(run)
     if before != d:
@@ -200,7 +200,7 @@ def _embedding(
 
 def _shared_out(to: Lister, numbers: float, *, last: bool = False) -> None:
     """Sequence parallelism's split of tokens before the first block, whose backward pass gathers all gradients on all
-    devices; or the gathering after the `last` block, for operators that all devices compute alike."""
+    devices; or the gathering after the `last` block, before operators that every device computes on all tokens."""
     if to.terms.spread > 1:
         moved = numbers * to.terms.stream
         for op in (
@@ -265,14 +265,14 @@ def _convolutions(to: Lister, images: graphs.PatchInput, width: int, pixels: int
 
 
 def _exit(to: Lister, graph: graphs.Graph) -> None:
-    """The last norms, the outputs and, of language models, their loss, whose logits are what is large."""
+    """The last norms, the outputs and, for language models, the loss, whose logits are large."""
     t = to.terms
     for run in graph.runs:
         each = t.samples * graph.samples(run) * graph.length(run) / t.cp
         if run.stack.norm_first and run.last_norm:
             to.norm("norm", each / t.spread, run.stack.width, run.stack.norm_kind)
         if any(run.name in other.memories for other in graph.runs):
-            # All blocks of the decoder read the memory, and each device's add a part to its gradient.
+            # All blocks of the decoder read the memory, and each device's blocks add a part to its gradient.
             before_split(to, each, run.stack.width, hides=False)
     tied: set[str] = set()
     for head in graph.heads:
@@ -324,8 +324,8 @@ def _pooled(to: Lister, head: graphs.ClassHead, run: graphs.Run, tokens: int) ->
 
 
 def _vector(to: Lister, head: graphs.VectorHead, run: graphs.Run, tokens: int) -> None:
-    """A sample's vector: its first token or the mean, projected and brought to length 1. The contrast of a micro-batch
-    is small beside it."""
+    """A sample's vector: its first token or the mean, projected and normalised to length 1. The contrastive loss is
+    small in comparison and not listed."""
     t, e, d = to.terms, to.terms.stream, run.stack.width
     read = tokens if head.pool == "mean" else 1
     to.move("pool", t.samples * d, (read * e, e), (e, tokens * e), kind="reduce")
@@ -339,7 +339,7 @@ def _vector(to: Lister, head: graphs.VectorHead, run: graphs.Run, tokens: int) -
 
 
 def _classifier(to: Lister, head: graphs.ClassHead, run: graphs.Run, tokens: int) -> None:
-    """The last norm and the head, of the first token or of the mean over tokens."""
+    """The last norm and the head, applied to the first token or to the mean over tokens."""
     t, e, d = to.terms, to.terms.stream, run.stack.width
     read = 1 + head.distilled
     if head.pool == "first":

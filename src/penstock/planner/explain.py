@@ -1,4 +1,4 @@
-"""Explanations: where a layout spends its time, why the others are slower, and what would help most."""
+"""Explanations: where a layout spends its time, why other layouts are slower, and what would help most."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MEMORY_WORDS = {
     "fragmentation": "fragmentation", "temporary": "temporaries",
 }  # fmt: skip
 BEND = 0.03
-"""Growth of the device time of a sample, between two numbers of devices, that is named."""
+"""Growth of the device time per sample, between two numbers of devices, from which it is reported."""
 AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
 """Fields of a Plan that can be chosen; dp follows."""
 

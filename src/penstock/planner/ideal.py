@@ -34,7 +34,7 @@ class Least(NamedTuple):
 
     flops: float = 0.0
     bytes: float = 0.0
-    """Bytes that are read and written, of operators other than products."""
+    """Bytes that operators other than products read and write."""
     seconds: float = 0.0
 
 
@@ -45,7 +45,7 @@ def least_of_step(
     """The least work of one optimizer step by rows: matrix products, attention, the operators between them, loss,
     embedding, optimizer.
 
-    `real`, `words` and `learns` are as `predict` takes them.
+    `real`, `words` and `learns` are as for `predict`.
     """
     work = learning_part(describe_on(machine, model, plan, real=real, words=words), learns)
     rates = rates_of(machine, plan)

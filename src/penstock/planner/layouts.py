@@ -108,10 +108,10 @@ def _within(
 
 
 def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
-    """Kinds of sharding, for hsdp with group sizes that are neither one nor all replicas."""
+    """Kinds of sharding; for hsdp, with each group size between one replica and all."""
     replicas = corner.replicas
     if replicas == 1:
-        # One device alone shards nothing, whatever kind of sharding the search names.
+        # A single replica shards nothing, whichever kind of sharding the search asks for.
         only = space.sharding[0] if len(space.sharding) == 1 else "ddp"
         yield only if only != "hsdp" else "ddp", 1
         return

@@ -1,7 +1,7 @@
 """Training a part of a model: frozen weights have no gradients, masters or moments, may be stored in few bits, and
 adapters (LoRA) are added.
 
-`learning_part` rewrites the operators of a model that learns as a whole. Shares of parameters and tensors are
+`learning_part` rewrites the operators of a model whose parameters are all trained. Shares of parameters and tensors are
 arguments, because only the built model knows which names a pattern fits.
 """
 
@@ -31,11 +31,11 @@ class Learning:
     """The part of a model that learns."""
 
     parameters: float = 1.0
-    """Share of its parameters, adapters among them."""
+    """Share of the model's parameters that learn, adapters included."""
     tensors: float = 1.0
-    """Share of its tensors."""
+    """Share of the model's tensors that learn."""
     lora: Lora = field(default_factory=Lora)
-    """Adapters; of rank 0 there are none."""
+    """Adapters; rank 0 means none."""
     classes: bool = False
     """Whether its head learns beside adapters, as a head over classes does."""
 
@@ -67,8 +67,8 @@ def _is_stored(op: Op, lora: Lora) -> bool:
 
 
 def _stored(part: Part, lora: Lora, stored_bytes: float) -> Part:
-    """A part whose frozen products dequantise their weights, forward and for the gradients of inputs, where autocast
-    would cast them."""
+    """A part whose frozen products dequantise their weights, forward and for inputs' gradients, in place of autocast's
+    cast."""
     stored = {op.linear: op for op in part.forward if _is_stored(op, lora)}
 
     def unpack(op: Op, forward: bool) -> Op:
@@ -100,7 +100,7 @@ def _adapted(part: Part, how: Learning, work: Workload) -> Part:
         return part if how.classes else replace(part, backward=tuple(_frozen(part.backward)))
     adapted = {op.linear: op for op in part.forward if _is_linear(op, how.lora.parts)}
     rank = how.lora.rank
-    # Nothing needs the input of a frozen product but an attention kernel whose output it is.
+    # Only an attention kernel needs the input of a frozen product, where that is the kernel's output.
     unneeded = {
         op.linear
         for op in part.forward
@@ -150,8 +150,8 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
 
 
 def _behind(op: Op, rank: int, kept: float) -> tuple[Op, ...]:
-    """List the gradients of both matrices and of their inputs; the last one frees the `kept` bytes that the gradient of
-    the linear's weight would free."""
+    """List the gradients of both matrices and of their inputs; the last operator frees the `kept` bytes that the
+    gradient of the linear's weight would have freed."""
     each = _bytes(op)
     first, second, _ = _ahead(op, rank)
     inner, outer, inputs = op.m * rank, op.m * op.n, op.m * op.k
@@ -179,8 +179,8 @@ def _bytes(op: Op) -> float:
 
 
 def _frozen(backward: tuple[Op, ...] | list[Op]) -> Iterator[Op]:
-    """Operators of a backward pass without those that make the gradients of frozen weights; the memory that these would
-    free is freed by the next operator."""
+    """Operators of a backward pass without those that make the gradients of frozen weights; the memory that they would
+    have freed is freed by the next operator."""
     freed, last = 0.0, None
     for op in backward:
         frozen = op.weights > 0 and not op.adapter

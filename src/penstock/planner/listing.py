@@ -20,15 +20,15 @@ from penstock.planner.shapes import BlockKind
 from penstock.planner.terms import OpTerms
 
 RMS_KERNELS = 8
-"""Operators of which torch composes an RMSNorm where it has no kernel for it: on a CPU, and before its 2.9 on a GPU."""
+"""Operators from which torch composes an RMSNorm if it has no kernel: on a CPU, and before torch 2.9 on a GPU."""
 
 ROUNDING_BYTES = 36.0
-"""Bytes that single kernels move for each number that they round to int8, besides reading it and writing the result: to
-fp32 (4), its magnitude (8), the largest (4), scaled (8), rounded (8), and read for the last time (4)."""
+"""Bytes that single kernels move per element rounded to int8, besides reading it and writing the result: cast to fp32
+(4), magnitude (8), maximum (4), scaling (8), rounding (8), and the last read (4)."""
 
 
 class Quantizer(NamedTuple):
-    """How Transformer Engine casts the rows of each expert to fp8, and writes their transposed copy along."""
+    """How Transformer Engine casts the rows of each expert to fp8 and also writes their transposed copy."""
 
     launches: int
     reads: int
@@ -39,8 +39,8 @@ class Quantizer(NamedTuple):
 QUANTIZERS = {
     "delayed": Quantizer(1, 1, together=True), "current": Quantizer(4, 2), "blockwise": Quantizer(1, 1),
 }  # fmt: skip
-"""By when scales are known. Of a current scale the largest element is cleared, found, made a scale of and used, by a
-kernel each (its `current_scaling.cu`). Weights are cast once a step, which is not counted."""
+"""Quantizers by how they find scales. For a current scale, one kernel each clears the maximum, finds it, makes a scale
+of it and uses that (its `current_scaling.cu`). Weights are cast once a step, which is not counted."""
 SCALED_EVERY = 128
 """Terms of a sum with a scale of their own, in blocks (DeepSeek-AI, "DeepSeek-V3", 2024, section 3.3.2)."""
 Bytes = tuple[float, float]
@@ -66,7 +66,7 @@ class Lister:
 
     @contextmanager
     def words(self, columns: int) -> Iterator[None]:
-        """Mark products that are listed inside, of a vocabulary of `columns`, as padded where Penstock pads them."""
+        """Mark products inside over a vocabulary of `columns` entries as padded where Penstock pads them."""
         t = self.terms
         self._padded = t.software.loss == "penstock" and padded_entries(t.device, columns) != columns
         yield
@@ -74,7 +74,7 @@ class Lister:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Let products that are listed inside compute in fp32 at every precision."""
+        """Let products inside compute in fp32 at every precision."""
         plain = self.terms._replace(product=4.0, casts=False, products="plain", exact=True)
         outer, self.terms = self.terms, plain
         yield
@@ -86,7 +86,7 @@ class Lister:
         return op._replace(module=self._module, padded=self._padded and op.kind == "gemm")
 
     def part(self, place: Place, block: BlockKind | None = None, *, entering: float = 0.0) -> Part:
-        """The part that was listed, with the sums over its operators."""
+        """The listed part, with the sums over its operators."""
         experts = sum(op.weights for op in self._forward if op.module == "experts")
         return Part(
             place=place, count=block.count if block else 1, forward=tuple(self._forward),
@@ -96,14 +96,14 @@ class Lister:
         )  # fmt: skip
 
     def add(self, op: Op, *gradients: Op) -> None:
-        """A forward operator, and those of its gradients; the last of these lets go of what it kept."""
+        """A forward operator and its gradients' operators, the last of which frees what the forward operator kept."""
         self._forward.append(self._placed(op))
         if gradients and op.kept:
             gradients = (*gradients[:-1], gradients[-1]._replace(kept=op.kept))
         self._gradients.append(tuple(map(self._placed, gradients)))
 
     def behind(self, *gradients: Op) -> None:
-        """Operators of the backward pass alone, before those of all that is listed so far."""
+        """Operators of the backward pass alone; they run before those of everything listed so far."""
         self._gradients.append(tuple(map(self._placed, gradients)))
 
     def gemm(
@@ -112,13 +112,13 @@ class Lister:
         narrow: bool = True, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
         pieces: tuple[int, ...] = (), beside: float = 0.0, was_cast: bool = False, sums_bias: bool = True,
     ) -> None:  # fmt: skip
-        """`batch` products of rows (rows, k) with weights (k, n): and of the output's gradient with both of them.
+        """`batch` products of rows (rows, k) with weights (k, n), and both products of the output's gradient.
 
-        `first` says that nobody asks for the gradient of the rows, `source` how many numbers they are where a
-        convolution reads each several times, `learned` how many weights are the model's own where not all are. `pieces`
-        are as in `Op`. Without `narrow` it is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs
-        that stay besides those in 8 bits. `was_cast`: an earlier product of the same weights has cast them. Without
-        `sums_bias` another operator sums the gradient of the bias on its way.
+        `first`: the rows need no gradient. `source`: number of input elements, if a convolution reads each several
+        times. `learned`: number of the model's own weights, if not all. `pieces`: as in `Op`. Without `narrow` the
+        product is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs kept in addition to those in
+        8 bits. `was_cast`: an earlier product of the same weights has cast them. Without `sums_bias`, another operator
+        sums the bias gradient.
         """
         t = self.terms
         by_expert = t.software.experts_apart and self._module == "experts"
@@ -135,7 +135,7 @@ class Lister:
         biases = batch * n if bias else 0
         own = weights + biases if learned is None else learned
         if kept is None:
-            # Sequence parallelism keeps the device's rows and gathers the others again.
+            # Sequence parallelism keeps the device's own rows and gathers the rest again.
             each = t.kept if narrow else c
             row_scales = 4.0 * batch * rows * (integers and not row.clips)
             kept = inputs * each + beside * (each != c) + row_scales
@@ -181,10 +181,10 @@ class Lister:
     def _round(
         self, name: str, inputs: float, weights: float, outputs: float, passes: tuple[ProductForm, ...]
     ) -> None:
-        """Operators that int8 adds beside each product: inputs are rounded, and where outputs are in int8 weights, and
-        sums scaled; in the backward pass weights again, and the outputs' gradients once for each product in int8, else
-        scaled. Fused ones read twice, for the largest element and to round; a CPU's single ones work on pieces that
-        stay in its cache."""
+        """Operators that int8 adds to each product. Forward: inputs are rounded; where outputs are in int8, weights are
+        rounded too and sums are scaled. Backward: weights are rounded again, and outputs' gradients once for each
+        product in int8, else scaled. Fused operators read twice, for the largest element and to round; a CPU's single
+        operators work on pieces that stay in its cache."""
         t = self.terms
         c, weight = t.product, 4.0 if t.casts else t.product
         times = sum(one in passes for one in ("input", "weight"))
@@ -208,10 +208,11 @@ class Lister:
         )  # fmt: skip
 
     def _quantize(self, name: str, inputs: float, weights: float, outputs: float, batch: int) -> None:
-        """Operators that fp8 adds beside each product. It reads inputs, and in the backward pass the outputs'
-        gradients, for their largest element, reads them again and writes a byte for each. Single operators do so with
-        weights in every pass, and in the backward pass they transpose weights, inputs and gradients, whose long side
-        must be that of the sum; fused ones cast weights when these are updated, and write transposed copies along."""
+        """Operators that fp8 adds to each product. Inputs (in the backward pass the outputs' gradients) are read for
+        their largest element, then read again and written as one byte per element. Single operators do the same with
+        weights in every pass, and in the backward pass transpose weights, inputs and gradients, because the summed
+        dimension must be contiguous; fused operators cast weights when they are updated, and also write transposed
+        copies."""
         t = self.terms
         if t.software.scaling:
             by = QUANTIZERS[t.software.scaling]
@@ -222,8 +223,8 @@ class Lister:
             ))  # fmt: skip
             return
         if PRODUCTS[t.products].scales == "rowwise":
-            # Each factor is cast for each product, along its sum; a served model's weights once for all. What lies in
-            # rows of the sum is read once, what lies across them twice.
+            # Each factor is cast for each product, along the summed dimension; a served model's weights only once. A
+            # factor that is contiguous along the sum is read once, otherwise twice.
             ahead, across = inputs + (0.0 if t.serving else weights), weights + outputs + inputs
             self.add(
                 Op(f"{name}.quantize", "quantize", read=t.product * ahead, written=ahead),
@@ -244,9 +245,9 @@ class Lister:
         kept: float = 0.0, group: str = "", weights: int = 0, tensors: int = 0, launches: int = 1, row: int = 0,
         scores: bool = False, function: str = "", launches_back: int | None = None,
     ) -> None:  # fmt: skip
-        """An operator that only moves `size` numbers, and the one that moves their gradients: as many bytes, unless
-        `behind` says others; (0, 0) is none. `kept` is bytes of all numbers, `row` the length of a softmax's rows, and
-        `function` that of an activation."""
+        """An operator that only moves `size` elements, and the one that moves their gradients: the same bytes, unless
+        `behind` states others; (0, 0) means none. `kept` is the bytes kept in total, `row` the length of a softmax's
+        rows, and `function` that of an activation."""
         one = Op(
             name, kind, row=row, read=size * ahead[0], written=size * ahead[1], elements=size, kept=kept, group=group,
             weights=weights, tensors=tensors, launches=launches, scores=scores, function=function,
@@ -266,9 +267,9 @@ class Lister:
         self, name: str, size: float, each: float, group: str = "masks", *, merged: bool = False, kept: float = 0.0,
         torchs: bool = False, scores: bool = False,
     ) -> None:  # fmt: skip
-        """Dropout of `size` numbers of `each` bytes, of which it keeps `kept` and a mask: bytes, but of torch's own
-        dropout on a CPU (`torchs`) numbers. One that is `merged` with what reads its result writes the mask alone.
-        Models that are served drop nothing."""
+        """Dropout of `size` elements of `each` bytes; for each it keeps `kept` bytes and a mask of one byte, or of
+        `each` bytes in torch's own dropout on a CPU (`torchs`). If `merged` with the operator that reads its result, it
+        writes the mask alone. Served models have no dropout."""
         if self.terms.serving:
             return
         torchs = torchs and self.terms.host
@@ -282,8 +283,8 @@ class Lister:
     def table(
         self, ahead: Op, read: float, written: float, *, cleared: float = 0.0, tables: Sequence[int] = ()
     ) -> None:
-        """An operator that reads a table of learned vectors, or several of these sizes, and those that clear and add up
-        their gradients."""
+        """An operator that reads one or several tables of learned vectors (of these sizes), and those that clear and
+        add up their gradients."""
         learn = Op(f"{ahead.name}.weight", "reduce", False, launches=0)
         sizes = tables or (ahead.weights,)
         with self.inside("table"):
@@ -297,8 +298,8 @@ class Lister:
         self, name: str, size: float, mlp: Mlp, ahead: Bytes, behind: Bytes | None = None, *, kept: float = 0.0,
         group: str = "", fused: bool = False,
     ) -> None:  # fmt: skip
-        """An activation of `size` elements, of the first half where `mlp` is gated. Those that are `fused` compute as
-        the kernels of `plan.fuse` do. So do compiled code and inference on a CPU of GELU's tanh form, with no tanh."""
+        """An activation of `size` elements, of the first half where `mlp` is gated. If `fused`, it computes like the
+        kernels of `plan.fuse`. So do compiled code, and inference on a CPU for GELU's tanh form, without a tanh."""
         t, function, c = self.terms, UNGATED.get(mlp, mlp), ahead[0]
         row = ACTIVATIONS[function]
         if row.passes and not (fused or t.fused):
@@ -319,7 +320,7 @@ class Lister:
         )  # fmt: skip
 
     def modulate(self, name: str, size: float, *, launches: int = 1) -> None:
-        """A product of `size` elements with a factor of each sample's features, which keeps them for its gradient."""
+        """A product of `size` elements with a factor per sample and feature; it keeps the elements for its gradient."""
         e = self.terms.stream
         launches = 1 if self.terms.fused else launches
         self.move(
@@ -330,8 +331,8 @@ class Lister:
     def norm(
         self, name: str, rows: float, width: int, kind: NormKind, *, cast: bool = True, modulated: bool = False,
     ) -> None:  # fmt: skip
-        """A norm over rows of `width` features, and under autocast the cast of its output to the type of products. If
-        it is modulated it has no weights, and its output is shifted and scaled before the cast."""
+        """A norm over rows of `width` features, and under autocast the cast of its output to the type of products. A
+        modulated norm has no weights; its output is shifted and scaled before the cast."""
         with self.inside("norm"):
             self._norm(name, rows, width, kind, cast=cast, modulated=modulated)
 
@@ -339,8 +340,8 @@ class Lister:
         self, name: str, rows: float, width: int, kind: NormKind, *, branch: float, dropout: bool, both: bool
     ) -> None:
         """A branch of `branch` bytes an element added to the residual stream, and the norm of the sum, as one operator
-        (`penstock.kernels.residual_norm`). `both` says that the sum is read too; else its norm is the stream. A GPU
-        draws the mask of dropout again in place of keeping it."""
+        (`penstock.kernels.residual_norm`). With `both` the sum is read too; otherwise its norm is the stream. A GPU
+        regenerates the dropout mask instead of keeping it."""
         t, e, size = self.terms, self.terms.stream, rows * width
         out = t.product if both else e
         if dropout and t.host:
@@ -359,7 +360,7 @@ class Lister:
         t, rms = self.terms, kind.kind == "rms"
         tensors = 0 if modulated else kind.tensors
         e, c, size = t.stream, t.product, rows * width
-        # Compiled, the one kernel of a norm casts as it writes.
+        # Compiled, the single kernel of a norm casts as it writes.
         autocast = e == 4 and c == 2 and (t.software.casts_norms or not (t.fused and cast))
         out, launches = e if autocast else c, 1 + (kind.zero_centred and not t.fused)
         # An eager norm of half inputs that computes in fp32 keeps its copy of them.
@@ -367,7 +368,7 @@ class Lister:
         read, statistic = (t.norms, t.norms) if copies else (e, t.statistic)
         kept, ahead, behind = size * read + (1 if rms else 2) * rows * statistic, (e, out), (e + out, e)
         if rms and (t.host or t.software.norms_apart) and not t.fused:
-            # torch computes in fp32, and keeps its result beside its input.
+            # torch computes in fp32, and keeps its result as well as its input.
             kept += size * 4 + (size * (4 - e) if t.host else size * c)
             ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
         self.move(

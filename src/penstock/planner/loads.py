@@ -30,15 +30,15 @@ class Window:
     """Visits within some consecutive steps."""
 
     until: int
-    """The last of the steps."""
+    """The window's last step."""
     counts: tuple[Counts, ...]
     """Visits of each layer's experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
-    """Visits of tokens to experts since the beginning of a run. Padding, evaluation and recomputation count for
-    nothing."""
+    """Visits of tokens to experts since the beginning of a run. Padding, evaluation and recomputation are not
+    counted."""
 
     layers: tuple[str, ...]
     """Names of the mixtures, in their order in the model."""
@@ -47,7 +47,7 @@ class LoadRecord:
     counts: tuple[tuple[Counts, ...], ...]
     """Visits of each layer, a row for each label, a number for each expert; one row where there are no labels."""
     windows: tuple[Window, ...] = ()
-    """The same over time, without labels: what came before the last of them is everything up to its step."""
+    """The same over time, without labels: consecutive windows."""
 
     def __post_init__(self) -> None:
         rows = max(1, len(self.labels))
@@ -66,7 +66,7 @@ class LoadRecord:
 
     @property
     def totals(self) -> tuple[Counts, ...]:
-        """Visits of each layer's experts, of all labels together."""
+        """Visits of each layer's experts, summed over labels."""
         return tuple(tuple(map(sum, zip(*layer))) for layer in self.counts)
 
     @property
@@ -76,7 +76,7 @@ class LoadRecord:
         return tuple(tuple(a - b for a, b in zip(*rows)) for rows in zip(self.totals, logged))
 
     def closed(self, step: int) -> LoadRecord:
-        """The same with a window that ends at `step`."""
+        """The same record with a window that ends at `step`."""
         windows = [*self.windows, Window(step, self.last)]
         if len(windows) > MOST_WINDOWS:
             pairs = zip(windows[::2], windows[1::2])
@@ -85,8 +85,8 @@ class LoadRecord:
         return LoadRecord(self.layers, self.labels, self.counts, tuple(windows))
 
     def history(self) -> tuple[tuple[Counts, ...], tuple[Counts, ...] | None]:
-        """Visits of each layer's experts that a placement is made from, and those of the last window, which it is then
-        judged on; with fewer than two windows all visits, and None."""
+        """Visits of each layer's experts from which a placement is made, and those of the last window, on which it is
+        evaluated; with fewer than two windows all visits, and None."""
         if len(self.windows) < 2:
             return self.totals, None
         *earlier, last = [window.counts for window in self.windows]
@@ -154,12 +154,12 @@ def read_loads(path: Path) -> LoadRecord:
 
 
 EVEN: Mapping[int, float] = {}
-"""The unevenness that is assumed without a record: none, as balance losses and biases aim for."""
+"""The unevenness assumed without a record: none, which is the aim of balance losses and biases."""
 
 
 def unevenness(record: LoadRecord, experts: int) -> Mapping[int, float]:
-    """The visits of the busiest of `ep` devices over the mean one, each with as many consecutive experts, by ep: the
-    mean over layers, all of which have their busiest device in each step.
+    """By `ep`: visits of the busiest of `ep` devices over those of the mean device, each with equally many consecutive
+    experts. Averaged over layers, because every layer waits for its busiest device in each step.
 
     Raises:
         ConfigError: the record is of another number of experts.
@@ -181,13 +181,13 @@ def unevenness(record: LoadRecord, experts: int) -> Mapping[int, float]:
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """The largest of some loads over their mean; 1 where there are none."""
+    """The largest load over the mean load; 1 where there are none."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def count_sum(parts: Sequence[Sequence[Sequence[int]]], shape: Sequence[Sequence[int]]) -> tuple[Counts, ...]:
-    """The sum of several windows' counts, each of the form of `shape`."""
+    """The sum of several windows' counts, each of shape `shape`."""
     return tuple(
         tuple(sum(counts[layer][expert] for counts in parts) for expert in range(len(row)))
         for layer, row in enumerate(shape)

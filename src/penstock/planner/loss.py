@@ -13,7 +13,7 @@ from penstock.planner.terms import OpTerms
 
 
 def list_words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = False) -> None:
-    """The output over a vocabulary of `rows` tokens, and its loss; `again`, by a table that another output has read."""
+    """The logits of `rows` tokens over the vocabulary, and their loss; `again`: by a table that was read before."""
     t, c, last, d = to.terms, to.terms.product, run.stack, run.stack.width
     if head.transform:
         # The head of masked language models: a dense layer, its activation and a norm.
@@ -49,9 +49,9 @@ def list_words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool
 
 
 def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int) -> None:
-    """The output and its loss, of some rows at a time, as `penstock.kernels.linear_cross_entropy` makes them. Gradients
-    are made along with the loss, which is when all activations are there. They are listed as the first of the backward
-    pass: the logits of one chunk and the sum of the weights' gradients are then alive beside all that is kept.
+    """The logits and their loss, for some rows at a time, as `penstock.kernels.linear_cross_entropy` makes them.
+    Gradients are computed with the loss, when all activations are in memory. They are listed first in the backward
+    pass: the logits of one chunk and the sum of the weights' gradients are then alive in addition to everything kept.
     """
     t, c = to.terms, to.terms.product
     # One kernel reads the logits of a chunk twice and writes their gradient over them.
@@ -69,7 +69,7 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     added = (8.0 if chunks > 1 else 2 * c) * weights * chunks + (4.0 * weights * chunks if summed else 0.0)
     held = some * alive + (4.0 if chunks > 1 else c) * weights + (2.0 * weights if summed else 0.0) + cast
 
-    # Log-probabilities, their exponentials, and of half logits the cast of their gradients.
+    # Log-probabilities, their exponentials, and for half logits the cast of their gradients.
     moved = size * 13.0 * c * bool(head.cap)  # to cap, for the slopes and to multiply by them
     moved += size * (
         2.0 * c if fused else 12.0 + (6.0 if c < 4 else 0.0) + (8.0 if c < 4 and t.host else 0.0)
@@ -96,7 +96,7 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
 
 
 def _fuses_rows(terms: OpTerms) -> bool:
-    """Whether loss and gradient of logits are made in their place: see `penstock.kernels.logit_rows`."""
+    """Whether the loss overwrites logits with their gradient: see `penstock.kernels.logit_rows`."""
     return terms.tp == 1 and terms.software.loss == "penstock" and fuses_rows(terms.device, terms.compute)
 
 
@@ -109,8 +109,8 @@ def _of_all_words(to: Lister, rows: float) -> None:
 
 
 def _loss_in_place(to: Lister, rows: float, columns: int) -> None:
-    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: by one kernel for each pass, or, of half logits on a
-    CPU that no kernel takes, with casts of some rows that stay in its caches."""
+    """Cross-entropy as `penstock.kernels.cross_entropy` makes it: by one kernel for each pass, or, for half logits on a
+    CPU that no kernel accepts, with casts of some rows at a time that stay in its caches."""
     size, c = rows * columns, to.terms.product
     piece = max(columns, min(loss_piece(to.terms.device), size))
     alive = 0.0 if _fuses_rows(to.terms) else piece * (8.0 if c < 4 else 4.0)
@@ -138,12 +138,12 @@ def _loss(to: Lister, rows: float, columns: int) -> None:
     else:
         megatron = t.software.loss == "megatron"
         if c < 4:
-            # But for Megatron's, the training loop still holds the output in half precision when its gradient is made.
+            # Except in Megatron, the training loop still holds the half-precision output when its gradient is made.
             kept = 0 if megatron else size * c
             to.move("loss.cast", size, (c, 4), (4, c), kind="copy", kept=kept, group="output")
         if megatron:
-            # The greatest, the difference from it, exponentials, their sum, the division by it: each reads all logits,
-            # and three write them. Backward scales the quotients.
+            # Maximum, subtraction, exponentials, their sum, division: each reads all logits, and three write them.
+            # Backward scales the quotients.
             to.move(
                 "loss.softmax", size, (20, 12), (4, 4), kind="softmax", kept=4 * size, group="output", row=columns,
                 launches=5,

@@ -1,9 +1,10 @@
-"""Bytes on the fullest device of a layout, by what takes them: what is alive when.
+"""Bytes on the fullest device of a layout, by use, from what is alive at each moment.
 
-Three moments compete. When the backward pass begins, nearly all activations are there, and the gradients that one
-block, or the output, computes with. When it reaches the first block, all other gradients of weights are there, and all
-that this block computes with. At its end all gradients of weights are there and no activation is, and the optimizer may
-want temporaries. The moments between them trade one for the other, block by block, so that none of them is the worst.
+The peak is at one of three moments. When the backward pass begins, nearly all activations are in memory, and the
+gradients that one block, or the output, computes with. When it reaches the first block, the weight gradients of all
+other blocks are in memory, and everything this block computes with. At its end all weight gradients are in memory and
+no activation is, and the optimizer may need temporaries. In between, blocks trade activations for gradients, so no
+other moment is the peak.
 
 A pipeline's first stage keeps as many micro-batches as there are stages; the last one also keeps the output.
 """
@@ -32,7 +33,7 @@ NEIGHBOURS = 3
 
 
 class PassBytes(NamedTuple):
-    """Bytes of one micro-batch through all blocks and ends."""
+    """Bytes of one micro-batch in all blocks, the entrance and the exit."""
 
     activations: dict[str, float]
     """Bytes kept while blocks run backward, by kind: all but the exit's."""
@@ -57,7 +58,7 @@ def pass_bytes(work: Workload, plan: Plan) -> PassBytes:
 
 
 def _gradient_bytes(plan: Plan) -> tuple[float, float]:
-    """Bytes of a weight's gradient within the pass that makes it, and while it is made; 0 where they are counted
+    """Bytes per weight of a gradient during the pass that makes it, and while it is being made; 0 where counted
     elsewhere."""
     numerics = numerics_of(plan)
     gradient, product = BYTES[numerics.gradients], BYTES[numerics.compute]
@@ -103,9 +104,9 @@ def _pass_bytes(work: Workload, how: Recompute, gradient: float, fresh: float) -
 
 
 def forward_bytes(work: Workload) -> float:
-    """The most bytes of activations at one time in a forward pass that keeps nothing for a backward pass: the results
-    of three operators in a row, as names hold them in Python, and in a block the streams that they are made of. These
-    are its input and that in normed form; in a perceptron also what attention gave, and the sum."""
+    """The peak bytes of activations in a forward pass that keeps nothing for a backward pass: the results of three
+    consecutive operators, because Python variables hold them, and in a block the streams that they are computed from:
+    the block's input and its norm; in a perceptron also attention's output, and the sum."""
 
     def most(part: Part) -> float:
         largest, last = 0.0, (0.0, 0.0)
@@ -122,9 +123,9 @@ def forward_bytes(work: Workload) -> float:
 
 @lru_cache(maxsize=8192)
 def live_bytes(part: Part, gradient: float, fresh: float) -> tuple[float, float]:
-    """The most that a part's backward pass has alive beyond all that is kept when it begins, and what is left at its
-    end: the gradients of its weights, at `gradient` bytes each (0 where they have their place already). One that is
-    being made takes `fresh` bytes for each (0 where it is counted elsewhere)."""
+    """The peak bytes that a part's backward pass has alive beyond everything kept when it begins, and the bytes left at
+    its end: the gradients of its weights, at `gradient` bytes per weight (0 if already allocated). A gradient that is
+    being made takes `fresh` bytes per weight (0 if counted elsewhere)."""
     stream = part.entering if part.block else 0.0  # the residual stream's gradient waits beside each branch
     alive, most, current, beside = stream, stream, 0.0, 0.0
     for op in part.backward:
@@ -148,8 +149,7 @@ def memory(
 ) -> dict[str, float]:
     """Bytes of the fullest device by part; their sum is the peak.
 
-    On one device what the allocator adds and what libraries take is not counted on a CPU, where tensors are what is
-    measured.
+    On a single CPU, the memory of allocator and libraries is not counted, because there only tensors are measured.
     """
     share, numerics = of_states.device_share(work, plan), numerics_of(plan)
     weights = share.sharded if share.gathers else share.parameters
@@ -179,14 +179,14 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     shards = plan.replicas
     activations = worst_stage(work, plan)
     buckets = 0.0
-    # Gradients that were let go of after the last step come as activations go.
+    # Gradients that were freed after the last step are allocated as activations are freed.
     standing = _outlive(plan)
     if share.gathers or (shards > 1 and plan.sharding == "zero2"):
         gradients = share.sharded * reduced_gradient
         # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
         standing = standing or not (share.gathers and cpu)
         if share.gathers and plan.pp > 1:
-            # Gradients of a stage add up whole, and are reduced once.
+            # A stage accumulates unsharded gradients, and reduces them once.
             gradients += share.parameters * reduced_gradient
     elif plan.sharding == "ddp" or shards == 1:
         gradients = share.parameters * (reduced_gradient if standing else gradient)
@@ -199,22 +199,22 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
         gradients = 0.0
     gathered = at_hand = 0.0
     if share.gathers and plan.pp > 1:
-        # A stage's whole weights stay from its first micro-batch to its last.
+        # A stage's unsharded weights stay from its first micro-batch to its last.
         gathered = share.parameters * work.weight_bytes(BYTES[numerics.gathered])
     elif share.gathers:
         block = (share.block_dense + share.block_experts) / work.pieces
-        # The whole weights of the block at hand and of the next one, and of the ends.
+        # The unsharded weights of the current block and of the next one, and of the ends.
         each = BYTES[numerics.gathered]
         gathered = 2 * block * work.weight_bytes(each) + share.ends * each
-        # The whole gradients of one block, and beside them those of the block before, which are being reduced.
+        # The unsharded gradients of one block, and those of the previous block, which are being reduced.
         at_hand = block * (gradient + reduced_gradient)
     gradients, buckets, at_hand = (share.learned * size for size in (gradients, buckets, at_hand))
     begun = activations | {
         "gradients": gradients if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
     }  # fmt: skip
-    # Last of all the gradients of a table that is used twice are added: two of them, and beside them their sum where
-    # the whole step is compiled, but for a chunked loss, which stays an operator of its own. On a CPU a compiled step
+    # At the very end the gradients of a table that is used twice are added: two gradients, and also their sum where the
+    # whole step is compiled, except with a chunked loss, which stays an operator of its own. On a CPU a compiled step
     # adds the rows of the embedding to the gradient of the logits in place.
     whole_step = plan.compile == "whole"
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
@@ -233,7 +233,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
 
 
 def _in_first_block(work: Workload, plan: Plan) -> dict[str, float]:
-    """Bytes of activations while the first block runs backward, recomputed ones included, and of what it works with."""
+    """Bytes of activations while the first block runs backward, recomputed ones included, and of its temporaries."""
     entrance, first = work.parts[0], work.blocks[0]
     kept = sum(sum(kept_by(part, NOTHING).values()) for part in (entrance, first))
     return {"activations": kept, "output": 0.0, "working": live_bytes(first, *_gradient_bytes(plan))[0]}
@@ -247,7 +247,7 @@ def shared_table(work: Workload) -> int:
 
 def _temporary(work: Workload, plan: Plan, share: of_states.DeviceShare) -> float:
     """Bytes that an update allocates temporarily: the gradients in fp32 for master weights, and for an unfused AdamW
-    the root of the second moment, per tensor or of all at once."""
+    the root of the second moment, for one tensor or for all at once."""
     numerics, number = numerics_of(plan), of_states.updated_bytes(plan)
     cast = 4.0 * share.updated if numerics.masters == "copy" and BYTES[numerics.reduction] == 2 else 0.0
     cast += of_states.orthogonalising_bytes(work, plan)
@@ -260,12 +260,12 @@ def _temporary(work: Workload, plan: Plan, share: of_states.DeviceShare) -> floa
 
 @lru_cache(maxsize=1024)
 def looped_elements(work: Workload) -> int:
-    """Elements that torch's AdamW holds at most where it updates one tensor after the other: the root of the second
-    moment, that divided by the correction of its bias, and the same of the tensor before, which it still holds.
-    Matrices and tables of tokens are a group of their own, in the order of the model."""
+    """The most elements that torch's AdamW holds where it updates one tensor after the other: the root of the second
+    moment, that root after bias correction, and the latter of the previous tensor, which it still holds. Matrices and
+    token tables are a group of their own, in the order of the model."""
     sizes = [0]
     for part in work.parts:
-        # A head that is tied to a table has no weights of its own.
+        # A head that is tied to a table has no own weights.
         own = {"", *(op.linear for op in part.forward if op.weights >= op.batch * op.n * op.k)}
         made = (op for op in reversed(part.backward) if op.kind in MATRIX or op.module == "table")
         sizes += [op.weights for op in made if op.weights and op.linear in own] * min(part.count, 2)
@@ -290,7 +290,7 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
         waiting = (plan.accumulate - 1) * micro_batch.exit if plan.schedule == "gpipe" else 0.0
         back = (blocks / depth * last + waiting, output)
         activations, output = max(front, back, key=lambda stage: stage[0] + max(stage[1], working))
-    # The output and a block's backward pass never need memory together.
+    # The output and a block's backward pass never need memory at the same time.
     if output >= working:
         return {"activations": activations, "output": output, "working": 0.0}
     return {"activations": activations, "output": 0.0, "working": working}
@@ -298,7 +298,7 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
 
 @lru_cache(maxsize=8192)
 def weight_inputs(part: Part) -> float:
-    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what is left of a
+    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what remains of a
     micro-batch between the two halves of a split backward pass."""
     products = [op for op in part.forward if op.kind == "gemm" and op.weights]
     return sum(op.kept + op.written for op in products)

@@ -1,4 +1,4 @@
-"""Operators of a step, and the parts of a model that they make up: what one micro-batch makes one device do."""
+"""Operators of a step, grouped into the parts of a model: the work of one device for one micro-batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Module = Literal[
 ]  # fmt: skip
 Axis = Literal["", "tensor", "expert", "context"]
 Place = Literal["entrance", "block", "exit", "model"]
-"""Where a part is: before the blocks, one of them, behind them, or all of a model that is not divided."""
+"""Position of a part: before the blocks, one of them, after them, or all of a model that is not divided."""
 MATRIX = frozenset(("gemm", "conv", "bmm"))
 BIASED = "attention_biased"
-"""`Op.function` of fused attention to whose scores numbers are added, which few kernels of a GPU take."""
+"""`Op.function` of fused attention with a bias added to the scores, which few GPU kernels support."""
 COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
 
@@ -33,9 +33,9 @@ class Op(NamedTuple):
 
     `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its equivalent
     product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
-    `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`. `k` of an
-    exchange is in how many places a token is, where it is sent to each device of these once, else 0, and `m` the share
-    of the devices that they are drawn from; its `elements` are the tokens of all devices whose routes are read first.
+    `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`. For an exchange
+    that sends a token once to each of its devices, `k` is the token's number of destinations (else 0), `m` the share of
+    the devices that these are drawn from, and `elements` the tokens of all devices, whose routes are read first.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Op(NamedTuple):
     elements: float = 0.0
     """Elements that an operator other than a product computes; for attention, those of all queries."""
     kept: float = 0.0
-    """Bytes that a forward operator keeps for the backward pass, or that a backward operator lets go of."""
+    """Bytes that a forward operator keeps for the backward pass, or that a backward operator frees."""
     group: str = ""
     """The kind of what is kept."""
     given: float = 0.0
-    """Bytes of inputs that must still be kept where it is computed again."""
+    """Bytes of inputs that must still be kept if the operator is recomputed."""
     weights: int = 0
     """Parameters that a forward operator uses, or whose gradients a backward operator makes."""
     tensors: int = 0
@@ -64,47 +64,47 @@ class Op(NamedTuple):
     """Whether a product multiplies in the 8 bits of the Plan's `products`."""
     causal: bool = False
     window: int = 0
-    """Keys that a query may see at most; 0 is all."""
+    """The most keys that a query may see; 0 is all."""
     axis: Axis = ""
     hides: bool = False
-    """Whether a collective can hide behind the gradients of weights, or an exchange behind another micro-batch."""
+    """Whether a collective can overlap the gradients of weights, or an exchange another micro-batch."""
     beside: bool = False
-    """Whether an exchange goes on while shared experts compute, or the kernels of a product do so side by side."""
+    """Whether an exchange runs while shared experts compute, or the kernels of a product run concurrently."""
     scaled_every: int = 0
-    """Terms of a product's sums after which fp32 units scale what tensor cores have added up; 0 is never."""
+    """Number of terms after which fp32 units scale the partial sums of tensor cores in a product; 0 is never."""
     exact: bool = False
     """Whether a product multiplies in fp32 at every precision."""
     uncut: bool = False
-    """Whether it belongs to no single product that it could be cut into pieces with."""
+    """Whether a collective belongs to no single product with which it could be cut into pieces."""
     function: str = ""
     """The function that an activation computes, as a probe names it: `gelu_tanh`, or `fused_gelu_tanh` of the kernels
-    that `Plan.fuse` chooses. "" where nobody knows: it is priced as GELU. Attention has one where its kernel has a rate
-    of its own: `attention_block`."""
+    that `Plan.fuse` chooses. "" if unknown, priced as GELU. Attention has a function if its kernel has its own rate:
+    `attention_block`."""
     row: int = 0
     """Elements in a row of a softmax; 0 where that is not known."""
     module: Module = ""
-    """The module that it belongs to: `cross` attention, `experts` of a mixture, without those that every token visits,
-    the `shared_table` whose gradients are added up because it is used more than once. Collectives belong to none."""
+    """The operator's module: `cross` attention, `experts` of a mixture (without its shared experts), the `shared_table`
+    whose gradients are added up because it is used more than once. Collectives have none."""
     in_place: bool = False
-    """Whether it writes where it reads, and so allocates nothing."""
+    """Whether it overwrites its input, and so allocates nothing."""
     scratch: bool = False
-    """Whether what it writes is freed behind the operator that follows."""
+    """Whether its output is freed after the next operator."""
     scores: bool = False
-    """Whether it makes the scores of attention, what follows from them, or values: no fused kernel does it."""
+    """Whether it is a single operator of unfused attention, on scores or values."""
     pieces: tuple[int, ...] = ()
-    """Outputs of each of the projections that a product packs; none: it is one."""
+    """Number of outputs of each projection that a product packs; empty if it is a single projection."""
     linear: str = ""
-    """The linear whose product, cast or gradient it is, by the name of its forward product; "" of others."""
+    """Name of the linear's forward product, if this is the linear's product, cast or gradient; else ""."""
     adapter: bool = False
-    """Whether it is of an adapter, which learns beside weights that do not."""
+    """Whether it belongs to an adapter, which is trained while the model's own weights are frozen."""
     fused: bool = False
     """Whether it is a kernel that `Plan.fuse` chose, which no compiler merges with its neighbours."""
     padded: bool = False
-    """Whether a product of a vocabulary is computed with zeros behind its entries, where units for matrices begin."""
+    """Whether a product over a vocabulary is padded with zeros after its entries, to a size that suits matrix units."""
 
     @property
     def flops(self) -> float:
-        """Model FLOPs: what is computed twice counts once, and a causal mask leaves nothing out."""
+        """Model FLOPs: recomputation is not counted, and masked scores of causal attention are."""
         if self.kind == "attention":
             return (4.0 if self.forward else 8.0) * self.batch * self.m * self.n * self.k
         return 2.0 * self.batch * self.m * self.n * self.k
@@ -118,8 +118,8 @@ class Op(NamedTuple):
 
     @property
     def form(self) -> ProductForm:
-        """Form of a product: in the backward pass one with `weights` makes their gradients, one without makes those of
-        inputs."""
+        """Form of a product: in the backward pass, a product with `weights` makes their gradients, one without makes
+        the inputs' gradients."""
         if self.forward:
             return "forward"
         return "weight" if self.weights > 0 else "input"
@@ -166,7 +166,7 @@ class Workload:
     parts: tuple[Part, ...]
     samples: int
     tokens: int = 0
-    """Tokens of one sample, as they are counted; 0 where it is not known."""
+    """Tokens counted for one sample; 0 if unknown."""
     tied: int = 0
     """Parameters of the entrance that the exit uses too."""
     kept_bytes: float | None = None
@@ -174,17 +174,17 @@ class Workload:
     working_bytes: float = 0.0
     """The same for the peak of the backward pass beyond them."""
     units: int = 1
-    """Pieces that weights are gathered in where they are sharded: the blocks."""
+    """Number of pieces in which sharded weights are gathered: the blocks."""
     vision: bool = False
     """Whether a sample is an image."""
     whole: Workload | None = None
-    """One sample of the model on one device, by whose work pipelines are cut; None is this workload itself."""
+    """One sample of the model on one device, whose costs decide pipeline cuts; None is this workload itself."""
     even_stages: bool = False
-    """Whether they are cut evenly, whatever entrance and exit take."""
+    """Whether pipelines are cut evenly, regardless of the costs of entrance and exit."""
     layers_apart: bool = False
     """Whether each of the `pieces` of a product is a product of its own."""
     even: Workload | None = None
-    """The same with evenly visited experts, whose FLOPs are those of the mean device; None is this workload itself."""
+    """This workload with evenly visited experts: the average device's FLOPs; None is this workload itself."""
     learned: float = 1.0
     """Share of the parameters that learn; the others have no gradients, masters or moments."""
     learned_tensors: float = 1.0
@@ -205,7 +205,7 @@ class Workload:
         return tuple(tuple(run) for _, run in runs)
 
     def each(self, of: Callable[[Part], float]) -> list[float]:
-        """A quantity of every block, in the order in which they run."""
+        """A quantity of each block, in execution order."""
         amounts: list[float] = []
         for parts in self.stacks:
             by_layer = {part.block.layer: of(part) for part in parts if part.block}
@@ -219,7 +219,7 @@ class Workload:
 
     @property
     def pieces(self) -> float:
-        """Pieces that the weights of one block are gathered in, or of the model where blocks are not distinguished."""
+        """Number of pieces in which one block's weights are gathered, or the model's if it has no blocks."""
         return self.units / max(1, self.depth)
 
     @cached_property
@@ -228,12 +228,12 @@ class Workload:
         return sum(part.count * part.learned for part in self.parts)
 
     def weight_bytes(self, plain: float) -> float:
-        """Bytes of a parameter on average, of which one takes `plain` bytes that is not stored in few bits."""
+        """Average bytes per parameter; a parameter that is not stored in few bits takes `plain` bytes."""
         return plain + self.stored * (self.stored_bytes - plain)
 
     @cached_property
     def tensors(self) -> int:
-        """Tensors that they are in."""
+        """Number of tensors that hold these parameters."""
         return sum(part.count * part.tensors for part in self.parts)
 
     @cached_property

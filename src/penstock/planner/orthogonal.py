@@ -1,5 +1,5 @@
-"""Muon's products and what it sends, as operators: each matrix is orthogonalised whole by one of the devices that share
-it, its owner, which gathers the update and scatters the result in bf16 (`penstock.optim.muon`).
+"""Muon's products and transfers as operators: of the devices that share a matrix, one (its owner) orthogonalises the
+whole matrix; it gathers the update and scatters the result in bf16 (`penstock.optim.muon`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class OwnerSeconds(NamedTuple):
     """Seconds per step of one device."""
 
     products: float
-    """Newton–Schulz iterations of the matrices that it owns."""
+    """Newton–Schulz iterations of the device's own matrices."""
     sent: float
     """Gathering updates to their owners, and scattering them."""
 
 
 def newton_schulz(op: Op, size: float = _HALF) -> tuple[Op, ...]:
-    """The products of one iteration on the matrices of a linear layer, `op.batch` of (n, k), in elements of `size`
-    bytes."""
+    """The products of one iteration on the matrices of a linear layer: `op.batch` matrices of (n, k), in elements of
+    `size` bytes."""
     short, long = min(op.n, op.k), int(max(op.n, op.k))
     square, whole = op.batch * short * short * size, op.batch * short * long * size
 
@@ -50,8 +50,8 @@ def newton_schulz(op: Op, size: float = _HALF) -> tuple[Op, ...]:
 def update_operators(
     work: Workload, plan: Plan, share: DeviceShare, size: float = _HALF
 ) -> Iterator[tuple[float, Op]]:
-    """The operators by which one device orthogonalises updates, each with how often it runs; a collective once for each
-    matrix, with its bytes. None for another optimizer."""
+    """The operators by which one device orthogonalises updates, each with its number of runs; collectives run once per
+    matrix, with its bytes. Empty for other optimizers."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
         return
     adapted = any(op.adapter for _, op in learned_matrices(work))
@@ -61,7 +61,7 @@ def update_operators(
         (count, op) for count, op in every if dense > 1 and not (plan.ep > 1 and op.module == "experts")
     ]
     matrices = sum(count for count, _ in shared)
-    # Owners take turns: the one with most has the last, uneven turn too.
+    # Matrices are assigned in turn: the device with the most takes part in the last, incomplete round too.
     turns = math.ceil(matrices / plan.pp / dense) / matrices if matrices else 0.0
     for count, op in every:
         own = count * turns if (count, op) in shared else count / plan.pp
@@ -76,8 +76,8 @@ def update_operators(
 
 
 def owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> OwnerSeconds | None:
-    """Seconds of these operators; None for another optimizer. Iterations are in bf16 under every Plan, but in fp32
-    where that is faster: on a CPU without units for bf16."""
+    """Seconds of the operators of `update_operators`; None for other optimizers. Iterations are in bf16 under every
+    Plan, except on a CPU without bf16 units, where fp32 is faster."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
         return None
     return _owner_seconds(work, rates, plan, share)

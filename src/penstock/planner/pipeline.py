@@ -1,4 +1,5 @@
-"""How a pipeline splits a model's blocks, in runs and predictions alike, what it keeps, and how long it idles."""
+"""How a pipeline splits a model's blocks, in runs and predictions alike, what activations it keeps and how long it
+idles."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ StageTimes = tuple[float, float, float]
 
 
 def evenly(depth: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, equally many. Where that works only with entrance and exit each counted as a block, so they
-    count; else the first stages take one more than the others."""
+    """Equal numbers of blocks for each stage. If they are equal only when entrance and exit each count as a block,
+    these do count; otherwise the first stages get one block more than the others."""
     ends = depth % stages > 0 and (depth + 2) % stages == 0
     each, more = divmod(depth + 2 * ends, stages)
     return tuple(each + (i < more) - (ends and i in (0, stages - 1)) for i in range(stages))
@@ -27,11 +28,11 @@ def evenly(depth: int, stages: int) -> tuple[int, ...]:
 def balanced(
     costs: Sequence[float], stages: int, *, entrance: float = 0.0, end: float = 0.0
 ) -> tuple[int, ...]:
-    """Blocks of each of `stages` in a row, no more of them than blocks; the first also has the entrance and the last
-    the exit. They are split `evenly`, unless another cut leaves the costliest stage with less: then, of those
-    that leave it with least, one whose stages are near the mean.
+    """Number of consecutive blocks of each of `stages` stages (at most one stage per block); the first also has the
+    entrance and the last the exit. They are split `evenly`, unless another cut makes the costliest stage cheaper: then
+    a cut is taken that makes it cheapest and keeps the stages near the mean.
 
-    costs: those of blocks, in any unit.
+    costs: the blocks' costs, in any unit.
     """
     count, even = len(costs), evenly(len(costs), stages)
     if stages == 1:
@@ -40,7 +41,7 @@ def balanced(
     before = [0.0, *accumulate(costs)]
 
     def fits(at: int, stage: int, most: float) -> bool:
-        """Whether `stage` and those after it can split the blocks from `at` on with no more than `most` each."""
+        """Whether `stage` and the later stages can split the blocks from `at` on at a cost of at most `most` each."""
         for number in range(stage, stages):
             far = bisect_right(before, before[at] + most - ends[number]) - 1
             begun, at = at, min(far, count - (stages - number - 1))
@@ -80,22 +81,22 @@ def stage_counts(work: Workload, stages: int) -> tuple[int, ...]:
 
 
 class StageBlocks(NamedTuple):
-    """Blocks of each device of a pipeline, those of all its chunks together."""
+    """Blocks of each device of a pipeline, summed over its chunks."""
 
     first: float
     middle: float
-    """The most between the first and the last; 0 where there is none."""
+    """The largest number between the first and the last device; 0 if there is none between."""
     last: float
     runs: tuple[tuple[int, float], ...]
-    """Number of devices and blocks of each, for every run of devices with equally many blocks. The ends are runs of
-    their own."""
+    """Number of devices, and blocks of each, for every run of consecutive devices with equally many blocks. First and
+    last device are runs of their own."""
 
 
 def stage_blocks(
     work: Workload, pp: int, virtual: int = 1, of: Literal["model_flops", "learned", "experts"] = "model_flops",
 ) -> StageBlocks:  # fmt: skip
-    """The blocks of each of `pp` devices that hold `virtual` stages each. Those of an encoder–decoder count for what
-    they have of a quantity over the mean of all: their number times that mean is what a device has of it."""
+    """The blocks of each of `pp` devices that hold `virtual` stages each. In an encoder–decoder each block is weighted
+    by its amount of the quantity `of` over the mean block's: the result times that mean is the device's amount."""
     return _stage_blocks(work.whole or work, pp, virtual, of)
 
 
@@ -125,16 +126,16 @@ def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> StageBlocks
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
     """Idle time of the slowest stage under ZB-H1, in the unit of their times; `runs` are equal stages in a row.
 
-    Each stage waits for the first forward pass to come, for the first gradient after its own warm-up, and at the end
-    for what the gradients of weights that it deferred do not fill; the last of them to end decides. The simulator's
-    makespan is within 2.5 % of that.
+    Each stage waits for the first forward pass to arrive, for the first gradient after its own warm-up, and at the end
+    for the time that its deferred gradients of weights do not fill; the last stage to finish decides. The simulator's
+    makespan is within 2.5 % of this.
     """
     ranks = sum(count for count, _ in runs)
     round_trip = sum(count * (f + i) for count, (f, i, _) in runs)
     slowest = max(f + i + w for count, (f, i, w) in runs if count)
     first, before, returned, makespan = 0, 0.0, 0.0, 0.0
     for count, (f, i, w) in runs:
-        # What a stage waits for is convex in its rank, and so is largest at an end of its run.
+        # A stage's waiting time is convex in its rank, and so is largest at an end of its run.
         for at in (0, count - 1) if count > 1 else range(count):
             rank, ahead, back = first + at, before + at * f, returned + at * i
             warm_up = min(micro_batches, ranks - 1 - rank)
@@ -151,8 +152,8 @@ def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int)
 
 
 def in_flight(plan: Plan) -> float:
-    """Micro-batches whose activations the first device keeps at most, where its chunks are equal (Narayanan et al.
-    2021; Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
+    """The most micro-batches whose activations the first device keeps, if its chunks are equal (Narayanan et al. 2021;
+    Korthikanti et al. 2022, section 4.2.3 for interleaving)."""
     m = float(plan.accumulate)
     if plan.schedule == "gpipe":
         return m
@@ -160,11 +161,11 @@ def in_flight(plan: Plan) -> float:
 
 
 def most_blocks(work: Workload, plan: Plan, entrance: float = 0.0) -> tuple[float, float]:
-    """Blocks whose activations the fullest device but the last keeps, and the last: each as often as micro-batches are
-    in flight in it. The `entrance` is what the entrance keeps, in blocks."""
+    """Blocks whose activations the fullest device except the last keeps, and those of the last: each block counted once
+    per micro-batch in flight. `entrance` is the memory that the entrance keeps, in blocks."""
     chunks = _chunks(work.whole or work, plan.pp, plan.virtual, "model_flops")
     gpipe = plan.schedule == "gpipe"
-    # More than three times as many micro-batches as stages repeat what went before.
+    # Beyond three micro-batches per stage the schedule repeats.
     return _most_blocks(
         chunks, plan.accumulate if gpipe else min(plan.accumulate, 3 * plan.pp), gpipe, entrance
     )
@@ -187,10 +188,10 @@ def _most_blocks(
 
 
 def _device_blocks(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
-    """Blocks that a device keeps with `behind` stages behind it.
+    """Blocks whose activations a device keeps with `behind` later stages.
 
-    Where stages are interleaved, micro-batches pass each chunk in groups of as many as there are stages: after the
-    warm-up each forward pass is followed by a backward pass.
+    With interleaved stages, micro-batches pass each chunk in groups of `stages`; after the warm-up each forward pass is
+    followed by a backward pass.
     """
     virtual = len(chunks)
     if gpipe or virtual == 1:

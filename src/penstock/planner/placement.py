@@ -1,11 +1,11 @@
-"""Where to put the experts of a mixture, so that no device has much more to do than the others.
+"""Placement of a mixture's experts, so that no device has much more work than the others.
 
 Experts have loads, and each has one or more replicas, which take even shares of its tokens. A device has room for some
-replicas, and never two of one expert. With groups, all experts of a group are on one node, as routers want that choose
-a few groups first. The problem is that of DeepSeek's EPLB (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report", section
-3.4). Here, too, the largest pieces go first to the device with the least load; then slots are swapped, and replicas
-given to other experts, while that makes the busiest device less busy. The figure of a placement is the largest load of
-a device over the mean one; 1 is best.
+replicas, and never two of one expert. With groups, all experts of a group are on one node, which suits routers that
+choose a few groups first. The problem is that of DeepSeek's EPLB (DeepSeek-AI, 2024, "DeepSeek-V3 Technical Report",
+section 3.4). Here, too, the largest pieces go first to the device with the least load; then slots are swapped, and
+replicas given to other experts, while that makes the busiest device less busy. The figure of a placement is the largest
+device load over the mean; 1 is best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 _HOLE = -1
 """The expert of a slot that is left empty."""
 _EFFORT = 24_000
-"""Slots times experts of all starts: small placements start several times, from loads that are a little wrong."""
+"""Slots times experts over all starts: small placements start several times, from slightly perturbed loads."""
 _FEW_CHOICES = 100
 """Numbers of slots up to which all are tried."""
 
@@ -41,7 +41,7 @@ class Room(Checked, where="place"):
     """Groups of equally many experts, each of which stays on one node; 1: any expert may be anywhere."""
 
     def fitted(self, experts: int) -> Room:
-        """The same with a number of slots. Raises ConfigError where they cannot hold `experts` experts."""
+        """The room with its number of slots filled in. Raises ConfigError if they cannot hold `experts` experts."""
         slots = self.slots or experts
         problems = [
             f"place has {name}={value}, which {of} does not divide; choose one that does."
@@ -74,7 +74,7 @@ class Room(Checked, where="place"):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which experts each device holds. The replicas of an expert take even shares of its tokens."""
+    """The experts that each device holds. The replicas of an expert take even shares of its tokens."""
 
     devices: tuple[tuple[int, ...], ...]
 
@@ -84,7 +84,7 @@ class Placement:
         return max(_Cell(loads, self.devices).device_loads) * len(self.devices) / total if total else 1.0
 
     def moved(self, before: Placement) -> int:
-        """Slots that hold another expert than in a placement before, which must be fetched."""
+        """Number of slots whose expert differs from the placement `before` and must be fetched."""
         return sum(len(set(now) - set(then)) for now, then in zip(self.devices, before.devices))
 
 
@@ -120,8 +120,8 @@ def place(
 
 
 def bound(loads: Sequence[int], room: Room) -> float:
-    """A figure that no placement is below: that of the node with the heaviest group, and of the device with the largest
-    piece where experts are cut so that it is smallest."""
+    """A lower bound of any placement's figure: from the node with the heaviest group, and from the device with the
+    largest piece when replicas are assigned so that it is smallest."""
     room = room.fitted(len(loads))
     assert room.slots is not None
     if not (total := sum(loads)):
@@ -134,8 +134,8 @@ def bound(loads: Sequence[int], room: Room) -> float:
 
 
 def slots_needed(loads: Sequence[int], room: Room, target: float = 1.05) -> int | None:
-    """The fewest slots with which a placement's figure is at most `target`; None where no number that is tried is
-    enough, up to one replica on every device. Where there are many numbers to try, more slots are taken to be no worse.
+    """The fewest slots with which a placement's figure is at most `target`; None if no tried number is enough, up to
+    one replica on every device. If there are many numbers to try, it is assumed that more slots are never worse.
     """
     choices = range(len(loads), len(loads) * room.gpus // room.cells + 1, room.cells)
 
@@ -154,8 +154,8 @@ def slots_needed(loads: Sequence[int], room: Room, target: float = 1.05) -> int 
 
 
 def _filled(loads: Sequence[int], guess: Sequence[float], room: Room) -> list[_Cell]:
-    """The devices that experts may be on, packed by `guess` and then improved: all of them together, or node by node
-    where there are groups."""
+    """The devices, filled by the loads in `guess` and then improved: all together, or node by node if there are
+    groups."""
     assert room.slots is not None
     size, every = len(loads) // room.groups, [list(range(len(loads)))]
     if room.cells > 1:
@@ -181,7 +181,7 @@ def _group_loads(loads: Sequence[float], groups: int) -> list[float]:
 
 
 def _counts(loads: Sequence[float], slots: int, most: int) -> list[int]:
-    """How many replicas each expert has, at most `most`: the next is always of the expert with the largest pieces."""
+    """Number of replicas of each expert, at most `most`: the next always goes to the expert with the largest pieces."""
     counts = [1] * len(loads)
     waiting = [(-float(load), expert) for expert, load in enumerate(loads)]
     heapify(waiting)
@@ -213,7 +213,7 @@ def _packed(loads: Sequence[float], experts: list[int], devices: int, slots: int
             able = sorted((d for d in range(devices) if expert not in holds[d]), key=device_loads.__getitem__)
             device = next((d for d in able if len(holds[d]) < per_device), None)
             if device is None:
-                # The devices with room have this expert already, and one of them takes another's in exchange.
+                # The devices with room already have this expert, so another device moves a replica there to make room.
                 room = next(d for d in range(devices) if len(holds[d]) < per_device)
                 device, other = next((d, e) for d in able for e in holds[d] if e not in holds[room])
                 move(other, room, device)
@@ -222,7 +222,7 @@ def _packed(loads: Sequence[float], experts: list[int], devices: int, slots: int
 
 
 class _Cell:
-    """Devices over which experts may be anywhere, their slots, and the loads that follow."""
+    """Devices among which experts can move freely, with their slots and the resulting loads."""
 
     def __init__(self, loads: Sequence[int], slots: Sequence[Sequence[int]]) -> None:
         self.loads = loads
@@ -241,8 +241,8 @@ class _Cell:
         self.top = max(range(len(self.slots)), key=self.device_loads.__getitem__)
 
     def descend(self, budget: float = math.inf) -> int:
-        """Make the busiest device less busy step by step, until no step does, or more than `budget` slots would have
-        other experts. Returns how many have."""
+        """Reduce the busiest device's load step by step, until no step does, or more than `budget` slots would change
+        their expert. Returns the number of changed slots."""
         start = [set(experts) for experts in self.slots]
         changed = 0
         while step := self._swap() or self._new_replica():
@@ -258,8 +258,8 @@ class _Cell:
         return changed
 
     def _swap(self) -> list[tuple[int, int, int]]:
-        """A slot of the busiest device and one of another, swapped so that the larger load is smallest: each device,
-        slot and new expert. Empty where no swap lowers the load."""
+        """The swap between a slot of the busiest device and a slot of another that makes the larger load smallest: each
+        device, slot and new expert. Empty if no swap lowers the load."""
         top, loads, piece = self.top, self.device_loads, self.piece
         best, step = loads[top] * (1 - 1e-9), []
         for other, slots in enumerate(self.slots):
@@ -278,15 +278,15 @@ class _Cell:
         return step
 
     def _new_replica(self) -> list[tuple[int, int, int]]:
-        """A replica of another expert that becomes one more of an expert of the busiest device, so that the largest of
-        the loads that change is smallest: device, slot and new expert. Empty where no replica lowers the load."""
+        """The slot to reassign to an expert of the busiest device, as one more replica, so that the largest changed
+        load is smallest: device, slot and new expert. Empty if none lowers the load."""
         best, step = self.device_loads[self.top] * (1 - 1e-9), []
         for less, where in self.holders.items():
             if len(where) < 2:
                 continue
             up = self.loads[less] / (len(where) - 1) - self.piece[less]
             over = [d for d in where if d != self.top and self.device_loads[d] + up >= best]
-            # Where the pieces that grow are too much for a device, it must be this one that loses its own.
+            # If the grown pieces are too much for a device, the replica must be taken from that device.
             for device in (over or where) if len(over) < 2 else ():
                 for more in self.slots[self.top]:
                     if more not in (less, _HOLE) and more not in self.slots[device]:
@@ -296,7 +296,7 @@ class _Cell:
         return step
 
     def _after(self, less: int, more: int, device: int) -> float:
-        """The largest load of those that change when a replica of `less` on a device becomes one of `more`."""
+        """The largest changed load after a replica of `less` on a device is replaced by a replica of `more`."""
         up = self.loads[less] / (len(self.holders[less]) - 1) - self.piece[less]
         down = self.loads[more] / (len(self.holders[more]) + 1) - self.piece[more]
         changed = {d: self.device_loads[d] + up for d in self.holders[less]}
@@ -307,7 +307,7 @@ class _Cell:
 
 
 def _require_same(before: Placement, experts: int, room: Room) -> None:
-    """Raise ConfigError where a placement before is not one of these experts on these devices."""
+    """Raise ConfigError if the placement `before` is not of these experts on these devices."""
     slots = [expert for device in before.devices for expert in device]
     twice = any(len(set(device)) < len(device) for device in before.devices)
     if (

@@ -33,7 +33,7 @@ from penstock.report.page import cell
 from penstock.report.units import duration
 
 CONTEXT_BYTES = 0.9 * 2**30
-"""Bytes that one process takes on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
+"""Bytes that one process uses on a GPU before any tensor: its context, and the handles and workspaces of libraries."""
 MARGIN = 0.98
 """Share of a device's memory that a prediction may fill: 13 of the 14 published rows of tensors' memory are predicted
 within 1.8 %."""
@@ -50,17 +50,17 @@ class Prediction:
     samples_per_second: float
     """Samples per second over all devices."""
     memory_bytes: int
-    """Peak, without what the allocator and libraries add on one device; with a margin for it on several."""
+    """Peak, without the memory that allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
-    """Whether that is within `room`: the machine's memory without what context and libraries take."""
+    """Whether `memory_bytes` is within `room`: the machine's memory less that of context and libraries."""
     model_flops_per_second_per_gpu: float
-    """Forward and backward of the model, attention in full; what is computed twice is not counted."""
+    """FLOPs of the model's forward and backward passes, with full attention; recomputation is not counted."""
     mfu: float
     """Model FLOP/s as a share of `peak_flops`."""
     hfu: float
-    """The same with what is computed twice."""
+    """The same with recomputed FLOPs included."""
     peak_flops: float
-    """The machine's peak in the type that the plan computes its linear layers in."""
+    """The machine's peak in the type in which the plan computes linear layers."""
     peak_name: str
     seconds: dict[str, float]
     """`iteration_seconds` by part."""
@@ -80,13 +80,13 @@ class Prediction:
     forward_seconds: float = 0.0
     """Forward pass of the slowest stage, for one micro-batch."""
     backward_seconds: float = 0.0
-    """Backward pass of that stage, with what is computed again."""
+    """Backward pass of that stage, recomputation included."""
     weight_gradient_seconds: float = 0.0
     """Part of `backward_seconds` for the gradients of weights, which a zero-bubble schedule defers."""
     memory_limit_bytes: int = 0
     """The machine's memory; 0 where it is unknown."""
     interval: Interval | None = None
-    """How far predictions of this kind have been off."""
+    """The error of earlier predictions of this kind."""
 
     def _repr_html_(self) -> str:
         """HTML for a notebook."""
@@ -119,10 +119,10 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Predict one optimizer step of `model` under `plan` on the devices of `machine` that the plan takes.
 
-    `software` says what is not as in Penstock's own training, `real` and `words` what a batch is like, and `uneven` how
-    evenly experts are visited: see `describe`. `learns` says how much of the model does, where not all.
+    `software` states differences from Penstock's own training; `real` and `words` describe a batch, and `uneven` how
+    evenly experts are visited: see `describe`. `learns` is the trained part of the model, if not all of it.
 
-    Raises ConfigError, with every reason, where the machine cannot compute so, or for a layout that cannot be.
+    Raises ConfigError, with every reason, if the machine cannot run the plan or the layout is impossible.
     """
     _refuse(model, machine, plan)
     work = describe_on(machine, model, plan, software, real=real, words=words, uneven=uneven)
@@ -137,8 +137,8 @@ def predict_pass(
     """Seconds of one forward pass in inference, without loss and dropout, over `plan.micro_batch` samples on one
     device, each operator launched by Python.
 
-    Linear layers of blocks store their `weights` for inference, and with `heads` those of heads, too. Where `machine`
-    has no rate of such layers, `penstock.planner.stored.assumption` says which is taken.
+    Linear layers of blocks store their `weights` for inference, and with `heads` those of heads, too. If `machine` has
+    no rate of such layers, `penstock.planner.stored.assumption` names the rate used instead.
 
     Raises ConfigError as `predict` does.
     """
@@ -161,7 +161,7 @@ def predict_pass(
 
 
 def predict_pass_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> tuple[int, float]:
-    """The parameters of that pass, and the most bytes that tensors take in it beside them.
+    """The number of parameters in the pass of `predict_pass`, and the peak bytes of all other tensors in it.
 
     Raises ConfigError as `predict` does.
     """
@@ -176,8 +176,7 @@ def _without_chance(stack: Stack) -> Stack:
 
 
 def predict_workload(work: Workload, machine: Machine, plan: Plan) -> Prediction:
-    """Predict, as `predict` does, from operators that are known: those of `describe`, or those recorded of a model in
-    fp32."""
+    """Predict, as `predict` does, from known operators: from `describe`, or recorded from a model in fp32."""
     _refuse(None, machine, plan)
     work = work if work.kept_bytes is None else as_planned(work, plan)
     return prediction_of(work, machine, plan, rates_of(machine, plan), work.parameters)
@@ -193,8 +192,7 @@ def prediction_of(
     work: Workload, machine: Machine, plan: Plan, rates: Rates, parameters: int, *,
     parts: dict[str, float] | None = None, software: Software = PENSTOCK,
 ) -> Prediction:  # fmt: skip
-    """Predict, as `predict` does, for a layout known to be possible; `parts` is its memory where it is known
-    already."""
+    """Predict, as `predict` does, for a layout known to be possible; `parts` is its memory if that is known already."""
     time = step(work, rates, plan, software)
     share_processors(time, work, rates, plan)
     seconds = time.total
@@ -221,7 +219,7 @@ def prediction_of(
 
 @lru_cache(maxsize=8192)
 def repeated_flops(work: Workload, how: Recompute = NOTHING) -> float:
-    """FLOPs of one micro-batch that are computed twice."""
+    """FLOPs of one micro-batch that are recomputed."""
     again = 0.0
     for part in work.parts:
         again += part.count * sum(op.repeated_flops for op in (*part.forward, *part.backward))
@@ -236,13 +234,13 @@ ROWS_OF = ("a100-40g", "a100-80g", "h100", "h200", "h800")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Range of measured over predicted seconds for rows of one kind: four of five lie from `low` to `high`."""
+    """Range of measured over predicted seconds for rows of one kind: four of five are between `low` and `high`."""
 
     low: float
     high: float
     spread: float
-    """How much two rows of one model may differ by error alone: four of five errors are so near to their model's
-    mean. Layouts that are not further apart than this are called equal."""
+    """Difference between two rows of one model that error alone can cause: four of five errors are within it of their
+    model's mean. Layouts that differ by no more than this are called equal."""
     rows: int
     words: str
 
@@ -255,7 +253,7 @@ class Interval:
 def interval_of(*, vision: bool, machine: Machine) -> Interval:
     """The interval of predictions of language or vision models on a machine.
 
-    For a chip that no row was made on it is the widest of its kind, and its words say that it is a guess.
+    For a chip without published rows it is the widest interval of its kind, and its text calls it a guess.
     """
     table = _intervals()
     if machine.device == "cpu":

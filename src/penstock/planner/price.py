@@ -1,19 +1,19 @@
 """Cost of one operator on one device: operator × Machine × Numerics → seconds.
 
-On a GPU an operator takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009, "Roofline:
-an insightful visual performance model") and the gap to the next kernel. In plain attention the scores are sums over one
-head, so short that storing a tile of them takes as long as computing it, and hides behind nothing of the tile's own:
-what its products write is added. On a CPU a core packs the factors of a product into panels and then multiplies them,
-and it reads what an activation needs and then computes exponentials: little of the moving hides behind the computing,
-so the two are added. Weights that are stored for inference are packed already: each panel is read from memory while the
-first few rows are multiplied by it, of which what takes longer counts, and from a cache for the others. Measured rates
-are those of operands in a cache; the moving is from memory. Those of a vocabulary fit no cache, so that their rate has
-the moving in it.
+On a GPU, an operator takes max(FLOPs / rate, bytes / bandwidth) (Williams, Waterman and Patterson, CACM 2009,
+"Roofline: an insightful visual performance model") plus the gap to the next kernel. In plain attention the scores are
+sums over one head, so short that storing a tile takes as long as computing it and cannot overlap that computation: the
+time of writing them is added. On a CPU, a core packs the factors of a product into panels and then multiplies them, and
+reads the inputs of an activation and then computes exponentials: data movement barely overlaps computation, so the two
+are added. Weights stored for inference are already packed: each panel is read from memory while the first few rows are
+multiplied by it (the longer of the two counts), and from a cache for the other rows. Measured rates are for operands in
+a cache; movement from memory is added. Products over a vocabulary fit no cache, so their measured rate includes the
+movement.
 
 A fused attention kernel's thread block loads a tile of queries, goes over the keys that the tile may see, and stores
 its result (Dao 2023, sections 3.1 and 3.3). Matrix products and exponentials run on different units, but each tile
-needs the one before the other (Shah et al. 2024, section 3.1). What a tile loads before it begins and stores at its end
-hides behind nothing of its own. So all are added.
+needs the one before the other (Shah et al. 2024, section 3.1). Neither the tile's first loads nor its final stores
+overlap its own computation. So all are added.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from penstock.planner.rates import Rates
 ROWS, COLUMNS = 128, 64
 """Queries and keys of a tile of fused attention."""
 MOVED = {True: 2.0, False: 10.0}
-"""Traffic of fused attention that it does not hide, in sizes of all queries, forward and backward. Backward: keys and
-values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in fp32 the gradients
-of queries, cleared and read (4)."""
+"""Traffic of fused attention that it cannot overlap, in multiples of the size of all queries, forward and backward.
+Backward: keys and values, and their gradients (4); results and their gradients, read for the sums over rows (2); and in
+fp32 the gradients of queries, cleared and read (4)."""
 STREAMED_ROWS = 6
 """Rows that are multiplied at once by a panel of weights stored for inference: the height of a tile of
 `native/integers.cpp`."""
 USUAL_ROW = 197
-"""Numbers in a row of a softmax, where an operator does not say."""
+"""Elements in a row of a softmax, if an operator does not state them."""
 
 
 def seconds(op: Op, rates: Rates) -> float:
-    """Seconds of one operator other than a collective; on a CPU without what launching it takes."""
+    """Seconds of one operator other than a collective; on a CPU without its launch."""
     if rates.cpu:
         return _host_seconds(op, rates)
     if op.kind in MATRIX:
@@ -51,7 +51,7 @@ def seconds(op: Op, rates: Rates) -> float:
             one_expert = by.seconds(op.m, op.n, op.k, form=op.form, over_rows=op.over_rows)
             moved = (op.read + op.written) / rates.memory
             return max(op.launches * one_expert, moved) + op.launches * rates.kernel_seconds
-        # Experts have different numbers of rows; those of the gradients of their weights are in the inner length.
+        # Experts have different numbers of rows; for their weights' gradients the rows are the inner length.
         uneven = op.module == "experts" and op.batch > 1 and not op.over_rows
         m, n, k = (padded_entries("cuda", round(size)) if op.padded else size for size in (op.m, op.n, op.k))
         computed = by.seconds(m, n, k, op.batch, form=op.form, over_rows=op.over_rows, uneven=uneven)
@@ -73,7 +73,7 @@ def products_of(op: Op, rates: Rates) -> Products:
 
 
 def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
-    """Seconds of a collective over `size` devices that are `stride` apart, hidden or not."""
+    """Seconds of a collective over `size` devices that are `stride` apart, overlapped or not."""
     group = group_of(rates, size, stride)
     if op.kind == "allreduce":
         return reduce_seconds(group, op.read)
@@ -84,8 +84,8 @@ def collective_seconds(op: Op, rates: Rates, size: int, stride: int) -> float:
 
 
 def keys_computed(queries: float, keys: float, *, causal: bool = False, window: int = 0) -> float:
-    """Keys that a query is compared with on average, in whole tiles; `causal` is for as many keys as queries, and
-    `window` limits how many keys back a query sees."""
+    """Average number of keys that a query is compared with, in whole tiles; `causal` assumes equally many keys and
+    queries, and `window` is the number of preceding keys that a query sees."""
     rows = -(-queries // ROWS)
     wide = -(-keys // COLUMNS) * COLUMNS
     keys_of_all = wide * rows * ROWS / queries
@@ -93,7 +93,7 @@ def keys_computed(queries: float, keys: float, *, causal: bool = False, window: 
         keys_of_all = (ROWS * (rows * (rows - 1) // 2) + wide) * ROWS / queries
     if not window or window >= keys:
         return keys_of_all
-    # A tile of queries sees the window before its first one, and up to its last one.
+    # A tile of queries sees the window before its first query, and keys up to its last query.
     keys_in_window = (-(-(window + ROWS) // COLUMNS) * COLUMNS) * rows * ROWS / queries
     return min(keys_of_all, keys_in_window * (1 if causal else 2))
 
@@ -101,11 +101,11 @@ def keys_computed(queries: float, keys: float, *, causal: bool = False, window: 
 def fused_seconds(op: Op, rates: Rates) -> float:
     """Seconds of one pass of a fused attention kernel on a GPU.
 
-    Of a single query per head, as when a token is generated, the keys are what is split among thread blocks.
+    With a single query per head, as when a token is generated, the keys are split among thread blocks.
     """
     if op.m <= 1:
         return max(op.flops / rates.attention, (op.read + op.written) / rates.memory)
-    # Under context parallelism a device has some of the queries, early and late ones.
+    # Under context parallelism a device has a part of the queries, some early and some late.
     queries = op.n if op.causal else op.m
     scores = op.batch * op.m * keys_computed(queries, op.n, causal=op.causal, window=op.window)
     flops = (4.0 if op.forward else 10.0) * scores * op.k
@@ -139,7 +139,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
     backward = "" if op.forward else "_backward"
     if op.kind in MATRIX:
         measured = None
-        # A product of scores in blocks of queries, which look at some of the keys.
+        # Scores are computed in blocks of queries, which attend to a part of the keys.
         share = op.window / max(op.m, op.n, op.k) if op.window else 1.0
         if op.kind == "bmm":
             features, _, tokens = sorted((op.m, op.n, op.k))
@@ -164,7 +164,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         measured = rates.kernel(special, op.n, op.k) if special else None
         measured = measured or rates.kernel(f"attention{backward}", op.n, op.k)
         if measured:
-            # What a fused kernel moves lay in the cache when it was measured, and mostly does so in a step.
+            # A fused kernel's operands were in the cache when it was measured, and mostly are in a step.
             return flops / measured
         rate = rates.products.rate(op.m, op.n, op.k) * rates.attention_share
         return max(flops / rate, moved)

@@ -1,4 +1,4 @@
-"""How long matrix products take: as measured nearby, or by what tiles and waves leave idle."""
+"""Time of matrix products, from measured nearby shapes, or from the idle share of tiles and waves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.config.machine import ProductForm
 NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 NEAR = 1e-6
-"""Squared distance in logarithms below which a shape is as good as measured."""
+"""Squared distance in logarithms below which a shape counts as measured."""
 RELATIVE_RATES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (64, 64): 0.6}
 """Tiles that libraries choose among, rows and columns, and their relative rate: smaller ones load more per product."""
 TILES = tuple((rows, columns, rows * columns / rate) for (rows, columns), rate in RELATIVE_RATES.items())
 MOST_PARTS = 4
-"""Into which the inner length of a product is cut, where its tiles fill the last wave badly."""
+"""The most parts into which the inner length of a product is cut, where its tiles fill the last wave badly."""
 SPLIT_DEPTH = 1024
 """Least inner length of one part, where a product is cut along it over more multiprocessors."""
 LINE = 64
@@ -28,15 +28,15 @@ UNALIGNED_SHARE = 0.8
 ODD_SHARE = 0.25
 """Rows whose start is no multiple of 16 bytes cannot be loaded by vector instructions."""
 FEW_ROWS = 8
-"""Rows or columns up to which a product is one of vectors, which no tiles pad."""
+"""Rows or columns up to which a product is a matrix–vector product, which is not padded to tiles."""
 VECTOR = 8
 """Numbers in a CPU's vector, of 32 bytes in fp32."""
 VOCABULARY = 1 << 14
-"""Outputs of a linear layer from which a CPU multiplies it at other rates."""
+"""Number of outputs of a linear layer from which on a CPU multiplies it at another rate."""
 SPECIAL: dict[ProductForm, ProductForm] = {
     "ragged": "forward", "vocabulary": "forward", "vocabulary_input": "input", "vocabulary_weight": "weight",
 }  # fmt: skip
-"""Forms that are priced as a share of another form's rate, and that other form."""
+"""Forms priced as a share of another form's rate, with that other form."""
 
 
 Samples = list[tuple[float, float, float, float]]
@@ -56,7 +56,7 @@ def nearby_rate(samples: Samples, sizes: tuple[float, float, float], nearest: in
 
 
 class Chip(NamedTuple):
-    """Figures that decide how long a GPU computes a product: its rate for large ones and how it cuts them up."""
+    """Figures that decide a product's time on a GPU: the rate for large products and how they are tiled."""
 
     rate: float
     multiprocessors: int
@@ -66,11 +66,11 @@ class Chip(NamedTuple):
     def seconds(
         self, m: float, n: float, k: float, batch: float, *, over_rows: bool, uneven: bool = False
     ) -> float:
-        """Seconds of computing the products, by the best of the tile shapes, without moving what they read and write.
-        With `uneven` m is the mean of products with different numbers of rows.
+        """Seconds of computing the products with the best of the tile shapes, without moving their operands and
+        results. With `uneven` m is the mean of products with different numbers of rows.
 
         Tiles are whole, and so are waves over all multiprocessors. A product that fills its waves badly is cut along
-        its inner length, each part adding its sums in fp32 to those of the others.
+        its inner length; the parts' sums are added in fp32.
         """
         rate, sms, depth, memory = self
         if min(m, n) <= FEW_ROWS:
@@ -96,29 +96,28 @@ class Products(NamedTuple):
     ceiling: float
     """No product is faster."""
     chip: Chip | None
-    """How a GPU without measured products cuts them up."""
+    """How a GPU without measured products tiles them."""
     shares: Mapping[ProductForm, float] = MappingProxyType({})
     """Shares of its form's rate that a CPU's product of each `SPECIAL` form keeps, where they were measured."""
     streamed: float = 0.0
     """Bytes of a weight where a CPU's weights are stored in the order in which their kernel reads them, so that reading
-    them from memory hides behind a part of the product; else 0."""
+    them from memory overlaps a part of the product; else 0."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,
         uneven: bool = False,
     ) -> float:  # fmt: skip
-        """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, whatever they move.
+        """Seconds of computing `batch` products (m, k) @ (k, n) in one launch, without data movement.
 
-        `over_rows` says that both factors are stored with their inner length from row to row, as for a weight's
-        gradient, whose inner length is the tokens: then rows are aligned by m and n, and not by n and k. `uneven`
-        is as in `Chip`.
+        `over_rows`: both factors store their inner dimension across rows, as for a weight's gradient, whose inner
+        dimension is the tokens: then m and n decide the alignment of rows, not n and k. `uneven` is as in `Chip`.
         """
         if self.chip is not None:
             return self.chip.seconds(m, n, k, batch, over_rows=over_rows, uneven=uneven)
         return 2.0 * m * n * k * batch / self.rate(m, n, k, form)
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
-        """FLOP/s, as measured nearby."""
+        """FLOP/s, from measured nearby shapes."""
         if form in SPECIAL:
             return self.shares.get(form, 1.0) * self.rate(m, n, k, SPECIAL[form])
         samples = self.measured.get(form) or self.measured.get("forward")
@@ -127,9 +126,8 @@ class Products(NamedTuple):
 
 @lru_cache(maxsize=1 << 15)
 def _wave_area(multiprocessors: int, m: float, n: float, count: float, uneven: bool) -> float:
-    """Numbers of the result, were `count` products (m, n) as large as the waves of tiles that they take: of the tile
-    shape that takes least, its relative rate made up for by its size.
-    The last tile of rows of `uneven` products is half full on average."""
+    """Elements of the result of `count` products (m, n), rounded up to whole waves of tiles, and divided by the tile's
+    relative rate; for the best tile shape. The last tile of rows of `uneven` products is half full on average."""
     best = math.inf
     for rows, columns, area in TILES:
         high = max(1.0, m / rows + 0.5) if uneven else -(-m // rows)

@@ -1,4 +1,4 @@
-"""Rates of one device under a Plan: a Machine's figures as prices want them."""
+"""Rates of one device under a Plan: a Machine's figures, converted for `penstock.planner.price`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.planner.stored import basis_of, stored_samples
 
 DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
-"""Link to the host of a device whose Machine does not state it: sixteen lanes of PCI Express 3.0."""
+"""Host link of a device whose Machine does not state it: sixteen lanes of PCI Express 3.0."""
 HOST_LINK_SHARE = 0.8
 """Share of that link that copies of pinned memory reach, less the headers of its packets."""
 CITED_FEATURES = 128
@@ -27,17 +27,17 @@ EXPONENTIALS_PER_CLOCK = 16
 """Exponentials of one multiprocessor per clock, on every chip since Volta (CUDA C++ Programming Guide, arithmetic
 instructions)."""
 SLOWEST_CLOCK = 1.2e9
-"""Below what chips for training run at, and above half of it."""
+"""A clock below that of training chips, and above half of it."""
 NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
 OLD_UNITS = 0.6
 """Share of a Hopper chip's peak that kernels written for the units of Ampere can reach."""
 PRODUCTS_IN_FP32 = 3
-"""Products in TF32 that make one of nearly fp32 on tensor cores, as torch's memory-efficient kernel multiplies it
+"""TF32 products that make up one product of nearly fp32 accuracy in torch's memory-efficient kernel
 (aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h)."""
 CPU_HALF_FUSED_SHARE = 0.12
-"""Share of the half-precision product rate that torch's fused attention reaches on a CPU where a Machine does not hold
-it: the kernel converts as it goes. fp32 has no such loss."""
+"""Share of the half-precision product rate that torch's fused attention reaches on a CPU, if the Machine does not state
+it: the kernel converts types on the fly. fp32 has no such loss."""
 NATIVE_SHARE = 0.55
 """The same share of Penstock's own attention kernel (`native/attention.cpp`): 98 to 115 of 200 GFLOP/s for ViT-S, BERT
 and GPT-2 on one core with AVX512-BF16."""
@@ -53,12 +53,12 @@ class Rates:
     """FLOP/s of the type that linear layers compute in, from the datasheet: the base of MFU."""
     peak_name: str
     products: Products
-    """Matrix products in the type that the plan computes in outside 8 bits."""
+    """Matrix products in the plan's computing type, outside 8-bit layers."""
     narrow: Products | None
     """Matrix products in the 8 bits of the plan's `products`, or of weights that are stored for inference; None where
     these are plain."""
     exact: Products
-    """Matrix products in fp32, whatever the plan computes in: those of routers."""
+    """Matrix products in fp32 regardless of the plan's types, such as a router's."""
     product_rate: float
     """FLOP/s of large products outside 8 bits."""
     attention: float
@@ -66,7 +66,7 @@ class Rates:
     attention_backward: float
     """The same for its backward pass, which forms the scores again."""
     biased_attention: tuple[float, float]
-    """The same of both passes where numbers are added to the scores: only the memory-efficient kernel takes them."""
+    """The same of both passes with a bias added to the scores, which only the memory-efficient kernel supports."""
     attention_share: float
     """Share of the rate of products that fused attention reaches on a CPU where its own rate was not measured."""
     exponentials: float
@@ -95,20 +95,20 @@ class Rates:
     call_seconds: float
     """Additional cost of each collective between processes on a CPU."""
     pairs: Rates | None
-    """Rates within groups of two, where these were measured by themselves."""
+    """Rates within groups of two devices, if measured separately."""
     collective_share: float
-    """Share of the multiprocessors that a collective keeps from what runs beside it."""
+    """Share of the multiprocessors that a collective takes from concurrent kernels."""
     host: float
     """Rate between a device and host memory, one direction."""
 
     def kernel(self, name: str, tokens: float = 1, features: float = 1) -> float | None:
-        """Per second, of a CPU's operator of that shape; None if it was not measured."""
+        """Measured rate per second of a CPU's operator at that shape; None if it was not measured."""
         samples = self.kernels.get(name)
         return nearby_rate(samples, (tokens, features, 1.0), NEAREST) if samples else None
 
 
 def product_type(numerics: Numerics, machine: Machine) -> str:
-    """The key of `machine.peak_flops` that products outside layers in 8 bits run under."""
+    """The key of `machine.peak_flops` for products outside 8-bit layers."""
     if numerics.factors != "tf32":
         return numerics.compute
     wish = "fp32_medium" if machine.device == "cpu" else "tf32"
@@ -119,7 +119,7 @@ def rates_of(
     machine: Machine, plan: Plan, constants: Constants = DEFAULT, *, launch_blocking: bool = False,
     weights: formats.Products = "plain",
 ) -> Rates:  # fmt: skip
-    """The rates of `machine` under `plan`, which the rules allow there, with `weights` stored for inference."""
+    """The rates of `machine` under `plan`, which must be legal there, with `weights` stored for inference."""
     return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking, weights)
 
 
@@ -131,7 +131,7 @@ def _rates(
     cpu, basis, type_ = machine.device == "cpu", basis_of(machine, weights), product_type(numerics, machine)
     narrow = PRODUCTS[weights if basis == "training" else numerics.products].weights
     peak_name, stored = narrow or type_, PRODUCTS[weights].weights
-    # Layers that stay out of few bits are packed, too.
+    # Layers that are not stored in few bits are packed, too.
     packed = [s for s in machine.gemm if weights != "plain" and s.form == "packed" and s.dtype == type_]
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
@@ -172,7 +172,7 @@ def _rates(
 
 
 def _stored_products(samples: Sequence[GemmSample], streamed: float) -> Products:
-    """Layers that store their weights for inference, `streamed` bytes each, by measured shapes."""
+    """Products of layers that store their weights for inference, `streamed` bytes per weight, by measured shapes."""
     best = max(sample.flops_per_second for sample in samples)
     return Products({"forward": _logarithms(samples, 1.0)}, best, None, streamed=streamed)
 
@@ -185,7 +185,7 @@ def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:
 def _products(
     machine: Machine, type_: str, constants: Constants, multiprocessors: int, memory: float
 ) -> Products:
-    """Matrix products in one type: by measured shapes, where there are any, of which long runs sustain a share."""
+    """Matrix products in one type: by measured shapes, if there are any, scaled to the share that long runs sustain."""
     share = sustained_share(machine, constants)
     measured: dict[ProductForm, Samples] = {}
     for s in machine.gemm:
@@ -216,8 +216,8 @@ def _kernels(machine: Machine, type_: str, numerics: Numerics) -> dict[str, Samp
 
 
 def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
-    """The rate of long runs of large products: of the best that was measured, or that a sweep found, or of the peak,
-    the share that the chip sustains."""
+    """The rate of long runs of large products: the sustained share of the best measured rate, of a sweep's best rate,
+    or of the peak."""
     measured = [s.flops_per_second for s in machine.gemm if s.dtype == type_ and s.plain]
     best = max(measured, default=None) or machine.achievable_flops.get(type_)
     if not best and type_ == "fp16":
@@ -228,7 +228,7 @@ def _sustained(machine: Machine, type_: str, constants: Constants) -> float:
 
 
 def sustained_share(machine: Machine, constants: Constants) -> float:
-    """Share of a burst's rate that the chip sustains: as measured under a minute of load, else as calibrated."""
+    """Share of the burst rate that the chip sustains: as measured over a minute of load, else as calibrated."""
     if machine.device == "cpu":
         return 1.0
     calibrated = constants.gemm_share_hopper if "fp8" in machine.peak_flops else constants.gemm_share
@@ -247,9 +247,9 @@ def exponentials_per_second(peak: float, multiprocessors: int) -> float:
 
 
 def products_rate(cited: float, exponentials: float, passes: float) -> float:
-    """FLOP/s of a kernel's products alone, from the rate of all of it with heads of `CITED_FEATURES`.
+    """FLOP/s of a kernel's products alone, from the whole kernel's rate with heads of `CITED_FEATURES`.
 
-    `passes` is the kernel's products over those of a forward pass: 1, or 2.5 of a backward pass.
+    `passes` is the kernel's FLOPs over a forward pass's: 1, or 2.5 for a backward pass.
     """
     return 1.0 / (1.0 / cited - 1.0 / (4 * CITED_FEATURES * passes * exponentials))
 
@@ -257,11 +257,11 @@ def products_rate(cited: float, exponentials: float, passes: float) -> float:
 def _attention(
     machine: Machine, type_: str, backend: str, constants: Constants, exponentials: float
 ) -> tuple[float, float]:
-    """Rates of the products of fused attention, forward and backward: what kernels of each generation are known to
-    reach with heads of `CITED_FEATURES`, less their exponentials.
+    """Rates of the products of fused attention, forward and backward: the published rates of each generation's kernels
+    with heads of `CITED_FEATURES`, without their exponentials.
 
-    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1). In fp32 torch has the
-    memory-efficient kernel alone, whatever `matmul` says.
+    Backward has 2.5 times the FLOPs, because the scores are formed again (Dao 2023, section 4.1). In fp32 torch only
+    has the memory-efficient kernel, regardless of `matmul`.
     """
     peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops

@@ -1,4 +1,4 @@
-"""Recomputation: the operators that run again, what a part then keeps, and what a budget of memory chooses.
+"""Recomputation: the operators that run again, the memory that a part then keeps, and the choice under a memory budget.
 
 A block recomputes in one of these ways. Words joined by a plus are done side by side.
 
@@ -29,15 +29,15 @@ CHOICES = ("selective", "mlp", "selective+mlp", "attention", "attention+mlp", "e
 """Ways that a budget chooses from."""
 FLOPS_PER_BYTE = 100.0
 """FLOPs that take as long as moving one byte, by which a budget compares operators: between a CPU's 10 and an H100's
-300. It orders choices, and is no time."""
+300. It only orders choices."""
 KEPT_PRODUCTS = {"operators": 2, "elementwise": 1}
-"""Ways that keep the output of one of so many products."""
+"""Ways that keep the output of one in n products, with n."""
 _LINK = 10.0
-"""How much longer a byte takes between devices."""
+"""Factor by which moving a byte between devices is slower."""
 
 
 class Recompute(NamedTuple):
-    """Recomputation as a Plan asks for it."""
+    """Recomputation as set in a Plan."""
 
     kind: str = "none"
     """One of the ways above, `none`, or `budget`."""
@@ -164,9 +164,9 @@ def choose(
     """How many blocks of each kind recompute in which way, so that all together keep at most `allowed` bytes, or as
     little as they can.
 
-    A knapsack of which each block takes one of several choices. The choices lie on a convex curve of bytes and
-    cost, and the steps along all curves are taken in the order of their cost per byte that they free: that is the best
-    choice but for the last block that moves (Sinha and Zoltners, "The Multiple-Choice Knapsack Problem", 1979).
+    A knapsack problem in which each block has one of several choices. The choices are on a convex curve of bytes and
+    cost, and the steps along all curves are taken in order of cost per freed byte: that is optimal except for the last
+    block that moves (Sinha and Zoltners, "The Multiple-Choice Knapsack Problem", 1979).
     """
     curves = [_curve(part, compiled) for part in work.blocks]
     counts = [[part.count] + [0] * (len(curve) - 1) for part, curve in zip(work.blocks, curves)]
@@ -199,7 +199,7 @@ class _Point(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _curve(part: Part, compiled: bool) -> tuple[_Point, ...]:
-    """The ways of one block that no mixture of two others beats, each keeping less than the one before it."""
+    """The ways of one block that no mixture of two others beats, each keeping less than the previous."""
     points = [_Point(sum(kept_by(part, NOTHING).values()), 0.0, "none")]
     for kind in CHOICES:
         how = Recompute(kind, compiled=compiled)
@@ -226,15 +226,15 @@ def _cost(op: Op) -> float:
 
 
 def every_nth(plan: Plan, depth: int) -> list[str]:
-    """The way in which each of `depth` blocks recomputes where no budget chooses: one of every n, and where n is not
-    whole the first from each multiple of n on."""
+    """The recomputation of each of `depth` blocks without a budget: one block of every n; if n is not whole, the first
+    block at or after each multiple of n."""
     turns = {math.ceil(turn * plan.recompute_every) for turn in range(depth)}
     return [plan.recompute if index in turns else "none" for index in range(depth)]
 
 
 def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
-    """The way in which each block of a model recomputes under a Plan, in the order in which they run. A budget's
-    choices for blocks of one kind are spread evenly, so that each stage of a pipeline has its share."""
+    """The recomputation of each block of a model under a Plan, in execution order. A budget's choices for blocks of one
+    kind are spread evenly, so that each stage of a pipeline has its share."""
     if plan.recompute != "budget":
         return every_nth(plan, work.depth)
     chosen = dict(Recompute.of(plan, work).chosen)
@@ -246,7 +246,7 @@ def block_kinds(model: ModelConfig, plan: Plan, work: Workload) -> list[str]:
 
 
 def _spread_evenly(counts: dict[str, int]) -> itertools.chain[str]:
-    """Each word as often as it counts, in turns as even as can be."""
+    """Each word repeated by its count, interleaved as evenly as possible."""
     total, used = sum(counts.values()), dict.fromkeys(counts, 0)
     order = []
     for place in range(1, total + 1):
@@ -257,7 +257,7 @@ def _spread_evenly(counts: dict[str, int]) -> itertools.chain[str]:
 
 
 def _last_needed(operators: tuple[Op, ...]) -> int:
-    """How many operators run until everything is kept: a product keeps what it reads, others what they make."""
+    """Number of operators that run until everything kept exists: a product keeps its input, others their output."""
     for i in range(len(operators) - 1, -1, -1):
         if operators[i].kept:
             return i if operators[i].kind == "gemm" else i + 1
@@ -284,7 +284,7 @@ def _by_policy(operators: tuple[Op, ...], how: Recompute) -> tuple[tuple[Op, ...
         stays = sum(piece for i, piece in enumerate(pieces) if (turn + i) % every == 0)
         turn += len(pieces)
         if op is products[-1] and how.compiled:
-            # Nobody needs the block's own result again.
+            # The block's own output is not needed again.
             continue
         if stays:
             group = "mlp" if _WRAPPED.get(op.module) == "mlp" else "attention"

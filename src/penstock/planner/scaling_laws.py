@@ -1,4 +1,4 @@
-"""How large a model, on how many tokens, for so much compute: four published laws, each named, because they disagree.
+"""Model size and number of tokens for a given compute, by four published laws; each is named, because they disagree.
 
 N is parameters, D tokens, C training FLOPs = 6 N D, L the expected loss in nats per token.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """A model and its tokens for some compute, by one law."""
+    """A model size and its tokens for a given compute, by one law."""
 
     law: str
     compute_flops: float
@@ -50,7 +50,7 @@ class ParametricLaw:
         return self.at(compute_flops, parameters)
 
     def at(self, compute_flops: float, parameters: float) -> Allocation:
-        """A model of a given size with a given compute."""
+        """The allocation at a given size and compute."""
         tokens = compute_flops / 6 / parameters
         loss = self.loss(parameters, tokens)
         return Allocation(

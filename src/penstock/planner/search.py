@@ -1,8 +1,8 @@
-"""Every legal layout of a model on a number of devices: predicted, ranked, and why the others lose.
+"""Every legal layout of a model on a number of devices: predicted, ranked, with reasons why the others are slower.
 
-The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation, but for what is fixed.
-Memory comes first, because it is cheap and rules most layouts out; times of blocks are shared between layouts that have
-them in common.
+The search is exhaustive over degrees, micro-batches, interleaving, sharding and recomputation, except for fixed fields.
+Memory is predicted first, because that is cheap and rules most layouts out; block times are cached and shared between
+layouts.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from penstock.report.page import cell
 from penstock.report.units import GIB
 
 _FAR = 64
-"""How far from the requested number of devices another one is looked for."""
+"""How far from the requested number of devices an alternative is searched."""
 _TRIES, _PARTS = 6, 64
-"""How often a budget is made smaller until it fits, and parts of a GiB that it is rounded down to."""
+"""Number of attempts to reduce a budget until it fits, and the parts of a GiB to which it is rounded down."""
 _REST = attrgetter(*(name for name in AXES if name != "micro_batch"))
 
 
 @dataclass(slots=True)
 class SearchResult:
-    """Result of a search: predictions that fit, best first, and what became of the others."""
+    """Result of a search: predictions that fit, best first, and counts of the other layouts."""
 
     predictions: list[Prediction] = field(default_factory=list)
     tried: int = 0
     too_large: int = 0
     """Layouts that do not fit."""
     nearest: tuple[Plan, float] | None = None
-    """The layout that needs least memory, of those that do not fit, and its bytes."""
+    """The layout that needs least memory among those that do not fit, and its bytes."""
 
     def _repr_html_(self) -> str:
         """HTML for a notebook."""
@@ -75,10 +75,10 @@ def search(
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
     micro-batch comes first only if it wins by more than the predictions' error.
 
-    `base` has the fields that are not searched (precision, attention, compilation, optimizer), and those of the
-    searched ones that `fixed` names; `global_batch` defaults to what keeps each layout's devices busy, at least one
-    sample per replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no
-    degrees multiply to `gpus`.
+    `base` has the fields that are not searched (precision, attention, compilation, optimizer), and the searched fields
+    that `fixed` names; `global_batch` defaults to a size that keeps each layout's devices busy, at least one sample per
+    replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no degrees
+    multiply to `gpus`.
     """
     result = explore(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep,
@@ -91,8 +91,8 @@ def search(
 
 
 def default_base(model: ModelConfig, machine: Machine, gpus: int) -> Plan:
-    """The Plan that a search starts from by default: half precision with master weights, or autocast of a model of
-    images on one device, and fused kernels.
+    """The Plan that a search starts from by default: half precision with master weights (for an image model on one
+    device, autocast), and fused kernels.
     """
     if machine.device == "cpu":
         return Plan(optimizer="fused")
@@ -110,12 +110,12 @@ class Base(NamedTuple):
     fixed: frozenset[str]
     """The fields that the line names."""
     assumed: str
-    """The settings that were taken for what the line leaves open; empty for none."""
+    """The default settings for fields that the line leaves open; empty for none."""
 
 
 def base_of(line: str | None, model: ModelConfig, machine: Machine, gpus: int) -> Base:
-    """The settings that a line asks for. One that names no precision gets what `default_base` has besides it, unless it
-    is the word `baseline`. Raises ConfigError as `Plan.parse`."""
+    """The settings of a Plan line. A line that names no precision is completed from `default_base`, unless it is the
+    word `baseline`. Raises ConfigError as `Plan.parse`."""
     usual = default_base(model, machine, gpus)
     plan, fixed = Plan.parse(line or ""), Plan.named(line or "")
     if "precision" in fixed or BASELINE in (line or "").split():
@@ -148,7 +148,7 @@ def explore(
 
     for plan in legal(gpus, batch):
         result.tried += 1
-        # What a micro-batch is too large for, a larger one is too: of the rest of the plan nothing shrinks with it.
+        # If a micro-batch does not fit, a larger one does not either: nothing else in the plan shrinks with it.
         rest = _REST(plan)
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             result.too_large += 1
@@ -181,7 +181,7 @@ def explore(
 
 
 def _budgeted(work: Workload, plan: Plan, limit: float, *, cpu: bool) -> Plan:
-    """The plan with a budget of recomputation that fills the `limit`; 0, the least, where nothing does."""
+    """The plan with the recomputation budget that fills the `limit`; 0, the least, if none fits."""
     if math.isinf(limit):
         return vary(plan, recompute="none")
     budget = limit
@@ -202,7 +202,7 @@ def _neighbours(
     `gpus` that have one of `batch`."""
     degrees = itertools.product(divisors(min(gpus, per_node)), stages(model, gpus))
     replicas = {gpus // (tp * pp) for tp, pp in degrees if gpus % (tp * pp) == 0}
-    # Of each number of replicas, what is next below and above.
+    # For each number of replicas, the next batch below and above.
     multiples = {count: batch // count * count for count in replicas}
     below = sorted({low for low in multiples.values() if 0 < low < batch}, reverse=True)
     above = sorted({low + count for count, low in multiples.items() if low + count > batch})
@@ -219,8 +219,8 @@ def _neighbours(
 
 
 def _even_first(ranked: list[Prediction]) -> list[Prediction]:
-    """Predictions with an odd micro-batch first only if it wins by more than predictions of one model are off: kernels
-    are made for even ones, and what an odd one loses in them is not predicted."""
+    """Predictions, with an odd micro-batch first only if it wins by more than the error between predictions of one
+    model: kernels are made for even sizes, and the loss of odd ones in them is not predicted."""
     if not ranked or ranked[0].interval is None or not _odd(ranked[0]):
         return ranked
     equal = ranked[0].iteration_seconds * (1 + ranked[0].interval.spread)
@@ -235,7 +235,7 @@ def _odd(prediction: Prediction) -> bool:
 
 
 def default_batch(model: ModelConfig, gpus: int) -> int:
-    """Samples of a step where none are asked for: a power of two near four million tokens, one per device at least."""
+    """Default number of samples of a step: a power of two near four million tokens, at least one per device."""
     target = max(gpus, 2**22 // max(1, counted_tokens(model)))
     batch = gpus
     while batch * 2 <= target:
@@ -247,8 +247,8 @@ def nothing_fits(
     model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float] = EVEN, *,
     global_batch: int | None = None, fixed: frozenset[str] = frozenset(), name: str = "",
 ) -> str:  # fmt: skip
-    """Why no layout fits, and what would make one fit: more devices, or the host's memory. `name` is the model's own,
-    where it is no preset; the others are those of the search."""
+    """The reason why no layout fits, and what would make one fit: more devices, or the host's memory. `name` is the
+    model's name if it is not a preset; the other arguments are as in the search."""
     limit = room(machine)
     assert result.nearest is not None
     plan, smallest = result.nearest
@@ -287,8 +287,8 @@ def _enough(
     model: ModelConfig, machine: Machine, gpus: int, base: Plan, fixed: frozenset[str], global_batch: int | None,
     uneven: Mapping[int, float],
 ) -> int | None:  # fmt: skip
-    """A number of devices on which the same search finds a layout that fits: the smallest within a node, and beyond it
-    one of whole nodes, at most a sixteenth more than the smallest."""
+    """A number of devices on which the same search finds a layout that fits: the smallest if that is within a node,
+    else a number of whole nodes, at most a sixteenth above the smallest."""
     space = Space(micro_batch=(1,), recompute=("none", "early"), sharding=("zero1", "fsdp"))
     limit, node = room(machine), machine.devices_per_node
 

@@ -27,12 +27,12 @@ from penstock.planner.stored import assumption, joined, storing
 from penstock.planner.terms import OpTerms
 
 WORKSPACE_BYTES = 2**30
-"""Activations of a step and what libraries keep."""
+"""Bytes of a step's activations and of libraries' memory."""
 PASS_LAUNCHES, BLOCK_LAUNCHES, TEXT_LAUNCHES = 80.0, 190.0, 5.0
-"""Python's work in a pass of our engine, in each of its blocks and for each text, counted in the smallest of a CPU's
-operators, besides launching what computes. Fitted to our engine on CPUs with GPTs of width 16, 2 and 8 blocks."""
+"""Python's work per pass of our engine, per block and per text, in units of a CPU's smallest operator, without launches
+of computing operators. Fitted to our engine on CPUs with GPTs of width 16, 2 and 8 blocks."""
 HOST_OPERATOR_SECONDS = 1.66e-6
-"""The smallest operator of a GPU's host, of which datasheets say nothing: what `penstock probe` measured on an EPYC."""
+"""Seconds of the smallest operator on a GPU's host, absent from datasheets: `penstock probe` measured it on an EPYC."""
 PASS_OPERATORS = 37
 BLOCK_OPERATORS = {
     "block": 16, "rotary": 24, "qk_norm": 4, "latent": 16, "mixture": 28, "shared": 6, "sigmoid": 6, "groups": 8,
@@ -44,8 +44,8 @@ experts, with some that every token visits, a sigmoid router, or groups, attends
 sides, capped scores, sinks, a clamped activation or biases of experts; and in each norm whose weight is around zero.
 Each takes a launch (`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
-"""How often a step passes over keys and values: it gathers them from the blocks of the paged cache, which reads and
-writes, and attends to them."""
+"""Number of times that a step accesses keys and values: gathering them from the blocks of the paged cache reads and
+writes, and attention reads."""
 Steps = Literal["device", "launched", "recorded"]
 
 
@@ -56,34 +56,34 @@ class Serving:
     batch: Count = 1
     """Sequences that are generated together."""
     prompt: Count = 512
-    """Tokens of each sequence, read at once before the first is generated."""
+    """Prompt tokens of each sequence, processed at once before the first token is generated."""
     generated: Count = 128
     """Tokens of each sequence after its prompt."""
     tp: Count = 1
     """Tensor parallel degree: devices that share each block."""
     pp: Count = 1
-    """Pipeline stages, which a token goes through one after the other."""
+    """Pipeline stages, which a token passes in turn."""
     ep: Count = 1
-    """Expert parallel degree: into how many parts the `tp` devices of a stage split a mixture's experts. Each
-    expert is then split over tp / ep of them and not over all: with ep=1 over all, with ep=tp it is whole on one."""
+    """Expert parallel degree: number of parts into which the `tp` devices of a stage split a mixture's experts. Each
+    expert is split over tp / ep devices: with ep=1 over all of them, with ep=tp it is whole on one."""
     uneven: Positive = 1.0
     """The largest load of a device over the mean, in visits to the experts that the devices hold; 1 or more."""
     spare: Natural = 0
     """Additional replicas of experts in each mixture, beyond one of each."""
     weight_bytes: Positive = 2.0
-    """Per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
+    """Bytes per weight: 2 in half precision, 1 in eight bits, 0.5 in four."""
     cache_bytes: Positive = 2.0
-    """Per number of the key–value cache."""
+    """Bytes per element of the key–value cache."""
     half: bool = True
     """Whether the device computes in half precision where it can; else in fp32."""
     steps: Steps = "device"
-    """How a GPU comes to its work. `device`: that work alone is counted. `launched`: our server, whose operators Python
-    launches one by one. `recorded`: our server with compile=whole, whose steps are played back as a whole, for all
-    slots (`batch`), and between which Python chooses tokens."""
+    """How a GPU's work is launched. `device`: only the device's work is counted. `launched`: our server, whose
+    operators Python launches one by one. `recorded`: our server with compile=whole, whose steps are replayed as a whole
+    for all slots (`batch`), with Python choosing tokens between steps."""
     weights: Products = "packed"
     """How linear layers store their weights and multiply, as `weights=` of generation says; `packed` is what `auto`
-    means on a CPU, and a GPU multiplies plain ones. With `fp8` those inside blocks do, all else is in half precision,
-    whatever `weight_bytes` says, and the machine must have fp8."""
+    means on a CPU; a GPU multiplies plain weights. With `fp8`, layers inside blocks use it and everything else is in
+    half precision, regardless of `weight_bytes`; the machine must support fp8."""
 
     @property
     def gpus(self) -> int:
@@ -101,21 +101,21 @@ class InferencePrediction:
     decode_seconds_per_token: float
     """Seconds between two tokens of a sequence, at the mean length of the cache."""
     tokens_per_second: float
-    """Generated tokens of all sequences together, prefill included."""
+    """Generated tokens per second of all sequences together, prefill time included."""
     weights_bytes: int
     cache_bytes: int
     memory_bytes: int
     fits: bool
     largest_batch: int
-    """Sequences whose cache the memory holds."""
+    """Number of sequences whose cache fits in memory."""
     assumption: str = ""
-    """A sentence that says which rate stands for one that the machine does not have; "" where none."""
+    """A sentence that names the rate used in place of one that the machine does not have; "" if none is needed."""
 
 
 def predict_inference(model: ModelConfig, machine: Machine, serving: Serving) -> InferencePrediction:
     """Predict generation with a decoder on `serving.gpus` devices of `machine`: seconds, and bytes of one device.
 
-    Raises ConfigError, with every reason, for sizes that cannot be and degrees that the model does not admit.
+    Raises ConfigError, with every reason, for impossible sizes and for degrees that are illegal for the model.
     """
     problems = check_fields(serving, "serving") or [*_degrees(model, serving)]
     if not model.graph.generates or model.graph.remembered:
@@ -155,11 +155,11 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> float:
 
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
-    """Bytes of the key–value cache of one token of one sequence, on one device: of all runs that a text goes through as
-    it is continued, such as a body and a branch of it; of an encoder–decoder, those of its decoder, for tokens of both.
-    An encoder keeps none.
+    """Bytes of the key–value cache per token and sequence, on one device, over all runs that a text passes as it is
+    continued, such as a body and its branch; for an encoder–decoder, those of its decoder, for tokens of both. An
+    encoder keeps none.
 
-    Where there are more devices than KV heads, several devices keep the same head; all keep the same latents.
+    With more devices than KV heads, several devices keep the same head; all devices keep the same latents.
     """
     if not model.graph.generates:
         return 0.0
@@ -168,12 +168,12 @@ def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
 
 
 def continued(graph: Graph) -> Sequence[Run]:
-    """The runs that a token goes through as a text is continued; of an encoder, its last."""
+    """The runs that a token passes as a text is continued; for an encoder, its last run."""
     return graph.written or graph.runs[-1:]
 
 
 def operators_of(graph: Graph) -> int:
-    """Operators of a step of our engine that compute, and not only view."""
+    """Number of operators in a step of our engine that compute and do not only return a view."""
     operators = PASS_OPERATORS
     for stack, remembers in ((run.stack, bool(run.memories)) for run in continued(graph)):
         layer = stack.layers[0]
@@ -199,20 +199,20 @@ def operators_of(graph: Graph) -> int:
 
 
 def recorded_bytes(model: ModelConfig, serving: Serving, context: int) -> float:
-    """Bytes of one text, of `context` tokens at most, in a server that records its steps, on one device: a cache and
-    logits of each of the widest `RECORDED` buckets, and the widest cache twice more while one is made."""
+    """Bytes per text (of at most `context` tokens) on one device of a server that records its steps: the cache and
+    logits of each of the widest `RECORDED` buckets, and twice more the widest cache while a recording is made."""
     widths = sorted({bucket(tokens) for tokens in range(1, context + 1)})[-RECORDED:]
     logits = 4.0 * len(widths) * model.graph.words.vocabulary if model.graph.words else 0.0
     return cache_bytes_per_token(model, serving) * (sum(widths) + 2 * widths[-1]) + logits
 
 
 def stored_on(machine: Machine, weights: Products) -> Products:
-    """Weights as layers on a device of `machine` store them for inference: GPUs multiply plain ones, but for fp8."""
+    """Weights as layers on a device of `machine` store them for inference: plain on GPUs, except fp8."""
     return weights if machine.device == "cpu" else "plain"
 
 
 def _degrees(model: ModelConfig, serving: Serving) -> Iterator[str]:
-    """Degrees that this model does not admit."""
+    """Degrees that are illegal for this model."""
     tp, ep = serving.tp, serving.ep
     stack = stacks(model)[-1]
     yield from rules.inference_problems(Plan(tp=tp, pp=serving.pp), model, prefix="")
@@ -231,7 +231,7 @@ class Passes:
     """Seconds of the passes of a served model: of reading prompts, and of making one token of each sequence."""
 
     def __init__(self, model: ModelConfig, machine: Machine, serving: Serving) -> None:
-        """Raises ConfigError for degrees that the model does not admit."""
+        """Raises ConfigError for degrees that are illegal for the model."""
         if problems := [*_degrees(model, serving)]:
             raise ConfigError(problems)
         self.model: ModelConfig = model.writing()
@@ -248,15 +248,15 @@ class Passes:
         if not self.model.graph.generates:
             busy = sum(part.count * self._seconds(part) for part in work.parts)
             return busy if self.rates.cpu else self._with_host(busy, samples)
-        # Of an encoder–decoder, the decoder reads its start alone, and makes keys and values of the whole source.
+        # An encoder–decoder's decoder reads only its start token, and makes keys and values of the whole source.
         blocks = sum(part.count * self._seconds(part) for part in work.blocks)
         # Only the last token of a prompt needs an output.
         busy = blocks + self._ends(samples) + self._between(samples * tokens)
         return self._with_host(busy, samples)
 
     def decode(self, samples: int, cached: int) -> float:
-        """One token of each of `samples` sequences, with `cached` tokens of each in the cache: of all stages, one after
-        the other. An encoder–decoder's cache has the source among them, here as many tokens as its own.
+        """One token of each of `samples` sequences, with `cached` tokens of each in the cache: through all stages in
+        turn. An encoder–decoder's `cached` tokens include the source, here as long as the decoder's own text.
         """
         recorded, cpu = self.serving.steps == "recorded", self.rates.cpu
         rows = self.serving.batch if recorded and not cpu else samples
@@ -273,8 +273,8 @@ class Passes:
         return self._with_host(busy, samples)
 
     def parts(self) -> Iterator[tuple[int, Part]]:
-        """The parts of all passes of a decoder's batch, each with how often it runs: of the prompts, then of one token
-        after the other. Outside the blocks only last tokens are computed."""
+        """The parts of all passes of a decoder's batch, each with its number of runs: first those of the prompts, then
+        those of each generated token. Outside the blocks only last tokens are computed."""
         serving, samples = self.serving, self.serving.batch
         lengths = range(serving.prompt, serving.prompt + serving.generated - 1)
         works = [workload_of(_sized(self.model, serving.prompt), self._terms(samples))]
@@ -299,8 +299,8 @@ class Passes:
         return sum(self._seconds(part) for part in work.parts if part.block is None)
 
     def _seconds(self, part: Part, *, again: bool = False) -> float:
-        """Seconds of a part's forward operators; groups that hold alike experts' parts are tp / ep devices apart.
-        `again` leaves out what the first token has left in the cache: keys and values of another stack."""
+        """Seconds of a part's forward operators; devices of one expert parallel group are tp / ep apart. `again` leaves
+        out the other stack's keys and values, which the first token has left in the cache."""
         rates, serving, total = self.rates, self.serving, 0.0
         for op in joined(part, rates.machine, self._plan, self.storing.weights):
             if again and op.module == "cross" and op.pieces:
@@ -316,14 +316,14 @@ class Passes:
         return total
 
     def _with_host(self, busy: float, samples: int) -> float:
-        """Seconds of a pass that keeps the device busy for some, and whose operators Python launches: ahead of a GPU,
-        in turn with a CPU."""
+        """Seconds of a pass, from the device's busy seconds and the operators that Python launches: ahead of a GPU, but
+        alternating with a CPU's work."""
         if self.rates.cpu:
             return busy + self._host(samples)
         return busy if self.serving.steps == "device" else max(busy, self._host(samples))
 
     def _host(self, samples: int, *, blocks: bool = True) -> float:
-        """Seconds of Python's work for a pass, in blocks and around them, and of a GPU's launches."""
+        """Seconds of Python's work for a pass, inside and outside blocks, and of a GPU's launches."""
         graph, machine = self.model.graph, self.rates.machine
         depth = sum(run.stack.depth for run in continued(graph)) if blocks else 0
         launches = PASS_LAUNCHES + depth * BLOCK_LAUNCHES + samples * TEXT_LAUNCHES
@@ -340,7 +340,7 @@ class Passes:
 
 
 def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
-    """The Plan whose types are those of inference on a machine."""
+    """A Plan with the types of inference on a machine."""
     if fp8:
         plan = Plan(precision="O2", dtype="bf16", products="fp8", attention="flash")
         rules.require(plan, machine=machine)
@@ -355,7 +355,7 @@ def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
 
 
 def _sized(model: ModelConfig, tokens: int) -> ModelConfig:
-    """The model with samples of `tokens` tokens; what is written beside a memory has one."""
+    """The model with samples of `tokens` tokens; a decoder's own text beside a memory has one."""
     graph = model.graph
     decoder_input = graph.text.name if graph.remembered and graph.text is not None else ""
     lengths = (1 if source.name == decoder_input else tokens for source in graph.inputs)
@@ -369,28 +369,28 @@ LENGTHS = (1, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Seconds of an engine's steps, between those of a few sizes: predicted, or measured on the engine itself."""
+    """Seconds of an engine's steps, interpolated between a few sizes: predicted, or measured on the engine itself."""
 
     prefills: tuple[tuple[float, float], ...]
     """Tokens of a prompt, and seconds; in order, and at least two."""
     decodes: tuple[tuple[float, float, float], ...]
     """Sequences, seconds of a step with an empty cache, and seconds for each cached token of a sequence; in order."""
     request: float = 0.0
-    """Seconds of a request on its way to the engine and back, while that works on others."""
+    """Seconds of a request's way to the engine and back, during which the engine works on other requests."""
 
     def prefill(self, tokens: float) -> float:
         """Seconds of reading one prompt."""
         return _linear(self.prefills, tokens)
 
     def decode(self, batch: int, cached: float) -> float:
-        """Seconds of one token for each of `batch` sequences that look at `cached` tokens."""
+        """Seconds of one token for each of `batch` sequences that attend to `cached` tokens."""
         empty = [(size, seconds) for size, seconds, _ in self.decodes]
         each = [(size, seconds) for size, _, seconds in self.decodes]
         return _linear(empty, batch) + max(0.0, _linear(each, batch)) * cached
 
 
 def _linear(points: Sequence[tuple[float, float]], where: float) -> float:
-    """Linear between the points, and on beyond the last ones."""
+    """Linear interpolation between the points, and extrapolation beyond the last ones."""
     if len(points) == 1:
         return points[0][1]
     right = min(max(1, bisect_left(points, (where,))), len(points) - 1)

@@ -1,6 +1,6 @@
 """A model as the planner sees it: kinds of equal blocks between an entrance and an exit, in sizes only.
 
-Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is described in these few words, so that
+Every family (ViT, decoder, encoder, encoder–decoder, mixture of experts) is described by these few fields, so that
 `describe` lists the operators of all in one way.
 """
 
@@ -16,7 +16,7 @@ from penstock.config.stack import Stack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """One kind of block; `count` such blocks are in the model, with the sizes of `stack`."""
+    """One kind of block, of which the model has `count`, with the sizes of `stack`."""
 
     stack: Stack
     layer: Layer
@@ -26,25 +26,25 @@ class BlockKind:
     cross: int = 0
     """Tokens of another stack that the block also attends to; 0 is none."""
     cross_width: int = 0
-    """Features of each of these."""
+    """Features of each token of the other stack."""
     modulated: bool = False
-    """Whether a condition of each sample shifts, scales and gates it."""
+    """Whether the block is shifted, scaled and gated by each sample's condition."""
     run: int = 0
-    """The number of its run in the model's graph."""
+    """Index of the block's run in the model's graph."""
     samples: float = 1.0
-    """Samples that it computes for each of a micro-batch."""
+    """Samples that the block computes per sample of a micro-batch."""
     inputs: int = 1
-    """Inputs that these samples are of, each with a mask of its own."""
+    """Number of inputs that these samples come from, each with its own mask."""
 
     @property
     def share(self) -> float:
-        """Share of the samples that it computes, of those that go through its run."""
+        """Share of its run's samples that the block computes."""
         return 1 / self.stack.experts if self.layer.routed else 1.0
 
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> tuple[BlockKind, ...]:
-    """The kinds of blocks of a model, run by run, each kind once and where its first block runs."""
+    """The kinds of blocks of a model, run by run, each kind once, at the position of its first block."""
     graph = model.graph
     return tuple(
         BlockKind(
@@ -59,5 +59,5 @@ def blocks_of(model: ModelConfig) -> tuple[BlockKind, ...]:
 
 
 def counted_tokens(model: ModelConfig) -> int:
-    """Tokens that one sample counts for in tokens per second: those that the last head reads."""
+    """Tokens of one sample that tokens per second count: those that the last head reads."""
     return model.graph.length(model.graph.main)

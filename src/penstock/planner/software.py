@@ -14,7 +14,7 @@ class Software(NamedTuple):
     """Whether the devices wait between two steps of a distributed run until the host has read the loss."""
     adds_in_products: bool = False
     """Whether the products that make gradients of weights add them to those of earlier micro-batches, as Megatron's do:
-    then no pass of its own does."""
+    then no separate pass does."""
     softmax_apart: bool = False
     """Whether the softmax of scores is computed in fp32, by single operators, even where other operators are fused."""
     casts_gradients: bool = False
@@ -24,38 +24,38 @@ class Software(NamedTuple):
     """Whether replicas sum all gradients, even where each of them updates a share of the weights, as DeepSpeed's
     pipeline does for that optimizer (`_bf16_reduce_grads` of its `pipe/engine.py`)."""
     divides_gradients: bool = False
-    """Whether a pass of its own divides sharded gradients by the number of replicas, as torch's first FSDP does. For
-    the second one nccl divides them on their way (`_get_gradient_divide_factors` of its `_fsdp_collectives.py`)."""
+    """Whether a separate pass divides sharded gradients by the number of replicas, as torch's FSDP 1 does. For FSDP 2
+    nccl divides them during the reduction (`_get_gradient_divide_factors` of its `_fsdp_collectives.py`)."""
     shards_in_place: bool = False
-    """Whether sharded weights are gathered to where they are used, and gradients reduced from where they are made, as
-    Megatron's FSDP does (its README: zero copy), and not copied through flat buffers."""
+    """Whether sharded weights are gathered directly where they are used, and gradients reduced directly where they are
+    made, as in Megatron's FSDP (its README: zero copy), instead of being copied through flat buffers."""
     norms_apart: bool = False
-    """Whether torch composes an RMSNorm of single operators on a GPU too, as it did before its version 2.9."""
+    """Whether torch composes an RMSNorm from single operators on a GPU too, as it did before torch 2.9."""
     casts_norms: bool = False
-    """Whether a norm under autocast writes fp32 and an operator of its own casts it, even where others are fused."""
+    """Whether a norm under autocast writes fp32 and a separate operator casts it, even where others are fused."""
     layers_apart: bool = False
-    """Whether queries, keys and values, and both inputs of a gated perceptron, are layers of their own: products that
+    """Whether queries, keys and values, and both inputs of a gated perceptron, are separate layers, whose products
     `recompute=operators` counts one by one."""
     adds_parts: bool = False
-    """Whether one kernel weighs a part of context parallel attention and adds it to the others, as in Transformer
+    """Whether one kernel weights a part of context parallel attention and adds it to the result, as in Transformer
     Engine (`flash_attn_fwd_out_correction` of its `context_parallel.py`)."""
     even_stages: bool = False
-    """Whether a pipeline's stages have as many blocks each, whatever the output takes, as Megatron's have."""
+    """Whether a pipeline's stages all have equally many blocks, regardless of the output's cost, as in Megatron."""
     loss: Literal["penstock", "torch", "megatron"] = "penstock"
-    """Whose operators make the loss. Other than Penstock's, both cast logits to fp32: torch's are a log-softmax and a
-    pick, Megatron's are single ones in place (its `cross_entropy.py`)."""
+    """Whose operators make the loss. Unlike Penstock's, both cast logits to fp32: torch's are a log-softmax and a
+    gather, Megatron's are single operators in place (its `cross_entropy.py`)."""
 
     experts_apart: bool = False
-    """Whether each expert multiplies in a kernel of its own, on streams side by side, as in Transformer Engine
+    """Whether each expert multiplies in a separate kernel, on concurrent streams, as in Transformer Engine
     (`multi_stream_cublas_gemm` of its `cublaslt_gemm.cu`)."""
     scaling: Literal["", "delayed", "current", "blockwise"] = ""
-    """How Transformer Engine finds the scales of fp8, where not "": see `penstock.planner.listing.QUANTIZERS`."""
+    """How Transformer Engine finds fp8 scales; "" if unused: see `penstock.planner.listing.QUANTIZERS`."""
     sends_once: bool = False
     """Whether a token goes once to each node and to each device that holds some of its experts, as DeepEP sends it, and
     not once to each expert."""
     block_host_seconds: float = 0.0
-    """The host's time for a block besides its launches, half of it for the forward pass: autograd calls a function for
-    each that this has called."""
+    """The host's time for a block besides its launches, half of it in the forward pass: autograd calls one function for
+    each function of that pass."""
     hides_exchange: bool = False
     """Whether tokens travel to experts and back while another micro-batch computes."""
 

@@ -17,7 +17,7 @@ from penstock.schedules import Costs, play_shared, schedule_of
 
 
 def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
-    """Seconds of each stage's passes of one micro-batch, and of what it sends, on a device of `machine`."""
+    """Seconds of each stage's passes and transfers for one micro-batch, on a device of `machine`."""
     return costs_of(describe_on(machine, model, plan), rates_of(machine, plan), plan)
 
 
@@ -51,7 +51,8 @@ def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
 
 
 def share_processors(time: StepTime, work: Workload, rates: Rates, plan: Plan) -> None:
-    """Put right what a pipeline computes and idles where its stages share a CPU: one that waits leaves others more."""
+    """Correct a pipeline's computing and idle times where its stages share a CPU: a waiting stage leaves others
+    more."""
     alone = rates.machine.alone_speedup
     if not rates.cpu or plan.pp == 1 or alone <= 1:
         return

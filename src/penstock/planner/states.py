@@ -14,51 +14,50 @@ from penstock.planner.operators import MATRIX, Op, Workload
 from penstock.planner.pipeline import stage_blocks
 
 HOST_LAUNCHES = {"loop": 26, "foreach": 22, "fused": 12, "contiguous": 5}
-"""Small operators of a CPU's update for each tensor: clearing its gradient, its norm, its count of steps, what updates
-it, and Python, which is most of it. Counted in seconds of ViT-digits' update, less the bytes that it moves."""
+"""Small operators of a CPU's update per tensor: clearing the gradient, its norm, the step counter, the update, and
+Python, which is most of it. Counted in seconds of ViT-digits' update, less the bytes that it moves."""
 ORTHOGONALISING = 19
 """Operators of Newton–Schulz iterations on one matrix: its cast, norm, limit and division, and five times three."""
 HOST_UPDATE_LAUNCHES = 150
-"""The same of the update as a whole: with eight numbers in each tensor, 20 to 320 tensors took 0.2 ms more than their
-own share."""
+"""The same per update: with eight elements in each tensor, 20 to 320 tensors took 0.2 ms beyond their own share."""
 MULTI_TENSOR_ELEMENTS = 320 * 65536
-"""Numbers that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
+"""Elements that one launch of a multi-tensor operator covers: 320 thread blocks of 65,536 each."""
 
 
 class DeviceShare(NamedTuple):
-    """Parameters of the fullest stage on one device."""
+    """Parameters of the largest stage on one device."""
 
     parameters: float
     """Parameters before data parallel sharding."""
     sharded: float
-    """Parameters of these that remain after sharding."""
+    """Parameters on this device after sharding."""
     updated: float
     """Parameters that this device updates."""
     learned: float
     """Share of the parameters that learn."""
     tensors: float
-    """Tensors that these are in."""
+    """Number of tensors that hold these parameters."""
     replicas: int
     """Replicas that weights are sharded over."""
     expert_replicas: int
-    """Devices that hold the same experts, of which each is sharded over as many."""
+    """Number of devices that hold the same experts, over which each expert is sharded."""
     lone_experts: float
-    """Parameters of experts that fewer or other devices hold than hold the rest; 0 where the same do."""
+    """Parameters of experts, if they are replicated on other devices than the rest; else 0."""
     gathers: bool
     """Whether weights are gathered for each pass."""
     block_dense: float
-    """Parameters of one block on average, without experts, which are gathered from the replicas that hold shards."""
+    """Average parameters of one block without its experts, gathered from the replicas that hold shards."""
     block_experts: float
-    """Parameters of its experts, gathered from fewer replicas; 0 where no other replica holds the same experts."""
+    """Parameters of the block's experts, gathered from fewer replicas; 0 if no other replica holds the same experts."""
     ends: float
-    """Gathered parameters of the entrance and the exit where one stage has both, else of the larger."""
+    """Gathered parameters of entrance and exit if one stage has both, else of the larger."""
 
 
 def device_share(work: Workload, plan: Plan) -> DeviceShare:
     """Parameters on each device of a layout."""
     group = min(plan.shard, plan.replicas) if plan.sharding == "hsdp" else plan.replicas
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
-    # Those that hold the same experts: `ep` has split these over all devices of a stage.
+    # Replicas that hold the same experts: `ep` has split experts over all devices of a stage.
     alike = group if plan.ep == 1 else max(1, group * plan.tp // plan.ep)
     return _device_share(work, plan.pp, plan.virtual, group, alike, sharding)
 
@@ -100,8 +99,8 @@ def orthogonal_share(work: Workload, plan: Plan) -> float:
 
 @lru_cache(maxsize=1024)
 def learned_matrices(work: Workload) -> tuple[tuple[int, Op], ...]:
-    """The blocks' products whose weights learn, each with how often it is there: (n, k), `batch` of them; adapters
-    where there are any."""
+    """The blocks' products whose weights are trained, each with its number of occurrences: `batch` matrices of (n, k);
+    the adapters' if there are any."""
     every = [
         (part.count, op) for part in work.blocks for op in part.forward if op.kind == "gemm" and op.weights
     ]
@@ -110,7 +109,7 @@ def learned_matrices(work: Workload) -> tuple[tuple[int, Op], ...]:
 
 
 def orthogonal_tensors(work: Workload, plan: Plan) -> int:
-    """Tensors of these, a stack of experts' matrices as one."""
+    """Number of tensors of the `learned_matrices`; a stack of experts' matrices is one."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
         return 0
     return sum(count for count, _ in learned_matrices(work))
@@ -126,8 +125,8 @@ def orthogonalising_bytes(work: Workload, plan: Plan) -> float:
 
 
 def state_elements(work: Workload, plan: Plan, share: DeviceShare) -> float:
-    """Elements that the optimizer keeps on a device: its moments, of what it orthogonalises one, and of what it keeps
-    means of rows and columns these."""
+    """Elements that the optimizer keeps on a device: its moments. Orthogonalised matrices have one moment, factored
+    ones only means of rows and columns."""
     row = OPTIMIZERS[plan.algorithm]
     if row.matrices == "orthogonal":
         rest = OPTIMIZERS["adamw"].moments - row.moments
@@ -155,12 +154,12 @@ def _factored(work: Workload) -> float:
 
 def update_bytes(plan: Plan, orthogonal: float = 0.0) -> float:
     """Bytes per weight that one update reads and writes, gradient clipping among them, by the row of `OPTIMIZERS`; with
-    the share `orthogonal` of the weights by Muon, whose products are operators of their own, and the rest by AdamW.
+    the share `orthogonal` of the weights updated by Muon, whose products are listed separately, and the rest by AdamW.
 
     A fused update reads weight, gradient and moments and writes all but the gradient; on flat buffers (`contiguous`)
-    the backward pass moves each gradient there, two more accesses. Written as single operators AdamW makes twenty. The
-    norm that gradients are clipped by reads them once more, and what is not fused then scales them. Master weights add
-    a gradient in fp32, its unscaling where the type is fp16, and the copy back.
+    the backward pass moves each gradient there, two more accesses. AdamW written as single operators makes twenty
+    accesses. The norm for gradient clipping reads gradients once more, and unfused updates then scale them. Master
+    weights add a gradient in fp32, its unscaling where the type is fp16, and the copy back.
     """
     numerics, number = numerics_of(plan), updated_bytes(plan)
     matrices = OPTIMIZERS[plan.algorithm]
@@ -173,13 +172,13 @@ def update_bytes(plan: Plan, orthogonal: float = 0.0) -> float:
         moved = (4 + 2 * (plan.optimizer == "contiguous")) * number + 2 * row.moments * moment
     moved += orthogonal * ((matrices.accesses + 3) * number - moved)
     if numerics.masters == "copy":
-        # The gradient becomes one in fp32, and the new weight one in half.
+        # The gradient is cast to fp32, and the new weight to half precision.
         moved += (gradient + 4.0) * (gradient == 2) + 8.0 * numerics.scales + 4.0 + 2.0
     return moved
 
 
 def updated_bytes(plan: Plan) -> float:
-    """Bytes of a number that an update computes with."""
+    """Bytes per element in which an update computes."""
     numerics = numerics_of(plan)
     return 2.0 if numerics.masters == "none" and BYTES[numerics.weights] == 2 else 4.0
 
@@ -189,7 +188,8 @@ def update_launches(
 ) -> int:
     """Operators that one update of these numbers of parameters and tensors launches. On a GPU `loop` launches every
     operator for every tensor, and `foreach` one per chunk of tensors; on a CPU torch has no such kernel and loops
-    inside, and Python's part is counted in operators too. `matrices` of the tensors are orthogonalised one by one."""
+    internally, and Python's overhead is counted as operators too. `matrices` of the tensors are orthogonalised
+    singly."""
     row = OPTIMIZERS["adamw" if matrices else plan.algorithm]
     alone = math.ceil(matrices) * (OPTIMIZERS[plan.algorithm].operators + ORTHOGONALISING)
     tensors -= matrices
@@ -203,10 +203,10 @@ def update_launches(
 
 def accumulation_bytes(plan: Plan, share: DeviceShare, *, casts: bool = False) -> float:
     """Bytes moved by adding each micro-batch's gradients to those of the step: both are read, one is written. With
-    `casts` the former are written once more, in the type of the latter, and read so."""
+    `casts` the micro-batch's gradients are first written in the type of the step's, and read in that type."""
     if plan.accumulate == 1 and plan.pp == 1:
         return 0.0
-    # A pipeline's stage adds up whole gradients, and shards them once.
+    # A pipeline's stage accumulates unsharded gradients, and shards them once.
     shards_sums = (share.gathers and plan.pp == 1) or plan.sharding == "zero2"
     numerics, summed = numerics_of(plan), share.sharded if shards_sums else share.parameters
     element_bytes = (4 if casts else 2) * BYTES[numerics.reduction] + BYTES[numerics.gathered]

@@ -1,21 +1,21 @@
-"""Seconds of one optimizer step: operators into blocks, blocks into stages, stages into a pipeline, replicas into one.
+"""Seconds of one optimizer step, added up from operators to blocks, stages, a pipeline and its replicas.
 
 Overlap rules, all of them:
 
 - Forward and backward of different micro-batches never overlap on one device.
-- A pipeline of p stages and m micro-batches takes as long as its slowest stage does for all micro-batches, and once
-  the other stages: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
+- A pipeline of p stages and m micro-batches takes the slowest stage's time for all micro-batches, plus the other
+  stages' time once: (m-1) max + sum, the others' share divided by the number of virtual stages (Narayanan et al., SC
   2021, section 2.2). For equal stages the bubble is (p-1)/(v m) of the work. Where gradients of weights are deferred
-  (schedule=zero_bubble), it is what the schedule played through leaves idle.
+  (schedule=zero_bubble), it is the idle time from simulating the schedule.
 - Sharded weights are gathered one block ahead: each block takes the longer of its computation and its transfers. A
   pipeline's stage gathers all of its own once a step, and scatters its gradients once.
-- Gradients are reduced behind the last micro-batch's backward pass, all but those of the last block.
-- Backward, tensor parallel collectives of inputs' gradients, and the second gathering of inputs, hide behind gradients
-  of weights; the gathering of outputs' gradients cannot.
-- What hides slows what it hides behind: a collective takes its share of the multiprocessors for as long as it lasts.
-- On a CPU nothing hides: the cores that compute do the transfers.
+- Gradient reduction overlaps the last micro-batch's backward pass, except for the last block's gradients.
+- In the backward pass, tensor parallel collectives of inputs' gradients, and the second gathering of inputs, overlap
+  the gradients of weights; the gathering of outputs' gradients cannot.
+- An overlapped collective slows the computation: it takes its share of the multiprocessors for as long as it lasts.
+- On a CPU nothing overlaps: the computing cores do the transfers.
 - A host launches ahead of its device, but waits in the forward pass of a mixture until counts of tokens have arrived.
-  So each pass takes what its launches take at least; of micro-batches that hide each other's exchanges, both passes do.
+  So each pass takes at least as long as its launches; if micro-batches overlap exchanges, both passes together do.
 
 Other transfers between devices, and those to host memory, are in `traffic`.
 """
@@ -45,16 +45,16 @@ from penstock.planner.states import DeviceShare, device_share, orthogonal_tensor
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
-"""Blocks at least so large glibc maps on their own and gives back when they are freed, so that each first touch of
-their pages faults, step after step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
+"""Size from which on glibc maps a block separately and unmaps it when freed, so that the first touch of each page
+faults in every step: the upper bound of its threshold (mallopt(3), M_MMAP_THRESHOLD)."""
 TRIMMED_BYTES = 2 * MAPPED_ALONE_BYTES
-"""Free memory at the end of the heap from which on glibc gives it back: the upper bound of its threshold (mallopt(3),
+"""Free memory at the end of the heap from which on glibc returns it: the upper bound of its threshold (mallopt(3),
 M_TRIM_THRESHOLD), which a block of `MAPPED_ALONE_BYTES` that was freed once sets. ViT-digits at batch 16 to 256 frees 3
 to 39 MB a step, of which 0 to 1.7 MB were counted as mapped again."""
 RETURNED_SHARE = 0.25
-"""Share of a step's other activations and gradients that glibc hands back to the kernel and faults in again, left to
-itself. It depends on what small thing happens to lie on top of the heap when gradients are cleared, and differs between
-steps of one process: 0 to 0.3 of the pages were counted with seven models and batches, 0.3 to 0.85 with five large."""
+"""Share of a step's other activations and gradients that glibc, with default settings, returns to the kernel and faults
+in again. It depends on which small block is at the top of the heap when gradients are cleared, and differs between
+steps: 0 to 0.3 of the pages were counted with seven models and batches, 0.3 to 0.85 with five large."""
 
 _ATTENTION = ("attention", "bmm", "softmax", "dropout", "torch_dropout", "pointwise")
 
@@ -80,7 +80,7 @@ class KindSeconds(NamedTuple):
 
 
 class PartTime(NamedTuple):
-    """Seconds of one part for one micro-batch. `again` is what the backward pass computes a second time."""
+    """Seconds of one part for one micro-batch. `again` is the recomputation in the backward pass."""
 
     forward: KindSeconds = KindSeconds()
     backward: KindSeconds = KindSeconds()
@@ -93,7 +93,7 @@ class PartTime(NamedTuple):
 
     @property
     def back(self) -> float:
-        """Backward, with what is computed again."""
+        """Backward, recomputation included."""
         return self.backward.total + self.again
 
     def plus(self, other: PartTime, times: float) -> PartTime:
@@ -105,7 +105,7 @@ class PartTime(NamedTuple):
 
 
 class PartLayout(NamedTuple):
-    """Fields of a Plan that the time of a part depends on besides its operators."""
+    """Fields of a Plan on which the time of a part depends, besides its operators."""
 
     tp: int
     cp: int
@@ -115,7 +115,7 @@ class PartLayout(NamedTuple):
 
 
 def layout_of(plan: Plan, work: Workload | None = None) -> PartLayout:
-    """The layout of a plan; a budget of recomputation asks for the workload."""
+    """The layout of a plan; a recomputation budget needs the workload."""
     return PartLayout(plan.tp, plan.cp, plan.ep, plan.tp_overlap, Recompute.of(plan, work))
 
 
@@ -134,7 +134,7 @@ def part_time(part: Part, rates: Rates, layout: PartLayout) -> PartTime:
 
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
-    """Seconds of one pass by kind, and of the gradients of weights in it."""
+    """Seconds of one pass by kind, and the part for gradients of weights."""
     gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
     beside = shared = 0.0
     for op in operators:
@@ -184,8 +184,8 @@ def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[
 
 
 def _tensor(rates: Rates, layout: PartLayout, shown: float, hidden: float, weights: float) -> float:
-    """Exposed seconds of tensor parallel collectives; a pass without gradients of weights hides none of them, unless
-    products are cut into pieces, one per member, of which the first one's transfer stays visible."""
+    """Exposed seconds of tensor parallel collectives; a pass without gradients of weights overlaps none of them, unless
+    products are cut into pieces, one per member; then the first piece's transfer stays exposed."""
     if layout.tp_overlap == "none" or rates.cpu:
         return shown + hidden
     if layout.tp_overlap == "all":
@@ -198,7 +198,7 @@ def _tensor(rates: Rates, layout: PartLayout, shown: float, hidden: float, weigh
 
 @dataclass(slots=True)
 class StepTime:
-    """Seconds of one optimizer step by what takes them, and what the bubble is of."""
+    """Seconds of one optimizer step by cause, and the stage times from which the bubble follows."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     bubble_fraction: float = 0.0
@@ -222,11 +222,11 @@ class _Stage(NamedTuple):
     ends: float
     """Seconds of the entrance or the exit, where it holds one, for one micro-batch."""
     others: float
-    """The same of all the other stages together."""
+    """The same for all other stages together."""
 
 
 def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> StepTime:
-    """One optimizer step under `plan`, of which `work` is one micro-batch."""
+    """One optimizer step under `plan`; `work` is one of its micro-batches."""
     times = _times(work, rates, layout_of(plan, work), software)
     share, m = device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
@@ -268,7 +268,7 @@ class _Times(NamedTuple):
     launches: float
     """Launches of all parts."""
     waits: float
-    """Seconds by which the host takes longer to launch a block than its device to compute it, and cannot run ahead."""
+    """Seconds by which the host's launches of a block exceed the device's time for it, where it cannot run ahead."""
 
     @property
     def one(self) -> float:
@@ -318,7 +318,7 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
         (count, (n * forward, n * (backward - weights), n * weights))
         for count, n in stage_blocks(work, plan.pp).runs
     ]
-    # Of the output's three equal products one is the gradient of its weights; the entrance's is half of its work.
+    # One of the output's three equal products is the gradient of its weights; for the entrance it is half of the work.
     (_, (f, i, w)), (_, (last_f, last_i, last_w)) = every[0], every[-1]
     each = times.exit / 3
     every[0] = (1, (f + times.entrance / 2, i, w + times.entrance / 2))
@@ -330,8 +330,8 @@ def _host(
     work: Workload, rates: Rates, plan: Plan, launched: float, share: DeviceShare, device: float,
     software: Software,
 ) -> tuple[float, float]:  # fmt: skip
-    """Seconds that the host adds to the device's by launching, and by mapping pages. A CPU runs what it launches; a
-    GPU's launches run ahead of it."""
+    """Seconds that the host adds to the device's by launching and by mapping pages. A CPU launches and computes in
+    turn; a GPU's launches run ahead."""
     launches = plan.accumulate / plan.pp * launched
     matrices = orthogonal_tensors(work, plan) / plan.pp
     updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu, matrices=matrices)
@@ -347,17 +347,17 @@ def _host(
 
 
 def mapped_alone(op: Op) -> float:
-    """Bytes of an operator's result that glibc maps on their own; 0 where it is too small for that."""
+    """Bytes of an operator's result, if glibc maps it separately; 0 if it is too small for that."""
     return op.written if op.written >= MAPPED_ALONE_BYTES and not op.in_place else 0.0
 
 
 def faulted_pages(work: Workload, plan: Plan) -> float:
-    """Pages that one step on a CPU maps again, where freed memory goes back to the kernel."""
+    """Pages that one step on a CPU maps again, if freed memory is returned to the kernel."""
     large = sum(count * mapped_alone(op) for count, op in work.operators())
     # Gradients are cleared to None, unless they are in one flat buffer.
     gradients = work.learned * work.parameters * BYTES[numerics_of(plan).gradients]
     freed = 0.0 if plan.optimizer == "contiguous" else gradients
     others = max(0.0, (pass_bytes(work, plan).kept - large) * plan.accumulate + freed)
-    # Less than the threshold above which the end of the heap is given back stays there from step to step.
+    # Memory below the threshold for returning the end of the heap stays there from step to step.
     returned = min(RETURNED_SHARE * others, max(0.0, others - TRIMMED_BYTES))
     return (large * plan.accumulate + returned) / PAGE_BYTES

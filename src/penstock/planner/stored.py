@@ -1,8 +1,8 @@
-"""Layers that store their weights in few bits for inference (`weights=int8`): by which rates they are priced.
+"""Rates of layers that store their weights in few bits for inference (`weights=int8`).
 
-A CPU's probe measures such layers as they compute there: rounding, product, scales and bias, in one kernel where there
-is one. A Machine without that measurement, such as a datasheet, counts them as products of training in the same 8 bits,
-whose rounding and scaling are operators of their own, or as products of plain weights that are read in fewer bytes.
+A CPU's probe measures such layers as they run there: rounding, product, scales and bias, in one kernel if there is one.
+For a Machine without that measurement, such as a datasheet, they are priced as training's products in the same 8 bits,
+with rounding and scaling as separate operators, or as products of plain weights that are read in fewer bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from penstock.planner.terms import OpTerms
 ATTENTION = "attention_block"
 """The rate of attention in such a call, by its name in `Machine.kernels`."""
 Basis = Literal["stored", "training", "plain"]
-"""Products by whose rates such layers are priced: their own, those of training, or those with plain weights."""
+"""Products whose rates price such layers: the layers' own, training's, or those with plain weights."""
 
 
 def stored_samples(machine: Machine, weights: Products) -> list[GemmSample]:
-    """The measured layers of `machine` with such weights."""
+    """The measured layers of `machine` with weights stored so."""
     return [sample for sample in machine.gemm if sample.form == "stored" and sample.dtype == weights]
 
 
 def basis_of(machine: Machine, weights: Products) -> Basis:
-    """The best rates that `machine` has for layers with such weights."""
+    """The best rates that `machine` has for layers with weights stored so."""
     row = PRODUCTS[weights]
     if stored_samples(machine, weights):
         return "stored"
@@ -38,7 +38,7 @@ def basis_of(machine: Machine, weights: Products) -> Basis:
 
 
 def assumption(machine: Machine, weights: Products) -> str:
-    """A sentence that says what a prediction with such weights assumes; "" where nothing."""
+    """A sentence that states what a prediction with weights stored so assumes; "" if nothing."""
     basis = basis_of(machine, weights)
     if basis == "stored" or PRODUCTS[weights].weights is None:
         return ""
@@ -53,10 +53,10 @@ class Storing(NamedTuple):
     weights: Products
     basis: Basis
     heads: bool
-    """Whether those of heads do so, too, beside those of blocks."""
+    """Whether layers of heads do so too, besides those of blocks."""
 
     def terms(self, plain: OpTerms) -> OpTerms:
-        """The terms of inference with such layers."""
+        """The terms of inference with layers that store their weights so."""
         stored, plain = PRODUCTS[self.weights].weights, plain._replace(serving=True)
         if stored is None:
             return plain
@@ -66,15 +66,15 @@ class Storing(NamedTuple):
 
 
 _ALONE = ("norm", "activation", "pointwise", "copy")
-"""Operators that a block in one call computes as it reads and writes the factors of its products."""
+"""Operators that a block in one call computes while it reads and writes the factors of its products."""
 _IN_ATTENTION = ("rotary", "axial", "alibi", "relative")
-"""Positions that attention sees, which that call does not."""
+"""Position encodings inside attention that the call does not support."""
 
 
 def joined(part: Part, machine: Machine, plan: Plan, weights: Products) -> tuple[Op, ...]:
-    """The forward operators of a part in inference. Blocks that `penstock.products.blocks` computes in one call are one
-    call of their products and of its own attention, where `machine` has a rate of that. The call, with the memory that
-    it asks for, takes as long to launch as two operators."""
+    """The forward operators of a part in inference. Blocks that `penstock.products.blocks` computes in one call become
+    one operator of their products and of its own attention, if `machine` has a rate of that. Launching the call and
+    allocating its memory takes as long as launching two operators."""
     called = weights == "int8" and plan.attention in ("auto", "sdpa") and numerics_of(plan).compute == "fp32"
     rated = any(sample.name == ATTENTION for sample in machine.kernels)
     if part.block is None or not (called and rated and in_one_call(part.block)):
@@ -85,7 +85,7 @@ def joined(part: Part, machine: Machine, plan: Plan, weights: Products) -> tuple
 
 
 def in_one_call(block: BlockKind) -> bool:
-    """Whether that call takes a block, by its sizes; `penstock.products.blocks` asks its modules the same."""
+    """Whether that call supports a block, by its sizes; `penstock.products.blocks` checks the same on its modules."""
     stack, layer, mlp = block.stack, block.layer, block.layer.perceptron
     masked = (
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION
@@ -103,5 +103,5 @@ def in_one_call(block: BlockKind) -> bool:
 
 
 def storing(machine: Machine, weights: Products, *, heads: bool = False) -> Storing:
-    """Layers that store their weights so, on `machine`."""
+    """Layers that store their weights as `weights` says, on `machine`."""
     return Storing(weights, basis_of(machine, weights), heads)

@@ -28,7 +28,7 @@ class OpTerms(NamedTuple):
     product: float = 4.0
     """Bytes of an element that goes into a matrix product."""
     casts: bool = False
-    """Whether autocast makes a copy of each weight in the type of products."""
+    """Whether autocast copies each weight to the type of products."""
     products: Products = "plain"
     """How linear layers of blocks multiply."""
     attention: AttentionBackend = "sdpa"
@@ -41,53 +41,53 @@ class OpTerms(NamedTuple):
     whole: bool = False
     """Whether the loss is compiled too."""
     copies: bool = False
-    """Whether samples come before tokens: plain attention copies queries, keys and values, and sequence parallelism
-    what devices send."""
+    """Whether the sample dimension comes before tokens: then plain attention copies queries, keys and values, and
+    sequence parallelism copies the data that devices send."""
     host: bool = False
     """Whether the device is a CPU."""
     loops: bool = False
     """Whether experts multiply one after the other."""
     exact: bool = False
-    """Whether products are in fp32 at every precision."""
+    """Whether products are in fp32 regardless of the precision."""
     serving: bool = False
-    """Whether text is generated: tensor parallel devices split experts too, `ep` of them whole ones."""
+    """Whether the model is served: then tensor parallel devices also split experts, into `ep` groups."""
     one_pass: bool = False
     """Whether a layer whose `products` store its weights rounds, multiplies and scales in one operator."""
     heads: bool = False
-    """Whether heads multiply as `products` says, too."""
+    """Whether `products` applies to heads, too."""
     gathers_keys: bool = False
     """Whether context parallel devices gather all keys and values before attention, instead of passing them round."""
     cached: int = 0
     """Tokens of each sequence whose keys and values are in the cache."""
     weight: float = 0.0
-    """Bytes of a weight as it is read, where it differs from `product`."""
+    """Bytes of a weight as it is read; 0 if the same as `product`."""
     cache: float = 0.0
     """The same for an element of the cache."""
     chunked: bool = False
-    """Whether the loss over a vocabulary is computed for some tokens at a time."""
+    """Whether the loss over a vocabulary is computed in chunks of tokens."""
     real: float = 1.0
     """Share of an encoder's tokens that are computed."""
     words: float = 1.0
     """Share of tokens that the output and the loss are computed for."""
     uneven: float = 1.0
-    """Visits that the busiest of the devices that split experts has, over the mean."""
+    """Visits to the busiest of the devices that split experts, over the mean."""
     fuses: frozenset[str] = frozenset()
     """Fused operators of `Plan.fuse` that the device has kernels for, alone or with a variant: see
     `penstock.planner.describe.fused_operators`."""
     norms: float = 4.0
-    """Bytes of a number that norms compute with."""
+    """Bytes per element in which norms compute."""
     software: Software = PENSTOCK
 
     def fuses_as(self, name: FusedName, variant: str) -> bool:
-        """Whether a variant of an operator, the kind of its norm or activation, is computed by the fused one."""
+        """Whether the fused operator supports a variant, i.e. the kind of its norm or activation."""
         return not self.fuses.isdisjoint((name, f"{name} {variant}"))
 
     def form(
         self, block: BlockKind, rows: float, seen: int, *, cross: bool, causal: bool
     ) -> tuple[Form, int]:
         """How attention of `rows` to `seen` tokens of each sample is computed: by a kernel that never holds all scores
-        (`fused`), by ours that does (`plain`), or composed by torch in fp32 (`math`); and how many keys a query is
-        compared with, on average where there are blocks of them; 0 is all."""
+        (`fused`), by ours that does (`plain`), or composed by torch in fp32 (`math`); and the number of keys that a
+        query is compared with (an average, for attention in blocks; 0 is all)."""
         stack, queries = block.stack, round(rows * self.cp / (self.samples * block.share * block.samples))
         window = 0 if cross or block.layer.window >= seen else block.layer.window
         cut = (
@@ -109,7 +109,7 @@ class OpTerms(NamedTuple):
         return form, (seen + choices.CAUSAL_BLOCK) // 2 if halved else window
 
     def unpads(self, stack: Stack, tokens: int) -> bool:
-        """Whether attention goes from sample to sample, and so computes no padding: see `penstock.kernels.padding`."""
+        """Whether attention runs sample by sample, and so computes no padding: see `penstock.kernels.padding`."""
         drops = stack.weights_dropout > 0
         biased = stack.biased or stack.sinks or stack.score_cap is not None
         varlen = choices.knows_lengths(
@@ -125,16 +125,16 @@ class OpTerms(NamedTuple):
 
     @property
     def spread(self) -> int:
-        """Devices that split the rows of those activations that tensor parallelism leaves whole."""
+        """Number of devices that split the rows of activations that tensor parallelism leaves whole."""
         return self.tp if self.sp else 1
 
     @property
     def kept(self) -> float:
-        """Bytes of an element of a linear layer's input that stays for the backward pass."""
+        """Bytes per element of a linear layer's input that is kept for the backward pass."""
         row = PRODUCTS[self.products]
         return BYTES[row.kept] if row.kept else self.product
 
     @property
     def statistic(self) -> float:
-        """Bytes of a norm's or softmax's statistic of a row: fp32 on a GPU."""
+        """Bytes per row of a norm's or softmax's statistic: fp32 on a GPU."""
         return self.stream if self.host else 4.0

@@ -1,4 +1,4 @@
-"""Operators that were recorded of a model in fp32, as a Plan would run them."""
+"""Operators that were recorded from a model in fp32, converted to how a Plan would run them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock.planner.operators import MATRIX, Op, Part, Workload
 
 _ALONE = MATRIX | {"attention"}
 _COMPUTING = ("norm", "softmax", "activation")
-"""Kinds of operators that take longer on a CPU than their bytes."""
+"""Kinds of operators that take longer on a CPU than moving their bytes."""
 
 
 def recorded(
     operators: Iterable[Op], *, samples: int, parameters: int, tensors: int, kept: int, working: int, units: int = 1
 ) -> Workload:  # fmt: skip
-    """The workload of a model that was seen with one batch only; `kept` and `working` are bytes of activations."""
+    """The workload of a model that was recorded with a single batch; `kept` and `working` are bytes of activations."""
     operators = tuple(operators)
     part = Part(
         "model", 1, tuple(op for op in operators if op.forward), tuple(op for op in operators if not op.forward),
@@ -30,7 +30,7 @@ def recorded(
 
 
 def as_planned(work: Workload, plan: Plan) -> Workload:
-    """`work` in the types of a plan, with its casts, and compiled where it compiles."""
+    """`work` in the types of a plan, with its casts, and with merged operators if the plan compiles."""
     return _as_planned(work, numerics_of(plan), plan.compile != "none")
 
 
@@ -41,7 +41,7 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
     for part in work.parts:
         passes = []
         for run in (part.forward, part.backward):
-            # Compiled, a loss reads half logits where it computes.
+            # A compiled loss reads half logits directly and casts them in its kernel.
             exact = product == 2 and not compiled
             ops = [op if exact and op.module == "loss" else _retyped(op, stream, product) for op in run]
             if exact:
@@ -68,7 +68,7 @@ def _as_planned(work: Workload, numerics: Numerics, compiled: bool) -> Workload:
 
 
 def _retyped(op: Op, stream: float, product: float) -> Op:
-    """Traffic in the types of a plan: norms move the residual stream, products what they multiply, others some of
+    """Traffic in the types of a plan: norms move the residual stream, products their factors, other operators some of
     both."""
     if op.kind == "norm":
         size = stream
@@ -80,8 +80,8 @@ def _retyped(op: Op, stream: float, product: float) -> Op:
 
 
 def _makes_logarithms(op: Op) -> bool:
-    """Whether it makes a loss's logarithms of probabilities, which are kept for its backward pass, or their gradient.
-    Op lists and libraries compute a loss of logits in fp32."""
+    """Whether the operator makes a loss's log-probabilities, which are kept for the backward pass, or their gradient.
+    Op lists and libraries compute a loss from logits in fp32."""
     return op.module == "loss" and op.kind == "softmax"
 
 
@@ -110,8 +110,8 @@ def _casts(operators: Iterable[Op], part: Part) -> list[Op]:
 
 
 def _merged(operators: Iterable[Op]) -> list[Op]:
-    """Neighbouring operators that a compiler makes one kernel of: it reads what the largest reads, and computes what
-    each computes."""
+    """Neighbouring operators that a compiler merges into one kernel: it reads the largest operator's input, and
+    computes all of them."""
     merged: list[Op] = []
     for alone, neighbours in groupby(operators, _stands_alone):
         group = list(neighbours)
@@ -127,18 +127,18 @@ def _merged(operators: Iterable[Op]) -> list[Op]:
 
 
 def _stands_alone(op: Op) -> bool:
-    """Whether no compiler merges it with its neighbours: products, attention, fused operators."""
+    """Whether no compiler merges the operator with its neighbours: a product, attention, a fused operator."""
     return op.kind in _ALONE or op.fused
 
 
 def _is_narrow(op: Op, row: Product) -> bool:
-    """Whether a product runs in 8 bits where the plan says so: of a linear in a block, both of whose sizes fit."""
+    """Whether a product runs in 8 bits if the plan says so: it is of a linear in a block, and both its sizes fit."""
     sizes = (op.m, op.n) if op.over_rows else (op.n, op.k)
     return op.narrow and op.form in row.passes and not any(size % row.multiple[0] for size in sizes)
 
 
 def _quantized(operators: Iterable[Op]) -> list[Op]:
-    """Operators that 8 bits add beside each product, as `describe` lists them for its own."""
+    """Operators that 8 bits add to each product, as `describe` lists them for its own products."""
     added = []
     for op in operators:
         if not op.narrow:

@@ -1,5 +1,5 @@
-"""Exposed seconds of what leaves a device once a step or once a micro-batch: weights and gradients between replicas,
-activations between stages, states to host memory; and of the update, which is traffic too."""
+"""Exposed seconds of transfers once a step or once a micro-batch: weights and gradients between replicas, activations
+between stages, states to host memory; and of the update, which is memory traffic too."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes
 
 IN_PLACE = 0.75
-"""Traffic of a CPU's update in place over that of the additions that its bandwidth was measured with: these write to a
-third array, whose lines are first read, four accesses for the three that are counted."""
+"""Traffic of a CPU's in-place update over that of the additions by which its bandwidth was measured: these write to a
+third array, whose cache lines are read first, which makes four accesses where three are counted."""
 HOST_BYTES_PER_SECOND = 50e9
-"""Bandwidth of host memory for one device's share of an update there: eight of them on two sockets of 200 GB/s each."""
+"""Bandwidth of host memory for one device's update there: eight devices share two sockets of 200 GB/s each."""
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that replicas reduce in one go."""
+"""Bytes of gradients that replicas reduce at once."""
 LEAST_EXPOSED = 0.1
 """Share of the reduction between shard groups that cannot be overlapped."""
 
@@ -37,8 +37,8 @@ def data_seconds(
     work: Workload, rates: Rates, plan: Plan, share: DeviceShare, blocks: float, forward: float,
     backward: float, software: Software = PENSTOCK,
 ) -> float:  # fmt: skip
-    """Seconds per step of gathering weights and reducing gradients over replicas, beside a stage of `blocks` blocks
-    that takes `forward` and `backward` seconds for a micro-batch."""
+    """Exposed seconds per step of gathering weights and reducing gradients over replicas, overlapped with a stage of
+    `blocks` blocks that takes `forward` and `backward` seconds for a micro-batch."""
     numerics, total = numerics_of(plan), 0.0
     whole, size = BYTES[numerics.gathered], BYTES[numerics.reduction]
     block_whole = work.weight_bytes(whole)
@@ -59,14 +59,14 @@ def data_seconds(
     if hides:
         block = exposed_seconds(rates, gather, forward / blocks)
         block += exposed_seconds(rates, again + scatter, backward / blocks)
-        # The first block's gathering and the last one's scattering have nothing to hide behind.
+        # The first block's gathering and the last one's scattering overlap nothing.
         block += (gather + scatter) / max(1, work.units)
-    # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after
-    # the last, behind nothing.
+    # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after the
+    # last, without overlap.
     ends = gather_seconds(group, share.ends * whole) + gather_seconds(group, share.ends * size, scatters=True)
     if not software.shards_in_place:
-        # Filling and emptying flat buffers takes a read and a write of each weight in each pass, of each gradient, and
-        # where it is divided by a pass of its own, of that.
+        # Filling and emptying flat buffers reads and writes each weight in each pass, each gradient, and a separate
+        # division of gradients once more.
         passes, gradient = (
             1 if plan.pp > 1 else 2,
             (4 if software.divides_gradients or rates.cpu else 2) * size,
@@ -80,7 +80,7 @@ def data_seconds(
     total += times * blocks * block
     total += times * ends
     if plan.sharding == "hsdp":
-        # Between the groups, behind what the transfers within them leave of the backward pass.
+        # Between the groups, overlapped with the part of the backward pass that transfers within them leave free.
         outer = group_of(rates, max(1, plan.replicas // share.replicas), plan.tp * share.replicas)
         reduced = reduce_seconds(outer, share.learned * share.sharded * size)
         backward_left = max(0.0, backward - (again + scatter) * work.depth / plan.pp)
@@ -93,7 +93,7 @@ def _reduction_seconds(
     work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float,
     software: Software,
 ) -> float:  # fmt: skip
-    """Per step: reducing gradients over replicas that hold whole weights, and sending updated ones round."""
+    """Seconds per step of reducing gradients over replicas with unsharded weights, and of gathering updated ones."""
     group = group_of(rates, plan.replicas, plan.tp)
     alike = group_of(rates, max(1, plan.replicas * plan.tp // plan.ep), plan.ep)
     numerics, hides = numerics_of(plan), plan.overlap and not rates.cpu
@@ -121,14 +121,14 @@ def _reduction_seconds(
 
 
 def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> float:
-    """Seconds per step of sending activations and their gradients between stages, beside a chunk's forward pass of
-    `chunk` seconds.
+    """Seconds per step of sending activations and their gradients between stages, overlapped with a chunk's forward
+    pass of `chunk` seconds.
 
     Each stage receives before it computes: twice per micro-batch and virtual stage, and once more for each stage
     while the pipeline fills and drains.
     """
     transfer = transfer_seconds(work, rates, plan)
-    # Between chunks a transfer can hide behind another micro-batch's forward pass through one, but for its latency.
+    # A transfer between chunks can overlap another micro-batch's forward pass through a chunk, except its latency.
     hides = plan.overlap and plan.virtual > 1
     shown = rates.constants.node_step_seconds + exposed_seconds(rates, transfer, chunk) if hides else transfer
     steady = 2.0 * plan.accumulate * plan.virtual * shown
@@ -136,7 +136,7 @@ def stage_seconds(work: Workload, rates: Rates, plan: Plan, chunk: float) -> flo
 
 
 def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
-    """Seconds of sending one micro-batch's activations from a stage to the next, or their gradients back."""
+    """Seconds of sending one micro-batch's activations to the next stage, or their gradients back."""
     block = work.blocks[-1].block
     assert block is not None
     tokens = work.samples * block.samples * work.tokens / plan.cp
@@ -150,8 +150,8 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
 def update_seconds(
     work: Workload, rates: Rates, plan: Plan, share: DeviceShare, software: Software = PENSTOCK
 ) -> float:
-    """Seconds per step of the update, on the device or in host memory, and of adding up gradients, unless products
-    do; without what `owner_seconds` has."""
+    """Seconds per step of the update, on the device or in host memory, and of adding up gradients, unless products do;
+    without the seconds of `owner_seconds`."""
     moved, added = share.updated * update_bytes(plan, orthogonal_share(work, plan)), 0.0
     if not software.adds_in_products:
         added = accumulation_bytes(plan, share, casts=software.casts_gradients)
@@ -163,7 +163,7 @@ def update_seconds(
 def offload_seconds(
     work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float
 ) -> float:
-    """Seconds per step of copies to host memory and back, over each device's own link, behind a stage's two passes."""
+    """Seconds per step of copies to host memory and back, over each device's link, overlapped with a stage's passes."""
     m, numerics = plan.accumulate, numerics_of(plan)
     if plan.offload == "none":
         return 0.0
@@ -173,7 +173,7 @@ def offload_seconds(
         return m * (max(0.0, copy_seconds - forward) + max(0.0, copy_seconds - backward))
     gradient = BYTES[numerics.reduction]
     if not share.gathers:
-        # Gradients go once a step, updated weights come back, with nothing to hide behind.
+        # Gradients are sent once a step and updated weights come back, without overlap.
         return share.updated * (gradient + BYTES[numerics.gathered]) / rates.host
     to_host = share.updated * gradient
     from_host = (1 if plan.pp > 1 else 2) * share.updated * BYTES[numerics.weights]

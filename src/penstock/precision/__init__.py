@@ -1,5 +1,5 @@
-"""Precision: what is computed in which type, and what keeps small gradients alive in fp16. What a script calls in its
-own loop is in `penstock.script`, and has its name here too. `__init__.pyi` lists the names."""
+"""Precision: the type of each computation, and loss scaling, which keeps small gradients alive in fp16. Functions for a
+script's own loop are in `penstock.script`, and exported here too. `__init__.pyi` lists the names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Copies and pickles of accelerated models, and how half weights get to disk and back as the fp32 values that they
-stand for: by hooks on each module.
+"""Copies and pickles of accelerated models. Hooks on each module save and load half weights as their exact fp32 values.
 
-A copy is accelerated as its original is. A pickle, and what `torch.save` writes of a whole model, is the plain model
-in fp32: it loads where there is no Penstock, and under `torch.serialization.safe_globals`.
+A copy is accelerated like its original. A pickle, including a whole model in `torch.save`, is the plain model in fp32:
+it loads without Penstock installed, and under `torch.serialization.safe_globals`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from penstock.products.convert import restore_linears
 
 
 def take_masters(model: nn.Module) -> None:
-    """Put the master weights into a copy of a model in place of the half ones. Under autocast it computes the same;
-    averages of its weights, and whatever else is done to its state dict, then show in what it computes.
+    """Replace the half weights of a model's copy by the master weights. Under autocast it computes the same, and
+    averaging its weights, or any other change through its state dict, then takes effect.
 
-    What shares its weights with the original, as a shallow copy does, is left alone.
+    A copy that shares its weights with the original, such as a shallow copy, is left alone.
     """
     for module, stored in _all_fp32_states(model):
         for key, half in own_parameters(module):
@@ -38,7 +37,7 @@ def take_masters(model: nn.Module) -> None:
 
 
 def adopt_weights(model: nn.Module) -> None:
-    """Take weights that were written in place over into the masters."""
+    """Copy half weights that were written in place into the masters."""
     for _, stored in _all_fp32_states(model):
         for half, master in stored.masters.items():
             adopt(half, master)
@@ -57,17 +56,17 @@ def is_half(tensor: Tensor) -> bool:
 
 
 def fp32_state_of(module: nn.Module) -> Fp32State | None:
-    """How a module's own half weights get to disk; None where it has none."""
+    """The hooks that save a module's own half weights as fp32; None if it has none."""
     return module.__dict__.get("_penstock_stored")
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, Parameter]]:
-    """The parameters of a module itself, each under every name that it has."""
+    """The parameters of a module itself (not of its children), under each of their names."""
     return list(module.named_parameters(recurse=False, remove_duplicate=False))
 
 
 def own_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers of a module itself."""
+    """The buffers of a module itself (not of its children)."""
     return list(module.named_buffers(recurse=False, remove_duplicate=False))
 
 
@@ -90,13 +89,13 @@ def _all_fp32_states(model: nn.Module) -> Iterator[tuple[nn.Module, Fp32State]]:
 
 
 class Fp32State:
-    """One module's way to disk and back: fp32 values under the plain names. Copied and pickled with its module."""
+    """Saves and loads a module's half weights as fp32 under the plain names. Copied and pickled with the module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.masters: dict[Parameter, Parameter] = {}
         self.wide: dict[Parameter, Tensor] = {}
-        """Values being loaded, between the two hooks."""
+        """Values being loaded, between the pre-hook and the post-hook."""
 
     def fp32(self, weight: Tensor) -> Tensor:
         """The exact value of a half weight or buffer."""
@@ -114,7 +113,7 @@ class Fp32State:
         publish([weight], [master])
 
     def attach(self, module: nn.Module) -> None:
-        """From now on, handle what is saved of a module and loaded into it."""
+        """From now on, handle saving of a module and loading into it."""
         target: Any = module
         module.__dict__["_penstock_stored"] = self
         keep_handles(
@@ -125,7 +124,7 @@ class Fp32State:
         )
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """A state dict was made. torch marks this hook by an attribute, which a method could not take."""
+        """Hook after a state dict was made. torch sets an attribute on it, which a method could not take."""
         for key, value in (*own_parameters(module), *own_buffers(module)):
             if prefix + key in state and value.dtype == self.dtype:
                 state[prefix + key] = self.fp32(value)
@@ -158,30 +157,30 @@ def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 
 
 def mark(half: Tensor) -> None:
-    # With the identity: a copy that was unpickled with this mark has another count, which is no change.
+    # With the identity, because an unpickled copy of this mark has another version count without a change.
     half._penstock_version = (id(half), half._version)  # type: ignore[attr-defined]
 
 
 def _marked(half: Tensor) -> bool:
-    """Whether this is the tensor that was published, and no copy of it."""
+    """Whether this is the published tensor itself and not a copy of it."""
     return bool(getattr(half, "_penstock_version", (0, 0))[0] == id(half))
 
 
 def adopt(half: Tensor, master: Tensor) -> None:
-    """Take over a half weight that was written since it was published: in place, or perhaps through `.data`."""
+    """Copy a half weight to its master if it was written since it was published: in place, or perhaps by `.data`."""
     if not _marked(half):
         return
     touched = isinstance(half, HalfWeight) and half.__dict__.pop("_penstock_touched", False)
     if touched or half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
         with torch.no_grad():
-            # Where nothing was written, the master's other bits stay.
+            # Unwritten elements keep the master's additional bits.
             kept = (master.to(half.dtype) == half) | half.isnan()
             master.copy_(torch.where(kept, master, half.to(master.dtype)))
         mark(half)
 
 
 class HalfWeight(Parameter):
-    """A half weight with a master. A write through `.data` raises no version, so that reading `.data` counts as one."""
+    """A half weight with a master. A write through `.data` raises no version, so reading `.data` counts as a write."""
 
     @property
     def data(self) -> Tensor:
@@ -202,8 +201,8 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 class _Quiet:
-    """The first base of a class while it is made, so that the original's `__init_subclass__` is not called: registries
-    of classes keep the original, and arguments that such a hook needs are not missing.
+    """First base of a stand-in while it is created, so that the original's `__init_subclass__` is not called: class
+    registries keep the original, and the arguments that such a hook may require are not needed.
     """
 
     def __init_subclass__(cls, **_: Any) -> None:
@@ -211,11 +210,11 @@ class _Quiet:
 
 
 class StandIns:
-    """One stand-in for each class, made when it is first needed: a subclass that goes by the name of the original.
+    """One stand-in for each class, made when it is first needed: a subclass with the original's name.
 
-    `attributes(cls)` are its own methods. An object's `__class__` still reads as the original, which pickle looks up by
-    name. torch.compile alone reads the stand-in where it looks up methods. Code that assigns another class, as
-    sharding and parametrizations do, gets a stand-in for that class.
+    `attributes(cls)` returns the stand-in's own methods. An object's `__class__` still reads as the original, which
+    pickle looks up by name. Only torch.compile's lookup of methods reads the stand-in. If code assigns another class,
+    as sharding and parametrizations do, the object gets a stand-in for that class.
     """
 
     def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:
@@ -223,16 +222,16 @@ class StandIns:
         self._made: dict[type, type] = {}
 
     def put_on(self, value: Any) -> None:
-        """Let a stand-in take the place of an object's class."""
+        """Replace an object's class by its stand-in."""
         _CLASS.__set__(value, self._for(type(value)))
 
     def take_off(self, value: Any) -> None:
-        """Give an object its original class back; nothing happens where it has that."""
+        """Give an object its original class back; no effect if it has that."""
         if self.on(value):
             _CLASS.__set__(value, type(value).__mro__[1])
 
     def on(self, value: Any) -> bool:
-        """Whether an object's class is one of these stand-ins."""
+        """Whether an object's class is a stand-in of this kind."""
         kind = type(value)
         return self._made.get(kind.__mro__[1]) is kind if len(kind.__mro__) > 1 else False
 
@@ -257,22 +256,22 @@ class StandIns:
 
 
 _METHODS_IN_DYNAMO = "torch._dynamo", "lookup_class_mro_attr"
-"""Where torch.compile looks up an object's methods. Elsewhere it must read what compiled code will read."""
+"""torch.compile's lookup of an object's methods. Elsewhere it must read the class that compiled code will read."""
 
 
 def asked_by(package: str, function: str = "") -> bool:
-    """Whether code of a package, or a function of it, reads the property whose own function calls this."""
+    """Whether a package's code, or one of its functions, is reading the property whose getter calls this."""
     frame = sys._getframe(2)
     own = str(frame.f_globals.get("__name__")).startswith(package)
     return own and function in ("", frame.f_code.co_name)
 
 
 _KINDS: list[ModuleStandIns] = []
-"""Every kind of stand-in that modules may wear."""
+"""Every kind of stand-in that modules may have."""
 
 
 class ModuleStandIns(StandIns):
-    """Stand-ins for the classes of modules, whose copies and pickles are as the head of this file says."""
+    """Stand-ins for module classes, with copies and pickles as described at the top of this file."""
 
     def __init__(self, attributes: Callable[[Any], dict[str, Any]]) -> None:
         def with_copies(cls: type[nn.Module]) -> dict[str, Any]:
@@ -287,8 +286,8 @@ class ModuleStandIns(StandIns):
         _KINDS.append(self)
 
     def _copier(self, module: nn.Module, cls: type[nn.Module], *, by_name: bool) -> Any:
-        """The module's `__deepcopy__` where copy.deepcopy asks for it. A wrapper that forwards what it lacks to this
-        module, as PEFT's do, must not take it for its own.
+        """The stand-in's `__deepcopy__` if copy.deepcopy asks for it. A wrapper that forwards missing attributes to
+        this module, as PEFT's do, must not get it as its own.
         """
         if by_name:
             return functools.partial(self._deep, module)
@@ -306,7 +305,7 @@ class ModuleStandIns(StandIns):
         return copied
 
     def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
-        # The original's own ways of being copied, `__getstate__` above all, are those of its own class.
+        # The original's own copying methods, above all `__getstate__`, need its own class.
         self.take_off(module)
         try:
             copied = make()
@@ -319,7 +318,7 @@ class ModuleStandIns(StandIns):
 
 @torch.no_grad()
 def plain(model: nn.Module) -> nn.Module:
-    """A model as it would be without Penstock: plain classes, fp32 weights, none of our hooks.
+    """The model without Penstock: plain classes, fp32 weights, none of our hooks.
 
     Weights that are fp32 already, and master weights, are shared with the model and not copied.
     """
@@ -338,7 +337,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def strip(model: nn.Module) -> None:
-    """Take everything off a model that Penstock has put on it, but for the type of its weights."""
+    """Remove everything that Penstock has added to a model, except the type of its weights."""
     for module in model.modules():
         for kind in reversed(_KINDS):
             kind.take_off(module)
@@ -350,7 +349,7 @@ def strip(model: nn.Module) -> None:
 
 @torch.no_grad()
 def widen(model: nn.Module) -> None:
-    """Give a model its fp32 weights back, in place: the masters where there are any, which optimizers hold."""
+    """Give a model its fp32 weights back, in place: the masters that optimizers hold, if there are any."""
     widened: dict[int, Tensor] = {}
     for module in model.modules():
         stored = fp32_state_of(module)

@@ -1,4 +1,4 @@
-"""A model's forward pass in the types of its `Numerics`, and the other methods that it is entered by.
+"""A model's forward pass, and its other public methods, in the types of its `Numerics`.
 
 The class is swapped for a subclass of the same name, so that state dicts, `isinstance`, compilation and signatures stay
 as they are.
@@ -32,7 +32,7 @@ M = TypeVar("M", bound=nn.Module)
 _KEY = "_penstock_precision"
 _INSIDE = "_penstock_inside"
 _ORIGINAL = "_penstock_original"
-"""On a method of an instance that computes in the model's precision: the one that was bound to it before."""
+"""Attribute of a wrapped instance method: the method that was bound before."""
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORKS = ("torch", *_LIGHTNING)
 _OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same", re.IGNORECASE)
@@ -40,8 +40,8 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def apply_precision(model: nn.Module, numerics: Numerics, device: torch.device) -> None:
-    """From now on `model(…)` computes as `numerics` say, in place: its modules follow the op lists, its inputs and
-    outputs are cast. Weights stay what they are; names in the state dict too.
+    """Make `model(…)` compute as `numerics` say, in place: its modules follow the op lists, its inputs and outputs are
+    cast. Weights and the state dict's names do not change.
     """
     half = half_type(numerics)
     if half is None:
@@ -60,7 +60,7 @@ def precision_on(model: nn.Module) -> Numerics | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module behind torch.compile and DistributedDataParallel."""
+    """The module inside torch.compile and DistributedDataParallel."""
     while True:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else uncompiled(model)
         if inner is model:
@@ -69,7 +69,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def living(kind: type[M]) -> Iterator[M]:
-    """The modules of a kind that are alive in this process: some tens of milliseconds."""
+    """The live modules of a class in this process; takes some tens of milliseconds."""
     for alive in gc.get_objects():
         if issubclass(type(alive), kind):  # isinstance would ask objects that pretend to be of other classes
             try:
@@ -80,8 +80,8 @@ def living(kind: type[M]) -> Iterator[M]:
 
 
 def replaced_forward(model: nn.Module) -> Callable[..., Any] | None:
-    """The function that replaces a model's forward on the instance, and hides what precision it computes in; None where
-    the class's own is called, or a method that somebody bound to the model, as TRL does for its loss."""
+    """The function that replaces a model's forward on the instance and would bypass its precision; None if the class's
+    own is called, or a method bound to the model, as by TRL for its loss."""
     forward = model.__dict__.get("forward")
     bound = isinstance(forward, MethodType) and forward.__self__ is model
     return (
@@ -90,13 +90,13 @@ def replaced_forward(model: nn.Module) -> Callable[..., Any] | None:
 
 
 def redirected(model: nn.Module) -> bool:
-    """Whether Lightning lets this call of a model lead to a step of its module, such as `training_step`."""
+    """Whether Lightning redirects this call of a model to a step of its module, such as `training_step`."""
     module = getattr(replaced_forward(model), "__module__", None) or ""
     return module.partition(".")[0] in _LIGHTNING
 
 
 def wrap_forward(model: nn.Module, numerics: Numerics) -> None:
-    """From now on `model(…)` computes as `numerics` say, in place, and so do the methods of its class."""
+    """Make `model(…)` and the methods of its class compute as `numerics` say, in place."""
     before: Numerics | None = model.__dict__.get(_KEY)
     if before is not None and not before.weights == numerics.weights == "fp32":
         raise ConfigError(already(model))
@@ -105,7 +105,7 @@ def wrap_forward(model: nn.Module, numerics: Numerics) -> None:
             f"The forward of this {type(model).__name__} was replaced on the instance, which hides the class's; "
             "accelerate the model before whatever replaces it."
         )
-    # A method of the instance would hide that of the stand-in: the class's own is left out, another one is entered.
+    # A method on the instance would hide the stand-in's: the class's own is removed, any other one is wrapped.
     bound = model.__dict__.pop("forward", None)
     if bound is not None and bound.__func__ is not type(model).forward:
         original = getattr(bound, _ORIGINAL, bound.__func__)
@@ -137,26 +137,26 @@ def unwrap_forward(model: nn.Module) -> None:
 
 
 class _Inside:
-    """How many of a model's own methods are under way. Set on the instance from the start: torch.compile compiles again
-    where a field appears later."""
+    """Number of a model's own methods that are running. Set on the instance from the start: torch.compile recompiles if
+    a field appears later."""
 
     def __init__(self) -> None:
         self.depth = 0
 
 
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
-    """The entries into a model: `forward`, and the public methods of its class."""
+    """The wrapped methods of a model: `forward`, and the public methods of its class."""
     methods = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
     methods["forward"] = _entered(cls.forward, always=True, counts=bool(methods))
     if hasattr(cls, "save_pretrained"):
-        # Hugging Face's, which writes the type of the weights beside a state dict.
+        # Hugging Face's method, which writes the weights' type along with a state dict.
         methods["save_pretrained"] = _of_the_plain_model(cls.save_pretrained)
     return methods
 
 
 def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The public methods that a class or its bases define, but for those of torch and of Lightning, whose own loop sees
-    to them. Generators are left out, for their code runs after the call has returned.
+    """The public methods that a class or its bases define, except those of torch and of Lightning, whose own loop
+    handles precision. Generators are left out, because their code runs after the call has returned.
     """
     skipped = set(dir(nn.Module))
     for base in reversed(cls.__mro__):
@@ -171,14 +171,14 @@ def _own_methods(cls: type[nn.Module]) -> Iterator[tuple[str, Callable[..., Any]
 
 
 def _entered(original: Callable[..., Any], *, always: bool, counts: bool = True) -> Callable[..., Any]:
-    """A method that computes in the model's precision; unless `always`, only where it is called from outside. Where
+    """A method that computes in the model's precision; unless `always`, only if it is called from outside the model. If
     only `forward` is wrapped, calls need not be counted.
     """
 
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         numerics: Numerics | None = self.__dict__.get(_KEY)
-        # An instance that `type(accelerated)(…)` made is one of the original class.
+        # An instance made by `type(accelerated)(…)` behaves as the original class.
         if numerics is None or (not always and self.__dict__[_INSIDE].depth):
             return original(self, *args, **kwargs)
         if not counts:
@@ -189,7 +189,7 @@ def _entered(original: Callable[..., Any], *, always: bool, counts: bool = True)
             output = _computed(self, numerics, original, args, kwargs)
         finally:
             inside.depth -= 1
-        # Methods may return weights, and those must stay themselves.
+        # Methods may return weights, which must not be cast.
         return _to(numerics.outputs, output, but=() if always else Parameter)
 
     return method
@@ -231,7 +231,7 @@ _STAND_INS = ModuleStandIns(_methods)
 
 
 def _to(dtype: torch.dtype | str, value: Any, but: Any = ()) -> Any:
-    """Floating tensors of a nest as `dtype`, or as they are where this is "keep"; fp64 stays."""
+    """A nested structure with its floating tensors cast to `dtype` (unchanged if that is "keep"); fp64 stays."""
     if dtype == "keep":
         return value
     target = torch.float32 if dtype == "fp32" else dtype

@@ -1,7 +1,7 @@
-"""How large a model's gradients are, by power of two, and the loss scale that follows from it.
+"""Histogram of a model's gradient magnitudes by power of two, and the loss scale that follows from it.
 
-Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: gradients cluster near zero, where fp16 has no
-numbers, and leave most of fp16's upper range empty. Multiplying the loss by a constant S moves all of them up; S must
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2: gradients cluster near zero, below fp16's
+range, and leave most of fp16's upper range empty. Multiplying the loss by a constant S moves all of them up; S must
 keep the largest below 65,504, the largest fp16.
 """
 
@@ -34,13 +34,13 @@ LOW, HIGH = -149, 127
 _BIAS = 127  # of the exponent field of an fp32
 # Keys of a count: zeros at 0, subnormals from _BIAS, normals from 257, the rest at 511.
 _NORMALS, _KEYS = 256, 512
-# Elements: bounds the temporaries, on a host to what its caches hold.
+# Elements per chunk: bounds the temporaries, on a host to a size that fits its caches.
 _AT_ONCE, _AT_ONCE_ON_HOST = 1 << 22, 1 << 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """How many values lie in [2^e, 2^(e+1)) in magnitude, for each exponent e from `LOW` to `HIGH`."""
+    """Number of values with magnitude in [2^e, 2^(e+1)), for each exponent e from `LOW` to `HIGH`."""
 
     counts: tuple[int, ...]
     zeros: int
@@ -51,7 +51,7 @@ class Histogram:
 
     @property
     def values(self) -> int:
-        """How many there are in all."""
+        """Number of all values."""
         return sum(self.counts) + self.zeros + self.wrong
 
     def between(self, low: int, high: int) -> float:
@@ -60,7 +60,7 @@ class Histogram:
         return sum(self.counts[place] for place in inside) / max(self.values, 1)
 
     def lost(self, scale: float = 1.0) -> float:
-        """Share of all values that are not zero, but in fp16 would be, times a power of two."""
+        """Share of all values that are not zero, but would be in fp16 after multiplication by a power of two."""
         return self.between(LOW, -25 - _exponent(scale))
 
     def denormal(self, scale: float = 1.0) -> float:
@@ -68,7 +68,7 @@ class Histogram:
         return self.between(-25 - _exponent(scale), -14 - _exponent(scale))
 
     def infinite(self, scale: float = 1.0) -> float:
-        """Share that is not finite, or would not be in fp16; values in [65,504, 65,536) count as finite."""
+        """Share of values that are not finite, or would not be in fp16; values in [65,504, 65,536) count as finite."""
         return self.between(16 - _exponent(scale), HIGH + 1) + self.wrong / max(self.values, 1)
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -86,7 +86,7 @@ class Histogram:
 
 
 class Meter:
-    """Bins tensors on their device, without waiting for it, and sums up there. Values count as their fp32 does."""
+    """Bins tensors on their device, without waiting for it, and sums counts there. Values are counted as fp32."""
 
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
@@ -152,7 +152,7 @@ class GradientHistogram:
 
     @property
     def all(self) -> Histogram:
-        """Both together: all gradients that pass through fp16."""
+        """Both histograms together: all gradients that pass through fp16."""
         return self.activations + self.weights
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,32 +166,32 @@ class GradientHistogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A constant loss scale, and what it does to the gradients it was found on. Shares are of all values."""
+    """A constant loss scale, and its effect on the gradients it was derived from. Shares are of all values."""
 
     scale: float
     """A power of two."""
     largest: float
     """The largest gradient, without loss scale."""
     headroom: float
-    """How much larger a gradient may still become before it overflows, at the least."""
+    """Factor by which gradients may at least grow before they overflow."""
     lost_before: float
     """Share that fp16 turns to zero without loss scale."""
     lost: float
-    """Share that it turns to zero with this one."""
+    """Share that fp16 turns to zero with this loss scale."""
     denormal_before: float
     """Share held with reduced precision without loss scale."""
     denormal: float
 
     @property
     def saved(self) -> float:
-        """Share that the scale keeps from becoming zero."""
+        """Share of gradients that the scale keeps from becoming zero."""
         return self.lost_before - self.lost
 
 
 def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0) -> Recommendation:
     """The largest power of two S with S · largest · headroom ≤ 65,504 (Micikevicius et al. 2018, section 3.2).
 
-    Gradients of other batches are larger than those that were measured: `headroom` is the factor they may grow by.
+    Other batches can have larger gradients than the measured ones: `headroom` is the factor by which they may grow.
 
     Raises:
         ConfigError: the head-room is below 1.
@@ -215,7 +215,7 @@ def recommend(histogram: Histogram | GradientHistogram, *, headroom: float = 2.0
 
 
 def power_of_two(value: float) -> float:
-    """The largest power of two that is no larger; value is above 0."""
+    """The largest power of two that does not exceed `value`, which is above 0."""
     return math.ldexp(0.5, math.frexp(value)[1])
 
 
@@ -245,8 +245,8 @@ def gradient_histogram(
     """Measure the gradients of a model on batches, in fp32, leaving weights, gradients, buffers and generators alone.
 
     `loss(model, batch)` returns a scalar. Accelerated models are measured as if they were not. `between(batch)` is
-    called after each batch: a training step there lets the histogram cover training and not the first weights alone, as
-    the paper's does.
+    called after each batch: with a training step there, the histogram covers training and not only the first weights,
+    as in the paper.
 
     Raises:
         ConfigError: there is no batch, no scalar loss, or nothing to train.
@@ -274,10 +274,10 @@ def gradient_histogram(
 
 @contextmanager
 def _watched(model: nn.Module, meter: Meter) -> Iterator[None]:
-    """Inside, `meter` counts each gradient of a layer's output that a backward pass computes.
+    """Context in which `meter` counts each layer output's gradient in backward passes.
 
-    Layers are modules without children and those with parameters of their own; a tensor that passes through
-    several (Identity, a container's result) counts once, for the first.
+    Layers are modules without children or with parameters of their own; a tensor that is the output of several
+    (Identity, a container's result) counts once, for the first.
     """
     seen: dict[int, weakref.ref[Tensor]] = {}
 
@@ -300,9 +300,9 @@ def _watched(model: nn.Module, meter: Meter) -> Iterator[None]:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers and random generators are as they were; compiled parts run eagerly, so that hooks are called.
+    """Context that restores buffers and random generators at its end; compiled parts run eagerly, for hooks.
 
-    Gradients are the caller's to leave alone: `_gradients` does.
+    It does not restore gradients; `_gradients` does not change them.
     """
     accelerators = {p.device for p in model.parameters() if p.device.type != "cpu"}
     kind = next((device.type for device in accelerators), "cuda")
@@ -324,8 +324,8 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def _in_fp32(model: nn.Module) -> nn.Module:
-    """The same model, computing in fp32 throughout: itself where it does, else a copy that shares its fp32 weights, and
-    has the master weights, or the half ones widened, in place of others.
+    """The model computing in fp32 throughout: itself if it does so already, else a copy that shares its fp32 weights
+    and has master weights, or widened half weights, in place of the others.
     """
     if any(precision_on(module) for module in model.modules()):
         model = plain(model)
@@ -335,7 +335,7 @@ def _in_fp32(model: nn.Module) -> nn.Module:
 
 
 def _gradients(model: nn.Module, loss: Tensor) -> Sequence[Tensor | None]:
-    """The gradient of each trained parameter. No `.grad` changes, and no hook that steps an optimizer runs."""
+    """The gradient of each trained parameter. `.grad` does not change, and no hook that steps an optimizer runs."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained or not loss.requires_grad:
         raise ConfigError(

@@ -1,8 +1,7 @@
-"""fp32 master weights behind half ones (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1).
+"""fp32 master weights for half weights (Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1).
 
-The optimizer keeps the fp32 parameters that it was made with, and with them its groups, state, schedulers and flat
-buffers: they are the master weights. The model gets new half parameters in their place. So any optimizer works, and
-none needs to know.
+The optimizer keeps its original fp32 parameters, and with them its groups, state, schedulers and flat buffers: they are
+the master weights. The model gets new half parameters in their place. So any optimizer works unchanged.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _log = logging.getLogger(__name__)
 
 
 class MasterWeights:
-    """Casts a model's weights to half, and keeps those that an optimizer trains in fp32 with the optimizer.
+    """Casts a model's weights to half, and leaves fp32 masters of the trained ones in the optimizer.
 
     Per step: `collect` adds the half gradients to the fp32 ones, the optimizer steps, `publish` rounds its weights into
     the model. The model's state dict holds the fp32 values under its plain names, and loading fills them, so that no
-    bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32; so do the
-    modules that `lists` name for fp32.
+    bit is lost on the way to disk and back. Norms stay fp32 unless `norms` is "half", and compute in fp32; the same
+    holds for modules that `lists` name for fp32.
 
-    Weights that are written between steps (clipped, tied, re-initialised), in place or through `.data`, are taken over.
+    Half weights written between steps (clipped, tied, re-initialised), in place or by `.data`, update the masters.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class MasterWeights:
         self._masters: dict[Parameter, Parameter] = {}
         """Masters by half weight."""
         self._trained: dict[Optimizer, dict[Parameter, Parameter]] = {}
-        """The same by optimizer, each with the weights that it trains."""
+        """Masters by half weight, for each optimizer's trained weights."""
         swapped: dict[int, Parameter] = {}
         frozen: list[str] = []
         for name, module in _to_halve(models, norms, lists):
@@ -76,7 +75,7 @@ class MasterWeights:
         """Optimizers that have stepped on the gradients that their masters still hold."""
         self._views: dict[Optimizer, tuple[int, dict[Parameter, Tensor]]] = {}
         self._shared: dict[Parameter, weakref.ref[Tensor] | None] | None = None
-        """The gradient that a half weight and its master had in common when they were last looked at."""
+        """The gradient that a half weight and its master shared at the last check."""
 
     def _halve(
         self, name: str, module: nn.Module, trained: Mapping[int, Optimizer], swapped: dict[int, Parameter],
@@ -116,12 +115,12 @@ class MasterWeights:
     # -- around a step
 
     def _of(self, optimizer: Optimizer | None) -> dict[Optimizer, dict[Parameter, Parameter]]:
-        """Masters by half weight of one optimizer, or of each."""
+        """Masters by half weight, of one optimizer or of all."""
         return self._trained if optimizer is None else {optimizer: self._trained.get(optimizer, {})}
 
     @torch.no_grad()
     def collect(self, optimizer: Optimizer | None = None) -> None:
-        """Move the half gradients to the masters, adding to what is there, and take over weights written in place."""
+        """Add the half gradients to the masters' gradients, and copy weights written in place to the masters."""
         for owner, masters in self._of(optimizer).items():
             if owner in self._spent:
                 self._spent.discard(owner)
@@ -163,7 +162,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def publish(self, optimizer: Optimizer | None = None) -> None:
-        """Round the masters into the model, but for those that the optimizer has just rounded itself."""
+        """Round the masters into the model, except those that the optimizer has just rounded itself."""
         for owner, masters in self._of(optimizer).items():
             copies = owner.copies if isinstance(owner, OnePassAdamW) else None
             rest = {h: m for h, m in masters.items() if copies is None or m not in copies.written}
@@ -175,14 +174,14 @@ class MasterWeights:
                 copies.written.clear()
 
     def used_up(self, optimizer: Optimizer) -> None:
-        """The optimizer has stepped. Its gradients may be read until the next ones come, which do not add to them:
-        zeroing the model's gradients, which are these, could not be seen here.
+        """Note that the optimizer has stepped. Its gradients can be read until new ones replace them; new ones are not
+        added, because it cannot be observed here whether the script has zeroed the model's gradients.
         """
         self._spent.add(optimizer)
 
     def unsynced(self) -> bool:
-        """Whether a DistributedDataParallel around one of the models leaves the gradients of the backward pass to come
-        to a later one to average (`no_sync`).
+        """Whether a DistributedDataParallel around one of the models defers averaging the next backward pass's
+        gradients to a later one (`no_sync`).
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
@@ -194,8 +193,8 @@ class MasterWeights:
         )
 
     def joining(self, group: dict[str, Any]) -> tuple[dict[str, Any], dict[Parameter, Parameter]]:
-        """A parameter group that is to be added to an optimizer, with masters in place of half weights; and the new
-        ones of these by half weight, for `join` once it was added.
+        """A parameter group for an optimizer, with masters in place of half weights; and the newly made masters by half
+        weight, for `join` after the group was added.
         """
         given = group["params"]
         parameters = [given] if isinstance(given, Tensor) else list(given)
@@ -208,18 +207,18 @@ class MasterWeights:
         return {**group, "params": parameters}, new
 
     def join(self, optimizer: Optimizer, new: Mapping[Parameter, Parameter]) -> None:
-        """From now on `optimizer` trains half weights that had no masters."""
+        """Let `optimizer` train half weights by the new masters."""
         for half, master in new.items():
             self._add(optimizer, half, master)
             for model in self._models:
                 give_master(model, half, master)
 
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
-        """Forget the model's half gradients; the masters' are the optimizer's to forget."""
+        """Clear the model's half gradients; the optimizer clears the masters'."""
         of = self._of(optimizer)
         self._spent -= of.keys()
         if self._shared is not None and not set_to_none:
-            # The optimizer will fill the masters' gradients with zeros, and those are these.
+            # The optimizer will fill the masters' gradients with zeros, which are the same tensors.
             self.collect(optimizer)
             return
         for masters in of.values():
@@ -227,9 +226,9 @@ class MasterWeights:
                 half.grad = None
 
     def share_gradients(self) -> None:
-        """From now on a half weight and its master hold one and the same fp32 gradient, so that micro-batches add up in
-        fp32, and whatever code that knows of no masters does to the gradients of the model or of the optimizer, it
-        does to both. Not under DistributedDataParallel, whose buckets have the type of the weights.
+        """Let a half weight and its master share one fp32 gradient tensor, so that micro-batches add up in fp32, and
+        code unaware of masters changes the gradients of model and optimizer alike. Not under DistributedDataParallel,
+        whose buckets have the type of the weights.
         """
         self._shared = dict.fromkeys(self._masters)
         for half in self._masters:
@@ -253,7 +252,7 @@ class MasterWeights:
         return any(half.grad is not None for half in self._trained.get(optimizer, {}))
 
     def _flat_gradients(self, optimizer: Optimizer) -> dict[Parameter, Tensor]:
-        """Where a contiguous optimizer wants each gradient to lie, so that collecting puts it there at once."""
+        """A contiguous optimizer's views for each gradient, so that collecting writes there directly."""
         if not isinstance(optimizer, Contiguous):
             return {}
         generation, views = self._views.get(optimizer, (-1, {}))
@@ -271,16 +270,16 @@ class MasterWeights:
     # -- what is saved
 
     def master_of(self, weight: Tensor) -> Tensor:
-        """The fp32 value behind a weight of the model: its master, or itself where it has none."""
+        """The fp32 value of a weight of the model: its master, or itself if it has none."""
         return self._masters.get(weight, weight)  # type: ignore[call-overload,no-any-return]
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
-        """The parameters of `model` by name, each as its master where it has one."""
+        """The parameters of `model` by name, each replaced by its master if it has one."""
         return {name: self.master_of(parameter) for name, parameter in model.named_parameters()}
 
 
 def _parallel_around(weights: Mapping[Parameter, Parameter]) -> Iterator[nn.parallel.DistributedDataParallel]:
-    """The living DistributedDataParallel that average gradients of some weights."""
+    """The live DistributedDataParallel modules that average gradients of some of these weights."""
     for parallel in living(nn.parallel.DistributedDataParallel):
         if any(parameter in weights for parameter in parallel.parameters()):
             yield parallel
@@ -293,7 +292,7 @@ def _refers(reference: weakref.ref[Tensor] | None, value: Tensor | None) -> bool
 def _to_halve(
     models: Iterable[nn.Module], norms: str, lists: OpLists | None
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of all whose weights become half, once each. Norms that stay fp32 compute in it from now on."""
+    """Name and module of each module whose weights become half. Norms that stay fp32 compute in fp32 from now on."""
     seen: set[nn.Module] = set()
     for model in models:
         wide = fp32_modules_of(model, lists)
@@ -310,10 +309,10 @@ def _to_halve(
 def cast_in_place(
     models: Sequence[nn.Module], dtype: torch.dtype, *, norms: str = "half", lists: OpLists | None = None
 ) -> None:
-    """Half weights without masters. Parameters keep their identity and whoever holds them, with gradients cast too.
-    The state dict holds the values in fp32.
+    """Cast weights to half without masters. Parameters keep their identity, so references to them stay valid; gradients
+    are cast too. The state dict holds the values in fp32.
     """
-    # Weights of modules that stay fp32 may be tied to others.
+    # Weights of modules that stay fp32 may be tied to other modules' weights.
     kept = {p for model in models for module in fp32_modules_of(model, lists) for p in module.parameters()}
     if norms == "fp32":
         kept |= {p for model in models for m in model.modules() if is_norm(m) for _, p in own_parameters(m)}
@@ -330,7 +329,7 @@ def cast_in_place(
 
 
 def compute_in_fp32(norm: nn.Module) -> None:
-    """Let a norm with fp32 weights take half inputs, compute in fp32 and give its output the input's type."""
+    """Let a norm with fp32 weights accept half inputs, compute in fp32 and return the input's type."""
     keep_handles(norm, norm.register_forward_pre_hook(_to_fp32), norm.register_forward_hook(_as_input))
 
 

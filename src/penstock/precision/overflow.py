@@ -1,4 +1,4 @@
-"""Where an overflow begins: the first module that makes a value, or a gradient, that is not finite."""
+"""The origin of an overflow: the first module that makes a non-finite value or gradient."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Where = Literal["input", "computation", "output", "backward pass", "gradient of 
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """The first value that left the finite numbers."""
+    """The place of the first non-finite value."""
 
     layer: str
-    """Qualified name of the module, or of the parameter where nothing else was seen."""
+    """Qualified name of the module, or of the parameter if nothing else was recorded."""
     where: Where
     """Made in its forward pass (`output`; `computation` where it was made between the modules inside) or its backward
     pass, or come to it from the caller (`input`) or from the loss (`gradient of the output`); `gradient` is that of a
     parameter."""
     before: str | None = None
-    """For a `computation`, the module inside that was given its result first."""
+    """For a `computation`, the inner module that first received its result."""
 
     def __str__(self) -> str:
         if self.where == "computation":
@@ -37,11 +37,11 @@ class Overflow:
 
 
 class OverflowTrace:
-    """While attached, notes on the device which modules make values and gradients that are not finite.
+    """While attached, records on the device which modules make non-finite values and gradients.
 
-    `first` then says which came first in time. Compiled parts run eagerly meanwhile, for their code calls no hooks. A
-    node of the autograd graph belongs to the innermost module that was running when it was made. The nodes behind a
-    module's inputs belong to whoever called it. Casts that hooks of a module make are the module's own.
+    `first` then returns the earliest. Compiled parts run eagerly meanwhile, because their code calls no hooks. A node
+    of the autograd graph belongs to the innermost module that was running when it was made. Nodes that made a module's
+    inputs belong to its caller. Casts by a module's hooks belong to the module.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -49,13 +49,13 @@ class OverflowTrace:
         self._notes: list[tuple[Overflow, Tensor]] = []
         self._eager: Any = None
         self._running: list[str] = []
-        """The modules whose forward pass is under way, the innermost last."""
+        """The modules whose forward pass is running, innermost last."""
         self._known: dict[Node, str] = {}
-        """Holding the nodes keeps their identity."""
+        """Owner of each node; holding the nodes keeps their ids from being reused."""
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> OverflowTrace:
-        """Begin to look; forget what was seen before."""
+        """Start recording; forget earlier records."""
         self.detach()
         self._notes = []
         self._follow()
@@ -63,7 +63,7 @@ class OverflowTrace:
         return self
 
     def detach(self) -> None:
-        """Stop looking, and take all hooks off again."""
+        """Stop recording, and remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._known, self._running = [], {}, []
@@ -87,7 +87,7 @@ class OverflowTrace:
                 ]
 
     def _own(self, outputs: Iterable[Tensor], layer: str) -> None:
-        """Give all nodes behind some tensors to a layer, but for those that have an owner."""
+        """Assign all nodes of these tensors' graph to a layer, except those that have an owner."""
         nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         while nodes:
             node = nodes.pop()
@@ -135,8 +135,8 @@ class OverflowTrace:
             self._notes.append((place, ~inside.isfinite().all()))
 
     def first(self, gradients: Iterable[tuple[str, Tensor | None]] = ()) -> Overflow | None:
-        """The first non-finite value in time. `gradients`, those of the parameters by name in model order, are asked
-        where no backward pass was seen. Waits for the device.
+        """The earliest non-finite value. `gradients`, the parameters' by name in model order, are searched if no
+        backward pass was recorded. Waits for the device.
         """
         if self._notes:
             non_finite = torch.stack([bad.to("cpu") for _, bad in self._notes]).tolist()
@@ -155,5 +155,5 @@ class OverflowTrace:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The floating tensors of a nest."""
+    """The floating tensors of a nested structure."""
     return [tensor for tensor in tensors(value) if tensor.is_floating_point()]

@@ -14,16 +14,16 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.optim.clip import overflow_of
 
 Agree = Callable[[Tensor], None]
-"""Makes one decision of many: leaves in a 0-d fp32 flag, in place and on all ranks, the largest of the ranks' flags."""
+"""Makes ranks decide alike: replaces a 0-d fp32 flag, in place on every rank, by the largest of the ranks' flags."""
 
 PATIENCE = 4
-"""Overflows in a row at the floor after which a run is taken to be lost."""
+"""Consecutive overflows at the floor after which a run is considered lost."""
 # Attributes that are saved, each with its name in files.
 _ENTRIES = {"scale": "scale", "clean": "clean", "overflows": "overflows", "spared": "spared", "stuck": "lost"}
 
 
 def agree_over(group: dist.ProcessGroup | None = None) -> Agree:
-    """The rank-wide maximum over a process group; None is the default group, at the time of each call."""
+    """A function that takes the maximum over the ranks of a process group; None is the default group at each call."""
 
     def agree(found_inf: Tensor) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
@@ -33,14 +33,14 @@ def agree_over(group: dist.ProcessGroup | None = None) -> Agree:
 
 
 class LossScaler:
-    """Multiplies the loss so that small gradients do not vanish in fp16, and follows overflows by itself.
+    """Multiplies the loss so that small gradients do not vanish in fp16, and adapts the factor to overflows.
 
     Dynamic: `hysteresis` overflows in a row halve the scale, each overflowed step being skipped by the optimizer's own
     kernel; `interval` clean steps in a row double it. It stays within `floor` and `ceiling`. With `dynamic` false the
-    scale stays and overflowed steps are skipped all the same. Everything is 0-d tensors on the device, so no step waits
-    for the host; `overflows` counts skipped steps and may be read when a log line is due.
+    scale is constant, and overflowed steps are still skipped. Everything is 0-d tensors on the device, so no step waits
+    for the host; `overflows` counts skipped steps and is meant to be read only for a log line.
 
-    `agree` is how ranks that share a step come to one decision: sharded and model parallel training pass theirs.
+    `agree` makes ranks that share a step decide alike: sharded and model parallel training pass their own function.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class LossScaler:
         self.overflows = torch.zeros((), dtype=torch.float32, device=device)
         """Steps skipped so far."""
         self.spared = torch.zeros((), dtype=torch.float32, device=device)
-        """Overflows in a row that hysteresis has let pass."""
+        """Consecutive overflows that hysteresis has tolerated."""
         self.stuck = torch.zeros((), dtype=torch.float32, device=device)
-        """Overflows in a row at the floor, or at a constant scale: from `PATIENCE` on nothing is learned any more."""
+        """Consecutive overflows at the floor, or at a constant scale: from `PATIENCE` on the run is considered lost."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call backward on: in fp32, since a scaled fp16 loss would itself overflow."""
@@ -96,7 +96,7 @@ class LossScaler:
     def update(self, found_inf: Tensor, *, stepped: bool = True) -> None:
         """Adapt the scale after a step; `found_inf` is a 0-d fp32 tensor, 1 after an overflow and 0 otherwise.
 
-        Without `stepped` the gradients were thrown away: an overflow counts, a clean step does not.
+        Without `stepped` the gradients were discarded: then an overflow counts, but not a clean step.
         """
         if not stepped:
             self.clean.sub_((1.0 - found_inf).to(self.clean.dtype))
@@ -110,7 +110,7 @@ class LossScaler:
             self.spared.add_(found_inf).mul_(found_inf)
             falls = found_inf * (self.spared >= self.hysteresis)
             self.spared.mul_(1.0 - falls)
-        # An overflow that hysteresis lets pass starts the count of clean steps again too.
+        # An overflow that hysteresis tolerates also resets the count of clean steps.
         self.clean.add_(1).mul_(found_inf == 0)
         grows = self.clean >= self.interval
         self.clean.masked_fill_(grows, 0)
@@ -118,11 +118,11 @@ class LossScaler:
         self.scale.mul_(factor).clamp_(self.floor, self.ceiling)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state that a resumed run needs to go on exactly."""
+        """The state that a resumed run needs to continue exactly."""
         return {name: getattr(self, attribute).clone() for attribute, name in _ENTRIES.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; a constant scale stays what it is. Raises CheckpointError when an entry is
+        """Restore the result of `state_dict`; a constant scale does not change. Raises CheckpointError when an entry is
         missing."""
         missing = sorted(set(_ENTRIES.values()) - state_dict.keys())
         if missing:

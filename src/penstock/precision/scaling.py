@@ -1,7 +1,7 @@
-"""The factor of an optimizer's gradients at present, and how its step divides by it.
+"""The current scale of an optimizer's gradients, and the division by it in the optimizer's step.
 
-Each accelerated optimizer has a `Gradients` beside it. Gradients stay scaled until `clip_grad_norm_` or the step: a
-fused kernel divides them on their way into the update, so that unscaling costs no pass of its own.
+Each accelerated optimizer has a `Gradients` object. Gradients stay scaled until `clip_grad_norm_` or the step: a fused
+kernel divides them in the update, so that unscaling costs no separate pass.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class Gradients:
         self.optimizer = optimizer
         self.session = session
         self.scale: Tensor | None = None
-        """Factor of the gradients; None once they are as they should be, or before any backward pass."""
+        """Scale of the gradients; None once they are unscaled, or before any backward pass."""
         self.scaler: LossScaler | None = None
-        """Scaler that the scale comes from."""
+        """Scaler from which the scale comes."""
         self.prepared = False
         """Whether a loss was scaled since the last step."""
         self.stepping = False
-        """Whether the optimizer's step is under way."""
+        """Whether the optimizer's step is running."""
         self.held_step: RemovableHandle | None = None
-        """Hook that refuses a step that was held before."""
+        """Hook that refuses a step function held since before `accelerate`."""
         self.in_backward = False
-        """Whether a backward pass is under way whose gradients are multiplied by the loss scale until its end."""
+        """Whether a backward pass is running, until whose end gradients are multiplied by the loss scale."""
         self.unsynced = False
-        """Whether some of them are this rank's alone, until a later backward pass averages them."""
+        """Whether some gradients are still only this rank's, until a later backward pass averages them."""
         self.yielded: weakref.ref[Tensor] | None = None
-        """The scaled loss that was handed out last."""
+        """The scaled loss that was returned last."""
         self.overflows: list[tuple[LossScaler, Tensor]] = []
-        """Noted when gradients were unscaled before the step: their scaler, and 0-d fp32, 1 if any is not finite."""
+        """For gradients unscaled before the step: their scaler, and a 0-d fp32 flag, 1 if any is not finite."""
         self._left: list[tuple[int, int]] | None = None
-        """The gradients as the latest scaled backward pass left them: which tensors, and how often written to."""
+        """The gradients after the latest scaled backward pass: the tensors and their version counts."""
         self._warned = False
         self.stash: list[tuple[Tensor, Tensor]] = []
-        """Unscaled gradients of other losses, by parameter, to be added to those of the latest."""
+        """Unscaled gradients of earlier losses, by parameter, to be added to the latest loss's."""
         _EVERY.add(self)
 
     # -- before a backward pass
 
     def prepare(self, scaler: LossScaler | None) -> None:
-        """Make ready for gradients under the present scale of `scaler`."""
+        """Prepare for gradients under the current scale of `scaler`."""
         masters = self.session.masters
         if masters is not None:
-            # Micro-batches add up in fp32; but what DistributedDataParallel has yet to average stays where it looks.
+            # Micro-batches add up in fp32; but those that DistributedDataParallel has yet to average stay.
             if not self.unsynced and masters.has_gradients(self.optimizer):
                 masters.collect(self.optimizer)
             self.unsynced = self.unsynced or masters.unsynced()
@@ -79,8 +79,8 @@ class Gradients:
         self.prepared = True
 
     def remember(self) -> None:
-        """A scaled backward pass is over: remember the gradients, so that the step can tell whether they were changed
-        before the scale was taken off.
+        """After a scaled backward pass, remember the gradients, so that the step can detect changes made before
+        unscaling.
         """
         self._left = self._state() or None
 
@@ -110,7 +110,7 @@ class Gradients:
     # -- before or in the step
 
     def collect(self) -> None:
-        """Move gradients of half weights to their masters, where there are any."""
+        """Move gradients of half weights to their masters, if there are any."""
         if self.session.masters is not None:
             self.session.masters.collect(self.optimizer)
 
@@ -130,7 +130,7 @@ class Gradients:
 
     @torch.no_grad()
     def step(self, update: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
-        """The optimizer's step on true gradients, skipped where one of them is not finite."""
+        """The optimizer's step on unscaled gradients, skipped if one of them is not finite."""
         self.stepping = True
         try:
             return self._step(update, closure)
@@ -156,9 +156,9 @@ class Gradients:
         return result if loss is None else loss
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure that an optimizer calls when, and as often as, it likes: returns the loss, and leaves the gradients
-        at the masters. Gradients from before the step stay until the closure clears them, as the closures of trainers
-        that have called `backward` before do not.
+        """A closure that an optimizer may call any number of times: it returns the loss, and leaves gradients in the
+        masters. Gradients from before the step stay until the closure clears them: closures of trainers that have
+        already called `backward` do not.
         """
         masters = self.session.masters
         again = False
@@ -179,7 +179,7 @@ class Gradients:
         return evaluate
 
     def _loss_of(self, closure: Callable[[], Any]) -> Any:
-        """The loss by a closure whose gradients are scaled: it is called once, before the step."""
+        """The loss of a closure whose gradients are scaled; the closure is called once, before the step."""
         kind = self.optimizer.__class__
         if kind.__name__ == "LBFGS" or not kind.__module__.startswith(("torch.optim", "penstock.")):
             raise ConfigError(
@@ -220,7 +220,7 @@ class Gradients:
         return guarded_update(self.optimizer, update, divisor=divisor, stops=self._decision())
 
     def _decision(self, *, stepped: bool = True) -> Tensor:
-        """Whether any gradient of any loss, on any rank, is not finite; each loss scale learns of its own."""
+        """Whether any gradient of any loss, on any rank, is not finite; each loss scale is told of its own."""
         assert self.overflows
         merged: Tensor | None = None
         for scaler, overflow in self.overflows:
@@ -233,7 +233,7 @@ class Gradients:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Gradients are thrown away without a step; the loss scale learns of those that were not finite."""
+        """Discard gradients without a step; the loss scale is told if any were not finite."""
         if self.scale is not None and self.scaler is not None:
             given = [p.grad for p in self._given() if p.grad is not None and not p.grad.is_sparse]
             if given:
@@ -250,8 +250,8 @@ class Gradients:
         ]
 
     def chosen(self, given: set[int]) -> tuple[list[Tensor], bool]:
-        """The optimizer's parameters that are given by their ids, or by those of their half weights, and whether no
-        other has a gradient. None where this optimizer was released."""
+        """The optimizer's parameters among `given` (by their own ids or those of their half weights), and whether all
+        its other parameters are without gradients. Empty if this optimizer was released."""
         if self.optimizer.__dict__.get("_penstock") is not self:
             return [], True
         masters = self.session.masters
@@ -266,7 +266,7 @@ class Gradients:
         return chosen, all(id(p) in ids or (p.grad is None and half.grad is None) for p, half in pairs)
 
     def forget(self) -> None:
-        """Gradients are used up or thrown away."""
+        """Reset the state after gradients were used or discarded."""
         self.unsynced = False
         self.scale = self.scaler = None
         self.overflows = []
@@ -277,11 +277,11 @@ class Gradients:
 
 @torch.no_grad()
 def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients of parameters, taken as one vector, wherever they are: at themselves or at their masters."""
+    """Clip the gradients of parameters, taken as one vector, whether held by the parameters or by their masters."""
     given = set(map(id, parameters))
     picked = {own: choice for own in list(_EVERY) if (choice := own.chosen(given))[0]}
     order = {id(p): at for at, p in enumerate(parameters)}
-    # In the order of the parameters, so that all ranks add up alike.
+    # In the order of the parameters, so that all ranks sum in the same order.
     owners = sorted(picked, key=lambda own: min(order.get(id(p), len(order)) for p in own._given()))
     owned = {id(p) for own in owners for p in own._given()}
     free = [p for p in parameters if id(p) not in owned and p.grad is not None]
@@ -301,7 +301,7 @@ _EVERY: weakref.WeakSet[Gradients] = weakref.WeakSet()
 def clip(all_of: list[Gradients], max_norm: float) -> Tensor:
     """Clip the gradients of some optimizers, taken as one vector, to `max_norm`; returns their 2-norm, 0-d fp32.
 
-    Unscaling and clipping are one pass where no gradient was unscaled before.
+    Unscaling and clipping are one pass if no gradient was unscaled before.
     """
     gradients: list[Tensor] = []
     alone = all_of[0] if len(all_of) == 1 and not all_of[0].stash else None

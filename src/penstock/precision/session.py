@@ -29,7 +29,7 @@ class Own(Protocol):
     """Whether a loss was scaled since the last step."""
 
     def forget(self) -> None:
-        """Forget gradients of the run before a state was loaded."""
+        """Forget gradients from before a state was loaded."""
         ...
 
 
@@ -57,7 +57,7 @@ class Session:
         """Gradients of each optimizer."""
 
     def note(self, scaler: LossScaler, found_inf: Tensor, *, stepped: bool = True) -> None:
-        """An optimizer has used gradients under this scaler, or thrown them away without having `stepped`; the scale
+        """Note that an optimizer has used gradients under this scaler, or discarded them (without `stepped`); the scale
         moves before the next backward pass.
         """
         before, earlier = self._noted.get(id(scaler), (None, False))
@@ -65,7 +65,7 @@ class Session:
         self._noted[id(scaler)] = (found_inf, stepped or earlier)
 
     def start_again(self) -> None:
-        """Forget what belongs to the run before a state was loaded: noted overflows, and gradients."""
+        """Forget noted overflows and gradients from before a state was loaded."""
         self._noted.clear()
         self._polls = [_Poll() for _ in self.scalers]
         if self._search is not None:
@@ -75,7 +75,7 @@ class Session:
             own.forget()
 
     def move_scale(self, scaler: LossScaler) -> None:
-        """Move the scale by the overflows that were noted since it last moved.
+        """Adapt the scale to the overflows noted since it last moved.
 
         Raises:
             NumericError: gradients have overflowed at the lowest scale for some steps.
@@ -88,7 +88,7 @@ class Session:
         if self._search is None:
             lost = self._polls[self.scalers.index(scaler)].look(scaler.stuck)
             if lost is not None and lost >= PATIENCE:
-                # The run is lost. The next whole step shows where; of the present one the forward pass is over.
+                # The run is lost. The next whole step shows where; the current step's forward pass is already over.
                 self._search = _TorchLookup(scaler, OverflowTrace(self.models).attach())
         elif self._search.scaler is scaler:
             self._search.turns += 1
@@ -116,24 +116,24 @@ class Session:
                 yield name, weight.grad
 
     def move_scales(self) -> None:
-        """Move every scale; none is in use."""
+        """Adapt every scale; no scaled gradients may be in use."""
         for scaler in self.scalers:
             self.move_scale(scaler)
 
 
 @dataclass(slots=True)
 class _TorchLookup:
-    """A lost run's look for the layer where gradients overflow."""
+    """The search for the layer in which gradients overflow, in a lost run."""
 
     scaler: LossScaler
     trace: OverflowTrace
     turns: int = 0
-    """How often the scale has moved since it began."""
+    """Number of times that the scale has moved since the search began."""
 
 
 class _Poll:
-    """Reads a number off the device `_LATE` steps late, when it is there: the host does not wait. All ranks read the
-    number of the same step, for they must act in the same step too.
+    """Reads a number from the device `_LATE` steps later, when it has arrived: the host does not wait. All ranks read
+    the number of the same step, because they must act in the same step too.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The levels O0 to O3 as data: what each property of mixed precision is, and which combinations make no sense.
+"""The levels O0 to O3 as data: the properties of mixed precision, and their contradictory combinations.
 
 The naming is NVIDIA Apex's; the mechanisms are those of Micikevicius et al., "Mixed Precision Training", ICLR 2018.
 """
@@ -57,7 +57,7 @@ def properties_of(
 ) -> Numerics:
     """The types of a level, with other properties; `dtype` is bf16, fp16 or auto, which chooses by the hardware.
 
-    Overrides, of which None leaves the level's own:
+    Overrides; None keeps the level's own value:
 
     - `weights`: `fp32` or `half`, the type that the forward pass reads, and so that of the gradients
     - `autocast`: whether each operation runs in the type that the op lists give it, or in that of its arguments
@@ -76,7 +76,7 @@ def properties_of(
     half = _dtype(checked, dtype, device)
     numerics = numerics_of(Plan(precision=checked, dtype=HALVES[half]) if half else Plan())
     if overrides.get("weights") == "fp32" and numerics.weights != "fp32":
-        # fp32 weights need no master and no half norms.
+        # With fp32 weights, neither masters nor half norms are needed.
         overrides = {"master": "none", "norms": "fp32", "autocast": True, **overrides}
     properties: dict[str, Any] = {
         "weights": "fp32" if numerics.weights == "fp32" else "half", "autocast": numerics.by_lists,
@@ -97,7 +97,7 @@ def properties_of(
 
 
 def _known(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides that are set. Raises ConfigError for unknown ones, and for values that they do not have."""
+    """The overrides that are set. Raises ConfigError for unknown overrides and for illegal values."""
     overrides = dict(present(Plan, name, value) for name, value in given.items())
     unknown = [name for name in overrides if name not in _OVERRIDES]
     if unknown:
@@ -131,13 +131,13 @@ def _known(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def half_type(numerics: Numerics) -> torch.dtype | None:
-    """The half type; None where nothing is half."""
+    """The half type; None if nothing is half."""
     return DTYPES[numerics.compute] if numerics.half else None
 
 
 def listed_numerics(plan: Plan, lists: Lists, device: torch.device | str = "cpu") -> Numerics:
     """The types of a Plan, with `lists` added to the op lists of its half type on a device. Raises ConfigError where
-    the level has no op lists, or an operation is not known.
+    the level has no op lists, or an operation is unknown.
     """
     numerics = numerics_of(plan)
     if lists == Lists():
@@ -152,7 +152,7 @@ def listed_numerics(plan: Plan, lists: Lists, device: torch.device | str = "cpu"
 
 
 def relisted(numerics: Numerics) -> bool:
-    """Whether an operation is in another list than by default; modules apart."""
+    """Whether an operation is in another list than by default, apart from modules."""
     half = half_type(numerics)
     if numerics.lists is None or half is None:
         return False

@@ -1,4 +1,4 @@
-"""The methods of an accelerated optimizer: they see to loss scale and master weights."""
+"""The methods of an accelerated optimizer, which handle loss scale and master weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gradients_beside(optimizer: Optimizer) -> Gradients:
 
 
 def attend(own: Gradients) -> None:
-    """Let the optimizer's step, zero_grad and state dict see to loss scale and master weights."""
+    """Let the optimizer's step, zero_grad and state dict handle loss scale and master weights."""
     optimizer = own.optimizer
     stepping = optimizer.__dict__.get("step")
     _STAND_INS.put_on(optimizer)
@@ -60,7 +60,7 @@ def release(optimizer: Optimizer) -> None:
 
 
 def _require_own_step(optimizer: Optimizer, *_: Any) -> None:
-    """Raise ConfigError where a step was held since before `accelerate`, which knows of no loss scale or masters."""
+    """Raise ConfigError if a step function was held since before `accelerate`: it knows no loss scale or masters."""
     if not gradients_beside(optimizer).stepping:
         raise ConfigError(
             f"A step of this {type(optimizer).__name__} was taken by itself, as `step = optimizer.step`, before "

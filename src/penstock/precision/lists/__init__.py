@@ -1,7 +1,7 @@
-"""Which operation runs in which type: op lists as data, and what applies them.
+"""The type in which each operation runs: op lists as data, and the code that applies them.
 
-`torch.autocast` does most of the work. A list is applied as its *differences* from what torch.autocast does by itself
-on the device, so that a list without differences costs nothing.
+`torch.autocast` does most of the work. A list is applied as its *differences* from torch.autocast's own choices on the
+device, so that a list without differences costs nothing.
 """
 
 from __future__ import annotations

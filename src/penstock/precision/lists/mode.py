@@ -1,4 +1,4 @@
-"""Applying op lists to calls: casts, and the mode that watches the functions which torch.autocast treats otherwise."""
+"""Applying op lists to calls: casts, and the mode that intercepts functions torch.autocast treats differently."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from penstock.precision.lists.op_lists import CASTABLE, OpLists, intercepted, re
 # The devices whose tensors op lists cast. Tensors in fp64 and fp8 are left as the model made them.
 _DEVICES = ("cpu", "cuda")
 
-# Note: checkpoints and compilation.
-# torch's activation checkpointing runs a module's forward a second time inside the backward pass, where it restores
-# autocast's state but no function mode. So `apply_modules` makes every module that holds others enter the region by
-# itself if it is not active. Inside compiled code a checkpoint is a graph of its own that runs without modes, and where
-# none may be entered: there we break the graph before it, or, with fullgraph=True, end with the message below.
+# Note: checkpoints and compilation. torch's activation checkpointing runs a module's forward a second time inside the
+# backward pass, where it restores autocast's state but no function mode. So `apply_modules` makes every module with
+# children enter the region if it is not active. Inside compiled code a checkpoint is a graph of its own that runs
+# without modes, and where none may be entered: there we break the graph before it, or, with fullgraph=True, end with
+# the message below.
 _CHECKPOINT = (
     "activation checkpointing inside compiled code cannot follow op lists that differ from torch.autocast's. Compile "
     "the modules inside the checkpoint instead (plan.compile=blocks), or compile without fullgraph, or use the default "
@@ -39,11 +39,11 @@ def _break_graph() -> None:
 
 
 def region(lists: OpLists | None, device_type: str, dtype: torch.dtype) -> AbstractContextManager[object]:
-    """Inside, operations on `device_type` follow `lists`, with `dtype` for the half type; to be entered inside
+    """Context in which operations on `device_type` follow `lists`, with `dtype` as the half type; to be entered inside
     torch.autocast.
 
-    Where nothing differs from torch.autocast's own choices, or `lists` is None, this is a context that does nothing. It
-    is inert wherever autocast is off. Entered again by a module within, it changes nothing.
+    If nothing differs from torch.autocast's own choices, or `lists` is None, the context does nothing. It is inert
+    wherever autocast is off. Entering it again in a nested module changes nothing.
 
     Raises:
         ConfigError: it is entered inside a region with other lists.
@@ -69,7 +69,7 @@ def region(lists: OpLists | None, device_type: str, dtype: torch.dtype) -> Abstr
 def prepare(
     lists: OpLists, devices: tuple[str, ...] = _DEVICES, dtypes: tuple[torch.dtype, ...] = tuple(HALVES)
 ) -> None:
-    """Make what `region` enters; before compilation, which cannot."""
+    """Create the modes that `region` enters, before compilation, inside which that is impossible."""
     if "cpu" in devices:
         register()
     for device_type in devices:
@@ -81,10 +81,10 @@ def prepare(
 
 
 class ListMode(TorchFunctionMode):
-    """Casts the arguments of the functions in `rules`, and lets all others pass.
+    """Casts the arguments of the functions in `rules`; all other functions are unchanged.
 
-    A function of torch that is written in Python is seen as a whole: what, say,
-    torch.nn.functional.multi_head_attention_forward calls inside runs as torch.autocast has it.
+    A torch function written in Python is treated as a whole: the calls inside, say,
+    torch.nn.functional.multi_head_attention_forward follow torch.autocast.
     """
 
     def __init__(self, lists: OpLists, rules: dict[Any, Any], device_type: str, dtype: torch.dtype) -> None:
@@ -127,7 +127,7 @@ class ListMode(TorchFunctionMode):
 
 
 class _Active(threading.local):
-    """The modes that this thread has entered, as torch's own stack of modes is the thread's."""
+    """The modes that this thread has entered; torch's own stack of modes is per thread, too."""
 
     def __init__(self) -> None:
         self.modes: list[ListMode] = []
@@ -137,27 +137,27 @@ _active = _Active()
 
 
 def chosen_type(policy: str, values: Any, device_type: str, half: torch.dtype) -> torch.dtype | None:
-    """The type that an operation on `values` runs in by its list: fp32, the half type, the widest of its tensors'
-    (`promote`) or the first's (`keep`); None where there is none.
+    """The type in which an operation on `values` runs by its list: fp32, the half type, the widest tensor's (`promote`)
+    or the first tensor's (`keep`); None if there is none.
     """
     if policy in ("fp32", "half"):
         return half if policy == "half" else torch.float32
     dtypes = [tensor.dtype for tensor in castable(values, device_type)]
     if not dtypes:
         return None
-    # fp16 and bf16 each lack what the other has, so the widest of both is fp32.
+    # fp16 has more precision and bf16 more range, so the type that holds both is fp32.
     return dtypes[0] if policy == "keep" or len(set(dtypes)) == 1 else torch.float32
 
 
 def castable(values: Any, device_type: str) -> Iterator[Tensor]:
-    """The tensors of a nest that autocast concerns."""
+    """The tensors of a nested structure that autocast would cast."""
     for tensor in tensors(values):
         if tensor.device.type == device_type and tensor.dtype in CASTABLE:
             yield tensor
 
 
 def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
-    """A nest with its castable tensors in another type; containers stay what they are."""
+    """A nested structure with its castable tensors in another type; container types do not change."""
 
     def change(tensor: Tensor) -> Tensor:
         castable_here = tensor.device.type == device_type and tensor.dtype in CASTABLE
@@ -167,7 +167,7 @@ def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 def device_type_of(values: Any) -> str | None:
-    """The device of the first floating tensor of a nest."""
+    """The device of the first floating tensor of a nested structure."""
     return next((tensor.device.type for tensor in tensors(values) if tensor.is_floating_point()), None)
 
 
@@ -180,14 +180,14 @@ _MARK = "__penstock_policy__"
 
 def half_function(function: F) -> F:
     """Inside an accelerated forward pass (where autocast is on for its tensors' device), `function` gets its floating
-    tensors in the half type. Elsewhere it is as it was.
+    tensors in the half type. Elsewhere it is unchanged.
     """
     return _wrapped(function, "half")
 
 
 def fp32_function(function: F) -> F:
     """Inside an accelerated forward pass, `function` gets its floating tensors in fp32 and runs without autocast, so
-    that all it does is in fp32. Elsewhere it is as it was.
+    that everything in it is in fp32. Elsewhere it is unchanged.
     """
     return _wrapped(function, "fp32")
 

@@ -25,7 +25,7 @@ from penstock.precision.lists.op_lists import ModuleChoice, OpLists, differences
 
 _KEY = "_penstock_lists"
 _LSTM = "torch.lstm"
-# torch's modules that are one operation, which `keep` can spare a copy in fp32.
+# torch's modules that are one operation, for which `keep` can save a copy in fp32.
 _SINGLE: dict[type[nn.Module], str] = {
     nn.LayerNorm: "torch.nn.functional.layer_norm",
     nn.GroupNorm: "torch.nn.functional.group_norm",
@@ -36,14 +36,14 @@ _SINGLE: dict[type[nn.Module], str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Treatment:
-    """The difference between a treated module's forward pass and the original's."""
+    """The change to a treated module's forward pass."""
 
     kind: Literal["fp32", "half", "keep", "enter", "recurrent"]
     lists: OpLists
     devices: tuple[str, ...] = ()
     """Devices on which `keep` makes a difference."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """The half types that `recurrent` has none of on a CPU."""
+    """The half types that `recurrent` does not support on a CPU."""
     twin: nn.LSTM | None = None
     """For `recurrent`: the same layer without weights."""
 
@@ -51,11 +51,11 @@ class _Treatment:
 def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
     """Prepare a model's modules to follow `lists`, in place; each acts only where autocast is on.
 
-    Modules in `fp32_modules` and `half_modules` cast their inputs; an fp32 module is fp32 with all that is in it.
-    Those of torch that are a single `keep` operation run in the type of their input, and an LSTM on a CPU whose kernel
-    lacks the half type in fp32. Where the lists differ from torch.autocast's, modules that hold others enter `region`
-    by themselves when they are run alone, as activation checkpointing does in the backward pass. Repeating the call
-    replaces what an earlier one did.
+    Modules in `fp32_modules` and `half_modules` cast their inputs; an fp32 module includes everything inside it.
+    torch's modules that are a single `keep` operation run in the type of their input, and an LSTM on a CPU whose kernel
+    lacks the half type runs in fp32. If the lists differ from torch.autocast's, modules with children enter `region`
+    when they run alone, as in activation checkpointing's backward pass. Repeating the call replaces the effect of an
+    earlier one.
 
     Raises:
         ConfigError: a name, pattern or class of `fp32_modules` or `half_modules` fits no module.
@@ -77,7 +77,7 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
         raise ConfigError(problems)
     for name, module in modules.items():
         treatment = chosen.get(name) or _implied(module, lists)
-        # The outermost module follows the lists by itself, but for a kernel that lacks the half type.
+        # The outermost module follows the lists anyway, except for a kernel that lacks the half type.
         inner = module is not model or name in chosen
         if treatment is not None and treatment.kind == "enter" and "forward" in module.__dict__:
             continue  # one bound to the instance hides the class's; what it calls enters by itself
@@ -86,7 +86,7 @@ def apply_modules(model: nn.Module, lists: OpLists | None) -> None:
 
 
 def fp32_modules_of(model: nn.Module, lists: OpLists | None) -> set[nn.Module]:
-    """The modules that `lists` run in fp32, with all that is in them: their weights have to be fp32 too."""
+    """The modules that `lists` run in fp32, with everything inside them: their weights must be fp32 too."""
     modules = dict(model.named_modules())
     choices = present_patterns(model, lists.fp32_modules if lists else ())
     named = {name for choice in choices for name in _matching(modules, choice)}
@@ -114,7 +114,7 @@ def _refused(module: nn.Module, lists: OpLists) -> tuple[torch.dtype, ...]:
 
 @functools.cache
 def cpu_runs_lstm(dtype: torch.dtype) -> bool:
-    """Whether torch.autocast can run an LSTM on this CPU in a half type: its kernel needs units for it. Tried once."""
+    """Whether torch.autocast can run an LSTM on this CPU in a half type, which needs hardware units. Tried once."""
     x, state = torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
     weights = [torch.zeros(*shape, requires_grad=True) for shape in ((4, 1), (4, 1), (4,), (4,))]
     with torch.enable_grad(), torch.autocast("cpu", dtype=dtype):
@@ -142,7 +142,7 @@ def _unmatched(modules: dict[str, nn.Module], choice: ModuleChoice, kind: str) -
 
 
 def _implied(module: nn.Module, lists: OpLists) -> _Treatment | None:
-    """The treatment that follows from the lists of operations."""
+    """The treatment that follows from the operations' lists."""
     refused = _refused(module, lists)
     if refused:
         return _Treatment("recurrent", lists, dtypes=refused, twin=_without_weights(module))
@@ -172,7 +172,7 @@ def _forward(cls: type[nn.Module]) -> dict[str, Any]:
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         treatment: _Treatment | None = self.__dict__.get(_KEY)
-        # An instance that `type(treated)(…)` made is one of the original class.
+        # An instance made by `type(treated)(…)` behaves as the original class.
         device = None if treatment is None else device_type_of((args, kwargs))
         if treatment is None or device is None or not torch.is_autocast_enabled(device):
             return original(self, *args, **kwargs)
@@ -204,7 +204,7 @@ _STAND_INS = ModuleStandIns(_forward)
 
 
 def _without_weights(layer: Any) -> nn.LSTM:
-    """A layer to be called with other weights, which its own forward pass could not be given."""
+    """A layer without weights, to be called with other ones than its own."""
     return nn.LSTM(
         layer.input_size, layer.hidden_size, layer.num_layers, layer.bias, layer.batch_first, layer.dropout,
         layer.bidirectional, layer.proj_size, device="meta",
@@ -212,7 +212,7 @@ def _without_weights(layer: Any) -> nn.LSTM:
 
 
 def _kept(module: nn.Module, x: Tensor) -> Tensor:
-    """A single operation in the type of its input; kernels want weights of the same type, and compute in fp32."""
+    """A single operation in the type of its input; kernels require weights of the same type, and compute in fp32."""
     if isinstance(module, nn.Softmax):
         return F.softmax(x, module.dim)
     weight, bias = (

@@ -1,4 +1,4 @@
-"""`OpLists`: which operation runs in which type, as data that users add to."""
+"""`OpLists`: the type in which each operation runs, as data that users can extend."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from penstock.precision.lists.table import AUTOCAST, BANNED, CPU_PROMOTED, CPU_W
 
 Function = Callable[..., Any]
 
-# The places in which one operation goes by one last name. torch.linalg and torch.fft have names of their own.
+# Namespaces in which the same last name means the same operation. torch.linalg and torch.fft have names of their own.
 _ALIKE = ("torch.nn.functional", "torch", "torch.Tensor", "torch.special")
-# Contents of torch.ops: operations, and their variants by the types of arguments.
+# Classes in torch.ops: operations, and their overloads by the types of arguments.
 _PACKET, _OVERLOAD = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 _OPERATORS = {
     "add": ("__add__", "__radd__"),
@@ -37,7 +37,7 @@ _OPERATORS = {
 def functions_of(name: str) -> frozenset[Function]:
     """Every function that calls the operation of this dotted name, for example "torch.softmax".
 
-    Raises ConfigError when there is no such operation of torch, or when it is no function that torch lets others watch.
+    Raises ConfigError when torch has no such operation, or does not let a TorchFunctionMode intercept it.
     """
     functions = frozenset(function for full in _aliases(name) if (function := _lookup(full)) is not None)
     if not functions:
@@ -46,9 +46,9 @@ def functions_of(name: str) -> frozenset[Function]:
 
 
 def name_of(function: Function | str) -> str:
-    """The one name that stands for an operation in a list, whichever of its functions or names is given.
+    """The name of an operation in the lists, from any of its functions or names.
 
-    Raises ConfigError for what is no operation of torch; the message says how such a function is listed.
+    Raises ConfigError if it is not an operation of torch; the message says how such a function is listed.
     """
     if isinstance(function, str):
         functions_of(function)
@@ -69,13 +69,13 @@ def name_of(function: Function | str) -> str:
 
 @functools.cache
 def _watchable() -> frozenset[Function]:
-    """Every function that a TorchFunctionMode sees."""
+    """Every function that a TorchFunctionMode can intercept."""
     return frozenset(function for group in get_overridable_functions().values() for function in group)
 
 
 @functools.cache
 def _canonical(name: str) -> str:
-    """The first of the alike places that has the operation: torch.softmax becomes torch.nn.functional.softmax."""
+    """The name in the first of the alike namespaces: torch.softmax becomes torch.nn.functional.softmax."""
     return next((full for full in _aliases(name) if _lookup(full) is not None), name)
 
 
@@ -94,7 +94,7 @@ def _aliases(name: str) -> tuple[str, ...]:
 
 @functools.cache
 def _lookup(name: str) -> Function | None:
-    """The function of a dotted name, if it is one that a mode sees."""
+    """The function of a dotted name, if a TorchFunctionMode can intercept it."""
     first, *rest = name.split(".")
     if first != "torch":
         return None
@@ -125,22 +125,22 @@ def _unknown(name: str) -> str:
 
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 _VARIANTS = {"lerp": ("Scalar", "Tensor"), "scatter": ("src",)}
-"""Overloads, of operations that have others than the default."""
+"""Overloads of operations that have more than the default."""
 _library: list[torch.library.Library] = []
 
 
 @functools.cache
 def registered() -> dict[str, Policy]:
-    """The operations that need no watching on a CPU, since `register` sees to them, each with its list."""
+    """The operations that need no interception on a CPU, since `register` handles them, each with its list."""
     policies: dict[str, Policy] = dict.fromkeys(map(name_of, CPU_PROMOTED), "promote")
     return policies | dict.fromkeys(map(name_of, CPU_WHOLE), "half")
 
 
 def register() -> None:
-    """Let torch.autocast on a CPU take mixed arguments of these operations, from now on and in the whole process.
+    """Let torch.autocast on a CPU accept mixed arguments of these operations, from now on and in the whole process.
 
-    Nothing that worked before changes: `promote` is asked only where types differ, which torch refuses, and `half` does
-    what the products do of which torch makes the operation. Where autocast is off, so is this.
+    Working calls do not change: `promote` applies only if types differ, which torch refuses, and `half` does the same
+    as the matrix products from which torch composes the operation. It is off when autocast is off.
     """
     if _library:
         return
@@ -155,7 +155,7 @@ def register() -> None:
 
 
 def _casting(overload: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """An operation that casts its arguments as its list says, `promote` or `half`."""
+    """An operation that casts its arguments by its list, `promote` or `half`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         operands = list(tensors((args, kwargs)))
@@ -164,7 +164,7 @@ def _casting(overload: Callable[..., Any], policy: Policy) -> Callable[..., Any]
             casts = len({tensor.dtype for tensor in operands if tensor.dtype in CASTABLE}) > 1
         else:
             dtype = torch.get_autocast_dtype("cpu")
-            # One number beside a tensor is multiplied with, and no product.
+            # A single number beside a tensor scales it, and is no matrix product.
             casts = all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in operands)
         if casts:
             args, kwargs = replaced((args, kwargs), lambda t: t.to(dtype) if t.dtype in CASTABLE else t)
@@ -181,7 +181,7 @@ ModuleChoice = str | type[nn.Module]
 class OpLists:
     """Operations by dotted name, such as "torch.nn.functional.gelu"; one name stands for all functions of an operation.
 
-    What no list holds runs as torch.autocast has it. `default_lists` gives those of a type and `with_` adds to them.
+    Operations in no list run as torch.autocast decides. `default_lists` gives those of a type and `with_` adds to them.
     """
 
     half: tuple[str, ...] = ()
@@ -201,7 +201,7 @@ class OpLists:
     half_modules: tuple[ModuleChoice, ...] = ()
     """Modules whose inputs are cast to the half type; inside them the lists decide."""
     modes: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The modes that `region` made of these lists so far."""
+    """The modes that `region` has made from these lists so far."""
 
     def __post_init__(self) -> None:
         seen: dict[str, Policy] = {}
@@ -236,7 +236,7 @@ class OpLists:
         banned: Mapping[str | Function, str] | None = None, fp32_modules: Iterable[ModuleChoice] = (),
         half_modules: Iterable[ModuleChoice] = (),
     ) -> OpLists:  # fmt: skip
-        """These lists and more. Operations are given by name or as functions, and leave the list that they were in.
+        """These lists with additions. Operations are given by name or as functions, and leave their earlier list.
 
         Raises:
             ConfigError: a name is no operation of torch, or is given for two lists.
@@ -258,7 +258,7 @@ class OpLists:
         )
 
     def without(self, *names: str | Function) -> OpLists:
-        """These lists without some operations, which then run as torch.autocast has them."""
+        """These lists without some operations, which then run as torch.autocast decides."""
         dropped = {name_of(name) for name in names}
         kept: dict[str, Any] = {
             policy: tuple(name for name in self.named(policy) if name not in dropped) for policy in POLICIES
@@ -303,7 +303,7 @@ def _default_lists(half: HalfDtype, place: str) -> OpLists:
 
 
 def autocast_policy(name: str | Function, device_type: str) -> Policy | None:
-    """The list that torch.autocast itself has an operation in on a device, or None."""
+    """The list that matches torch.autocast's own treatment of an operation on a device, or None."""
     return _autocast_policies(device_type).get(name_of(name))
 
 
@@ -314,7 +314,7 @@ def _autocast_policies(device_type: str) -> dict[str, Policy]:
 
 
 def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
-    """Operations that these lists treat otherwise than torch.autocast on a device, each with its list.
+    """Operations that these lists treat differently from torch.autocast on a device, each with its list.
 
     `keep` is a difference only where torch.autocast would widen the operation.
     """
@@ -329,10 +329,10 @@ def differences(lists: OpLists, device_type: str) -> dict[str, Policy]:
 
 
 def intercepted(lists: OpLists, device_type: str) -> dict[Function, tuple[Policy, str]]:
-    """Each function that must be watched on a device, with its list and name; empty where torch.autocast, and the
-    modules that `apply_modules` treats, and what `kernels.register` registers, do all that the lists say.
+    """Each function that must be intercepted on a device, with its list and name; empty if torch.autocast, the modules
+    that `apply_modules` treats, and the registrations of `kernels.register` already do all that the lists say.
 
-    `keep` alone is no reason to watch every call: it saves time, and watching costs some.
+    `keep` alone is no reason to intercept every call: it saves time, and interception costs some.
     """
     policies = differences(lists, device_type)
     if device_type == "cpu":

@@ -1,4 +1,4 @@
-"""The op lists themselves, and what torch.autocast does by itself: plain data, printed as docs/reference/op-lists.md.
+"""The op lists themselves, and torch.autocast's own behaviour: plain data, printed as docs/reference/op-lists.md.
 
 Each group says why, and tools/op_claims.py measures that reason, for each operation and type, against
 fp64.
@@ -64,7 +64,7 @@ CPU_PROMOTED = _in(
     "torch.", "mv addmv dot vdot lerp index_add index_put masked_scatter scatter scatter_add"
 ) + _in(_F, "bilinear")
 CPU_WHOLE = _in("torch.", "inner tensordot linalg.multi_dot")
-"""Operations that torch makes of matrix products on a CPU, after it checks that the types are the same."""
+"""Operations that torch composes from matrix products on a CPU, after it checks that the types are the same."""
 
 GROUPS: tuple[Group, ...] = (
     Group(
@@ -181,7 +181,7 @@ _FFT = _in("torch.fft.", "fft ifft fft2 ifft2 fftn ifftn rfft irfft rfft2 irfft2
 _CUDA_NORMS = tuple(
     name for name in _NORMS if __version__ >= TorchVersion("2.12") or not name.endswith("rms_norm")
 )
-"""Norms that torch.autocast has in fp32 on CUDA; before torch 2.12 not the RMS norm."""
+"""Norms that torch.autocast runs in fp32 on CUDA; before torch 2.12 not the RMS norm."""
 
 AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
     "cuda": {

@@ -1,8 +1,8 @@
 """A model as a folder of CTranslate2, written by that package's own converter from transformers' format.
 
 Encoder–decoders and decoders are converted whole. An encoder returns features of its tokens, because CTranslate2 has no
-heads for words or classes. Tokens have the names of the folder's tokenizer; without one their numbers are the names.
-Tokens that the model must never generate have a bias against them.
+heads for words or classes. Tokens have the names of the folder's tokenizer; without a tokenizer their ids are the
+names. Tokens that the model must never generate have a bias against them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from penstock.infer.load import Loaded, loaded
 _NEVER = -1e4
 """Bias of a token that must not be generated; fp16 holds it."""
 _LEAST = -100.0
-"""Log-probabilities below this count as equal."""
+"""Log-probabilities below this value count as equal."""
 
 
 def write_ctranslate(
     model: str | Path, target: Path, kind: ExportType, draw: Callable[[nn.Module], dict[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Write the model in a folder for CTranslate2 into the folder `target`, linear layers and embeddings in a type.
-    Returns the outputs of CTranslate2 and of the model for inputs that `draw` draws for it: features of tokens, or
+    """Convert the model of a folder for CTranslate2 into the folder `target`, with linear layers and embeddings in a
+    type. Returns the outputs of CTranslate2 and of the model for inputs from `draw`: features of tokens, or
     log-probabilities.
 
-    Raises ConfigError for what CTranslate2's converter refuses, and EnvironmentProblem without the packages.
+    Raises ConfigError for models that CTranslate2's converter refuses, and EnvironmentProblem without the packages.
     """
     ctranslate2 = package("ctranslate2", "CTranslate2's folders need the package ctranslate2", "export")
     transformers = package("transformers", "CTranslate2's folders need the package transformers", "hf")
@@ -78,7 +78,7 @@ def write_ctranslate(
 
 
 def _problems(source: Loaded, folder: Path) -> Iterator[str]:
-    """Reasons why a model cannot be converted that the converter itself does not report, or only in its own terms."""
+    """Reasons against converting a model that the converter does not report, or reports only in its own terms."""
     generates = source.model.graph.writer is not None
     if str(read_json(folder / "config.json").get("model_type")).startswith("penstock_"):
         form = _other_form(source)
@@ -126,9 +126,9 @@ def _other_form(source: Loaded) -> str:
 
 
 class _Names:
-    """A name for each of the model's tokens, no two of them alike, as the converter asks transformers' tokenizers.
+    """A unique name for each of the model's tokens, by the methods that the converter calls on tokenizers.
 
-    It needs exactly as many as the model has, and names for all special tokens; tokenizers often have fewer.
+    The converter needs a name for every token of the model and every special token; tokenizers often have fewer.
     """
 
     def __init__(self, source: Loaded) -> None:
@@ -154,13 +154,13 @@ class _Names:
 
 
 def _converter(ctranslate2: Any, folder: Path, source: Loaded, names: _Names) -> Any:
-    """CTranslate2's converter of a folder, with additions: names for all tokens, the token that decoders begin with,
-    forbidden tokens, and for some families the norms' epsilon and settings of attention."""
+    """CTranslate2's converter of a folder, with additions: names for all tokens, the decoders' start token, forbidden
+    tokens, and for some families the norms' epsilon and settings of attention."""
     library: Any = ctranslate2.converters.transformers
 
     class MarianLoader(library.BartLoader):  # type: ignore[misc]
-        """Marian with the embedding that its decoder begins with. The converter's own drops the last row of the
-        embedding, and lets decoders begin with zeros, which only suits weights that Marian itself has trained."""
+        """Loader of Marian models that keeps the embedding of the decoder's start token. The converter's own loader
+        drops the last row of the embedding and starts decoders with zeros, which only suits Marian's own weights."""
 
         architecture_name = "MarianMTModel"
 
@@ -185,7 +185,7 @@ def _converter(ctranslate2: Any, folder: Path, source: Loaded, names: _Names) ->
                 spec.config.layer_norm_epsilon = sizes.norm_eps
                 for layer in side.layer:
                     for name in ("self_attention", "attention"):
-                        # The runtime reads these, but the specification declares only some.
+                        # The runtime reads all of these, but the specification declares only some.
                         if hasattr(layer, name):
                             vars(getattr(layer, name)).update(_omitted_settings(sizes))
             return spec
@@ -195,7 +195,7 @@ def _converter(ctranslate2: Any, folder: Path, source: Loaded, names: _Names) ->
 
 
 def _omitted_settings(sizes: Stack) -> dict[str, Any]:
-    """Settings of an attention that the converters of some families leave out."""
+    """Attention settings that the converters of some families leave out."""
     settings: dict[str, Any] = {}
     layer = sizes.layers[0]
     if layer.heads * layer.head_width != sizes.width:
@@ -212,13 +212,13 @@ def _omitted_settings(sizes: Stack) -> dict[str, Any]:
 
 
 def _never(source: Loaded) -> list[int]:
-    """Numbers of the tokens that must not be generated."""
+    """Ids of the tokens that must not be generated."""
     biases = Decoding(bias=tuple(source.usual.get("bias", ()))).biases
     return [numbers[0] for numbers, amount in biases if len(numbers) == 1 and amount == -math.inf]
 
 
 def _forbid(model: Any, numbers: list[int]) -> None:
-    """Give a model of transformers a bias against tokens, in the place where the converter looks for one."""
+    """Give a transformers model a bias against tokens, where the converter looks for one."""
     head = model.get_output_embeddings() if numbers else None
     if head is None:
         return
@@ -230,7 +230,7 @@ def _forbid(model: Any, numbers: list[int]) -> None:
 
 
 def _own_outputs(source: Loaded, inputs: dict[str, Tensor]) -> Tensor:
-    """The model's outputs; with a target, the log-probabilities of each token and of the end after it."""
+    """The model's outputs; with a target, the log-probabilities of each of its tokens and of the end token."""
     model = source.model
     if model.graph.writer is None:
         features: Tensor = model.features(inputs["tokens"], inputs["lengths"])
@@ -270,7 +270,7 @@ def _converted_outputs(source: Loaded, inputs: dict[str, Tensor], names: list[st
 
 
 def _not_padding(inputs: dict[str, Tensor]) -> Tensor:
-    """Which tokens are no padding."""
+    """Mask of the tokens that are not padding."""
     return torch.arange(inputs["tokens"].shape[1]) < inputs["lengths"][:, None]
 
 

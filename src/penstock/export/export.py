@@ -1,13 +1,13 @@
-"""A trained model in forms that other programs run: torch's exported program, that compiled by AOTInductor, ONNX with
-or without a cache, and folders of CTranslate2 and compressed-tensors. Each is run once after it is written, and must
-have the model's outputs.
+"""A trained model in forms that other programs run: torch's exported program, the same compiled by AOTInductor, ONNX
+with or without a cache, and folders of CTranslate2 and compressed-tensors. Each is run once after it is written, and
+must reproduce the model's outputs.
 
-Of a quantised model ONNX and compressed-tensors have the same numbers and scales, the other forms the values that these
-stand for.
+For a quantised model, ONNX and compressed-tensors hold the same integers and scales, the other forms the dequantised
+values.
 
-Exported programs take batches and lengths of any size that the model has, on inputs named as in `inputs_of`. Without a
-cache a decoder returns logits of all its tokens. A model of several heads gives an output for each, by its name, or for
-those that are chosen, and takes the inputs that these are made of.
+Exported programs accept any batch size and any length that the model allows, for inputs named as in `inputs_of`.
+Without a cache a decoder returns logits of all its tokens. A model with several heads returns an output for each head,
+or each chosen head, by name, and needs only the inputs of these heads.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from penstock.products.rounded import store_rounded
 
 _log = logging.getLogger(__name__)
 CLOSE: dict[ExportType, float] = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 1e-1}
-"""The most by which an output may differ from the model's, relative to its largest, by the type of weights."""
+"""Largest allowed difference of an output from the model's, relative to the largest output, by the type of weights."""
 MOST_SAMPLES = 1 << 12
 SAMPLES, TOKENS, TARGETS = 2, 7, 5
 """Sizes of the example; other sizes work as well."""
 CHECKED = 3, 11, 9
-"""Sizes of the run that checks; they differ, so that a size that was frozen shows."""
+"""Sizes of the checking run; they differ from the example's, so that a fixed size is detected."""
 PROGRAM, COMPILED, ONNX = "model.pt2", "compiled.pt2", "model.onnx"
 
 
 def export(
     model: str | Path, target: Path, form: ExportForm, kind: ExportType = "fp32", *, heads: Sequence[str] = ()
 ) -> tuple[Path, float]:  # fmt: skip
-    """Write the model in a folder in another form, its weights in a type, into the folder `target`; returns the path
-    that was written, and by how much its outputs differ from the model's, relative to their largest. `heads` are those
-    of a model with several whose outputs are written; none: all.
+    """Write the model of a folder in another form, with its weights in a type, into the folder `target`; returns the
+    written path, and the difference of its outputs from the model's, relative to the largest output. `heads` selects
+    the outputs of a model with several heads; empty: all.
 
-    Raises ConfigError for a folder without a model, for a head that it lacks, and for a model that has no such form,
-    EnvironmentProblem without the packages or the compiler that it needs, and NumericError where outputs differ.
+    Raises ConfigError for a folder without a model, for an unknown head, and for a model that has no such form,
+    EnvironmentProblem without the required packages or compiler, and NumericError if outputs differ.
     """
     if form not in ("ctranslate2", "gguf") and kind != "fp32":
         raise ConfigError(
@@ -123,7 +123,7 @@ def export(
 
 
 def _report_uncarried(folder: Path, config: ModelConfig | None, form: ExportForm) -> None:
-    """Warn of what transformers generates by and the form does not hold."""
+    """Warn of settings of transformers' generation that the form cannot hold."""
     if config is None or not config.graph.generates or form == "compressed-tensors":
         return
     usual = usual_in(folder, vocabulary_of(config))
@@ -140,7 +140,7 @@ def _report_uncarried(folder: Path, config: ModelConfig | None, form: ExportForm
 def _facts(
     folder: Path, module: Model, target: Path, inputs: Mapping[str, Tensor], form: ExportForm
 ) -> dict[str, str]:
-    """Metadata of an ONNX file of images; how they become inputs is written beside it."""
+    """Metadata of an ONNX file of images; their preprocessing is written next to it."""
     graph = module.graph
     images = [source for source in graph.inputs_of(PatchInput) if source.name in inputs]
     if form != "onnx" or not images or graph.condition is not None:
@@ -155,7 +155,7 @@ def _facts(
 def _write_compressed(
     folder: Path, module: Model, target: Path, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]
 ) -> float:
-    """Write a quantised model for compressed-tensors, and compare the values of its weights as they are read again."""
+    """Write a quantised model for compressed-tensors, read its weights again and compare their values."""
     if not rounded:
         raise ConfigError(
             f"{shown(folder)} has no weights in few bits, as --to compressed-tensors writes; quantise it first with "
@@ -168,10 +168,10 @@ def _write_compressed(
 
 
 def load_package(path: str | Path) -> Any:
-    """A package that AOTInductor compiled, as a function of the model's inputs in their order (see `inputs_of`). It
-    runs machine code from the file, so open only files from people you trust.
+    """A package compiled by AOTInductor, as a function of the model's inputs in their order (see `inputs_of`). It runs
+    machine code from the file, so open only files from people you trust.
 
-    Raises ConfigError where there is no such file, and DataError for another kind of file.
+    Raises ConfigError if there is no such file, and DataError for another kind of file.
     """
     if not Path(path).is_file():
         raise ConfigError(f"{shown(Path(path))} is not a file; give a {COMPILED} that penstock export wrote.")
@@ -183,7 +183,7 @@ def load_package(path: str | Path) -> Any:
 
 
 class SomeHeads(nn.Module):
-    """A model of several heads as a function of its inputs by their places, to the outputs of some of its heads."""
+    """A model with several heads as a function of positional inputs that returns the outputs of some heads."""
 
     def __init__(self, model: Model, heads: Sequence[str]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class SomeHeads(nn.Module):
 
 
 def _of_heads(module: nn.Module, heads: Sequence[str]) -> nn.Module:
-    """The model of some of its heads, by default of all; itself where it has one. Raises ConfigError for others."""
+    """The model with some of its heads (by default all); itself if it has one head. Raises ConfigError for others."""
     assert isinstance(module, Model)
     known = [head.name for head in module.graph.heads]
     if wrong := [name for name in heads if name not in known]:
@@ -212,7 +212,7 @@ def _all_outputs(outputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _write_form(
     module: nn.Module, target: Path, form: ExportForm, inputs: dict[str, Tensor], facts: Mapping[str, str]
 ) -> tuple[Path, tuple[Tensor, ...]]:
-    """The file of a form, and its program's outputs for the inputs."""
+    """Write a form's file; returns the file, and its program's outputs for the inputs."""
     if form == "onnx":
         packages()
     if form == "aoti":
@@ -243,9 +243,9 @@ def _require_compiler() -> None:
 
 
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
-    """Drawn inputs of a model, by name and in their order: `images`, and `times` and `classes` of those that are noisy;
-    `tokens` and of an encoder `lengths`; or `source`, `target` and `lengths` of the source. Of `SomeHeads`, those that
-    its heads are made of, and `sees` where one of them reads a run that sees one of several memories."""
+    """Random inputs of a model, by name and in order: `images`, and `times` and `classes` if they are noisy; `tokens`,
+    and for an encoder `lengths`; or `source`, `target` and `lengths` of the source. For `SomeHeads`, the inputs of its
+    heads, and `sees` if one of them reads a run that attends to one of several memories."""
     graph: Graph = module.graph  # type: ignore[assignment]
     runs = graph.runs if not isinstance(module, SomeHeads) else graph.runs_of(module.heads)
     wanted = {one.name for run in runs for one in graph.inputs_through(run)}
@@ -281,11 +281,11 @@ def export_program(module: nn.Module) -> torch.export.ExportedProgram:
 
 
 def _sizes(module: nn.Module, example: dict[str, Tensor]) -> tuple[dict[int, Any], ...]:
-    """The sizes of each input that may vary."""
+    """The sizes of each input that can vary."""
     graph: Graph = module.graph  # type: ignore[assignment]
     samples = torch.export.Dim("samples", min=1, max=MOST_SAMPLES)
     most = {source.name: source.length for source in graph.inputs_of(TokenInput)}
-    # Samples of several inputs that one run computes are equally long.
+    # Samples of several inputs in one run are equally long.
     beside = {name: run.reads for run in graph.runs for name in run.more_inputs if run.reads in example}
     lengths = {name: torch.export.Dim(name, min=2, max=most[name]) for name in example if name in most}
     return tuple(

@@ -1,7 +1,7 @@
-"""GGUF, the files that llama.cpp and what is built on it read: a decoder's weights, settings and tokenizer in one file.
+"""GGUF, the file format of llama.cpp and programs built on it: a decoder's weights, settings and tokenizer in one file.
 
 Names, and the order of rotary features in Llama's queries and keys, are those of llama.cpp's own converter. The file is
-read back with the package gguf, and must give the model's weights.
+read back with the package gguf, and must contain the model's weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TYPES: dict[ExportType, tuple[str, str]] = {
     "fp32": ("F32", "ALL_F32"), "fp16": ("F16", "MOSTLY_F16"), "bf16": ("BF16", "MOSTLY_BF16"),
     "int8": ("Q8_0", "MOSTLY_Q8_0"),
 }  # fmt: skip
-"""gguf's type of matrices, and its name for a file of such."""
+"""gguf's type of matrices, and its name for a file with such matrices."""
 _CUTS = {
     "gpt-2": ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+",),
     "llama-bpe": ("\\p{N}{1,3}", "(?i:'s|'t"),
@@ -43,10 +43,10 @@ have."""
 
 
 def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tuple[Path, float]:
-    """Write the decoder in a folder with matrices in a type; returns the file, and by how much weights that are read
-    back differ from the model's, relative to the largest of each.
+    """Write the decoder of a folder with matrices in a type; returns the file, and the difference of the weights read
+    back from the model's, relative to the largest of each tensor.
 
-    Raises ConfigError for a model or a tokenizer that llama.cpp does not compute the same as.
+    Raises ConfigError for a model or a tokenizer that llama.cpp computes differently.
     """
     gguf = package("gguf", "GGUF needs the package gguf", "export")
     config: Any = model.config
@@ -74,7 +74,7 @@ def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tu
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """The config.json of the model in transformers. Raises ConfigError for what GGUF has no place for."""
+    """The config.json of the model in transformers. Raises ConfigError for settings that GGUF cannot hold."""
     values = write_text_config(config)
     kind = values["model_type"]
     if kind not in ARCHITECTURES:
@@ -103,7 +103,7 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _called(kind: str) -> str:
-    """A model type of transformers as llama.cpp calls it."""
+    """llama.cpp's name of a model type of transformers."""
     return ARCHITECTURES[kind].lower()
 
 
@@ -138,7 +138,7 @@ def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
-    """Tokens, merges and special tokens, as llama.cpp wants them."""
+    """Add tokens, merges and special tokens in llama.cpp's form."""
     tokenizer = tokenizer_in(folder)
     if tokenizer is None or not (folder / "tokenizer.json").is_file():
         writer.add_tokenizer_model("no_vocab")
@@ -182,7 +182,7 @@ def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
 
 
 def _cut_of(table: Mapping[str, Any]) -> str:
-    """llama.cpp's name for how a byte-level BPE cuts texts into words. Raises ConfigError for another way."""
+    """llama.cpp's name for a byte-level BPE's way of splitting texts into words. Raises ConfigError if it has none."""
     part = table.get("pre_tokenizer") or {}
     parts = part.get("pretokenizers") or [part]
     if not table["model"].get("merges"):
@@ -230,7 +230,7 @@ def _tied(values: Mapping[str, Any]) -> bool:
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys whose rotary pairs lie side by side, where transformers has them in two halves."""
+    """Rows of queries or keys with the features of rotary pairs adjacent; transformers stores them as two halves."""
     pairs = weight.reshape(heads, 2, -1, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
 
@@ -250,7 +250,7 @@ def _factors(values: Mapping[str, Any]) -> Tensor:
 
 
 def _checked(gguf: Any, path: Path, weights: Mapping[str, Tensor], kind: ExportType) -> float:
-    """The largest difference of weights that are read back. Raises NumericError where it is too large."""
+    """The largest difference of weights that are read back. Raises NumericError if it is too large."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
     worst = math.inf if tensors.keys() != weights.keys() else 0.0
     for name, weight in weights.items() if worst == 0.0 else ():

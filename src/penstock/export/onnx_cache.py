@@ -1,4 +1,4 @@
-"""ONNX that generates: keys and values of earlier tokens are inputs, and those of all tokens are outputs.
+"""ONNX for generation: keys and values of earlier tokens are inputs, those of all tokens are outputs.
 
 Names are those of Hugging Face's optimum; I is the number of a block. The first pass gets none, tensors of P = 0.
 
@@ -11,8 +11,8 @@ Names are those of Hugging Face's optimum; I is the number of a block. The first
   `past_key_values.I.decoder.key`, `.decoder.value`, `.encoder.key` and `.encoder.value` to `logits` (B, N, V),
   `present.I.decoder.key` and `.decoder.value`.
 
-Masks are int64, 0 for padding. A decoder's padding may be anywhere, and positions count the other tokens. A source's is
-last.
+Masks are int64, 0 for padding. A decoder's padding may be anywhere; positions count only other tokens. A source's
+padding is last.
 
 Shapes: B texts, N new tokens, P tokens before them, M tokens of a source; G KV heads, K features, V vocabulary.
 """
@@ -37,14 +37,14 @@ DECODER, ENCODER = "decoder_with_past_model.onnx", "encoder_model.onnx"
 _BATCH, _NEW, _KEPT, _SOURCE = 2, 3, 4, 5
 """Sizes of the example; other sizes work as well."""
 _TEXTS, _PROMPT, _STEPS = 3, 6, 2
-"""Sizes of the run that checks."""
+"""Sizes of the checking run."""
 
 
 def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]:
-    """Write a decoder or an encoder–decoder: the decoder's file, and logits of a prompt's last token and of two more as
-    ONNX Runtime and as the model give them, for prompts and sources of several lengths.
+    """Write a decoder or an encoder–decoder: returns the decoder's file, and the logits of ONNX Runtime and of the
+    model for a prompt's last token and two more, for prompts and sources of several lengths.
 
-    Raises ConfigError for a model that does not generate.
+    Raises ConfigError for a model that cannot generate.
     """
     if not isinstance(module, Model) or not module.graph.generates:
         raise ConfigError(
@@ -78,7 +78,7 @@ class _JoinedColumns(Columns):
 
 
 class _TensorCache(KVCache):
-    """A `KVCache` that is made of tensors in one pass, so that a program of it takes any sizes."""
+    """A `KVCache` made from tensors within one pass, so that its exported program accepts any sizes."""
 
     def __init__(self, before: Pairs, mask: Tensor, new: int, positions: int) -> None:
         """`mask` (B, P + N) is 0 for padding, and `new` is N."""
@@ -91,17 +91,17 @@ class _TensorCache(KVCache):
         self.column_places = places.masked_fill(~real, NEVER)
 
     def recall(self, memory: Pairs, mask: Tensor) -> None:
-        """Set keys and values of a source, and which of its tokens (B, M) are no padding."""
+        """Set keys and values of a source, and the mask (B, M) of its tokens that are not padding."""
         self.memory, self.remembers = memory, True
         self.remember(mask.sum(1), mask.shape[1])
 
     def _turns(self, stack: Any) -> dict[str, Rotation]:
-        # A table of all positions, which serves many passes, would be made again in each.
+        # A table of all positions, which is meant for many passes, would be made again in each.
         return rotations(stack.turns, self.places, sequence_first=stack.sequence_first)
 
 
 class _Pass(nn.Module):
-    """One pass of a model as a function of tensors alone: its decoder's."""
+    """One pass of a model's decoder as a function of tensors only."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Pass(nn.Module):
         self.source = model.graph.input_of(model.graph.remembered[0]).name if model.graph.remembered else ""
 
     def forward(self, tokens: Tensor, mask: Tensor, before: list[Tensor]) -> list[Tensor]:
-        """`mask` is of the tokens (B, P + N); of an encoder–decoder it is of the source (B, M), whose keys and values
+        """`mask` (B, P + N) is of the tokens; for an encoder–decoder it is (B, M), of the source, whose keys and values
         follow each block's own."""
         every, new = _in_pairs(before), tokens.shape[1]
         width = before[0].shape[2] + new
@@ -119,14 +119,14 @@ class _Pass(nn.Module):
             past = _TensorCache(every[::2], tokens.new_ones(tokens.shape[0], width), new, self.positions)
             past.recall(every[1::2], mask)
         else:
-            # Taken by number, the mask's own size need not be known to be the sum of the two.
+            # With indices, the exporter need not know that the mask's size is the sum of the two.
             mask = mask.index_select(1, torch.arange(width, device=mask.device))
             past = _TensorCache(every, mask, new, self.positions)
         return [self.model.logits(**{self.text: tokens}, past=past), *_flat(past.store.layers)]
 
 
 class _SourcePass(_Pass):
-    """Keys and values of a source in every block of the decoder: the pass of a first token, of which nothing else is
+    """Keys and values of a source in every block of the decoder, from the pass of a first token whose logits are not
     used.
     """
 
@@ -171,8 +171,8 @@ def _write_program(
 
 
 def _continue_texts(read: Run | None, run: Run, model: Model) -> tuple[Tensor, Tensor]:
-    """Logits (B, steps, V) from a prompt in one pass and two single tokens, and the model's, of all tokens at once.
-    Texts have padding in front, and are computed each alone by the model; sources, which `read` reads, behind them."""
+    """Logits (B, steps, V) from a prompt in one pass and two single tokens, and the model's of all tokens at once.
+    Texts have padding in front, and the model computes each text alone; sources (for `read`) have it at the end."""
     prompt = _PROMPT if read is None else 2
     tokens, cached = _words(model, _TEXTS, prompt + _STEPS), _empty(model, _TEXTS, 0)
     source, lengths = _words(model, _TEXTS, _PROMPT), _PROMPT - torch.arange(_TEXTS)
@@ -196,7 +196,7 @@ def _continue_texts(read: Run | None, run: Run, model: Model) -> tuple[Tensor, T
 
 
 def _dims(model: Model) -> tuple[Any, Any, Any]:
-    """Texts, new tokens and tokens before them, as sizes that may vary."""
+    """Number of texts, of new tokens and of earlier tokens, as sizes that can vary."""
     most = model.graph.written[-1].max_tokens
     sizes = (("batch", 1, 1 << 12), ("tokens", 1, most), ("past", 0, most))
     batch, new, past = (torch.export.Dim(name, min=least, max=size) for name, least, size in sizes)
@@ -223,7 +223,7 @@ def _empty(model: Model, rows: int, columns: int) -> list[Tensor]:
 
 
 def _names(model: Model, prefix: str, *kinds: str) -> list[str]:
-    """Names of the keys and values of each block that a text goes through, of each kind."""
+    """Names of the keys and values of each block that a text passes, for each kind."""
     depth = sum(run.stack.depth for run in model.graph.written)
     parts = [kind + part for kind in kinds for part in ("key", "value")]
     return [f"{prefix}.{block}.{part}" for block in range(depth) for part in parts]
@@ -235,17 +235,17 @@ def _past_names(model: Model) -> list[str]:
 
 
 def _in_pairs(tensors: Sequence[Tensor]) -> Pairs:
-    """Keys and values of each block, of one behind the other."""
+    """Keys and values as a pair for each block, from a flat sequence."""
     return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
 def _flat(pairs: Pairs) -> list[Tensor]:
-    """Keys and values one behind the other."""
+    """Keys and values of all blocks as a flat sequence."""
     return [tensor for pair in pairs for tensor in pair]
 
 
 def _with_memory(own: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
-    """Each block's own keys and values, then those of the source."""
+    """Each block's own keys and values, followed by the source's."""
     return [
         tensor for pairs in zip(_in_pairs(own), _in_pairs(memory), strict=True) for tensor in _flat([*pairs])
     ]

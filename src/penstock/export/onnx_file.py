@@ -1,4 +1,4 @@
-"""ONNX files: torch's exported programs written as such, in int8 too, and run in ONNX Runtime."""
+"""ONNX files: torch's exported programs written as ONNX, also in int8, and run in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run = Callable[[Mapping[str, Tensor]], list[Tensor]]
 
 
 def packages() -> tuple[Any, Any]:
-    """onnx and onnxruntime. Raises EnvironmentProblem unless these and what writes ONNX are there."""
+    """The packages onnx and onnxruntime. Raises EnvironmentProblem unless these and torch's exporter are installed."""
     names = ("onnx", "onnxruntime", "onnxscript")  # torch's exporter needs the last
     onnx, onnxruntime, _ = (package(name, f"ONNX needs the package {name}", "export") for name in names)
     return onnx, onnxruntime
@@ -33,8 +33,8 @@ PROCESSOR = "preprocessor_config.json"
 
 
 def processor_of(folder: Path, source: PatchInput, white: float = 255) -> dict[str, Any]:
-    """How images become inputs, in the form of transformers' preprocessor_config.json: that of a model's folder, or
-    what training here does."""
+    """Preprocessing of images in the form of transformers' preprocessor_config.json: the model folder's own, or that of
+    training here."""
     if (folder / PROCESSOR).is_file():
         return read_json(folder / PROCESSOR)
     side = {"height": source.image_size, "width": source.image_size}
@@ -47,8 +47,8 @@ def processor_of(folder: Path, source: PatchInput, white: float = 255) -> dict[s
 
 
 def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) -> dict[str, str]:
-    """Metadata of an ONNX file of images, each as JSON: `image_size`, `image_mean` and `image_std` of
-    inputs that were in [0, 1], and `labels`, where `names`, as of id2label, says them."""
+    """Metadata of an ONNX file of images, each as JSON: `image_size`, `image_mean` and `image_std` of inputs that were
+    in [0, 1], and `labels`, if `names`, in the form of id2label, states them."""
     facts = {
         "image_size": source.image_size,
         **{name: processor.get(name) for name in ("image_mean", "image_std")},
@@ -60,7 +60,7 @@ def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) ->
 
 def open_session(path: Path) -> Any:
     """The file in ONNX Runtime on the CPU. Without VNNI its int8 kernels add pairs of products in 16 bits, where they
-    saturate (its documentation, "Quantize ONNX models"), so that there the same numbers are multiplied in fp32."""
+    saturate (its documentation, "Quantize ONNX models"), so without it the same integers are multiplied in fp32."""
     _, onnxruntime = packages()
     options = onnxruntime.SessionOptions()
     if not this_cpu().vnni:
@@ -72,8 +72,8 @@ def write_onnx(
     program: torch.export.ExportedProgram, path: Path, inputs: Sequence[str], outputs: Sequence[str],
     facts: Mapping[str, str] | None = None,
 ) -> Run:  # fmt: skip
-    """Write a program with these names of its inputs and outputs and these `facts` as metadata, check its graph, and
-    open it in ONNX Runtime."""
+    """Write a program with these input and output names and `facts` as metadata, check its graph, and open it in ONNX
+    Runtime."""
     onnx, _ = packages()
     onnx_program = torch.onnx.export(
         program, dynamo=True, verbose=False, input_names=[*inputs], output_names=[*outputs]
@@ -92,11 +92,11 @@ def write_onnx(
 
 
 _OPSET = 19
-"""Version of ONNX's operators; later ones have these as well."""
+"""Version of ONNX's operators; later versions have these as well."""
 
 
 class QuantisedLinear(nn.Module):
-    """A linear as ONNX's operators on whole numbers, which torch can export and not run."""
+    """A linear as ONNX's integer operators, which torch can export but not run."""
 
     def __init__(self, rounded: RoundedWeight, bias: Tensor | None, *, rounds_inputs: bool) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def _dequantised(numbers: Any, scale: Any, zero: Any, axis: int | None = None) -
 
 
 def quantise_graph(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]]) -> None:
-    """Put ONNX's operators in the place of the named linears, in place."""
+    """Replace the named linears by ONNX's integer operators, in place."""
     for name, (form, weight) in rounded.items():
         parent, _, child = name.rpartition(".")
         holder = model.get_submodule(parent)

@@ -120,7 +120,7 @@ def why_others_lose(
 
 
 def bends(points: Sequence[tuple[int, int, Mapping[str, float]]]) -> list[str]:
-    """Sentences on where scaling over devices stops being perfect, and on what takes the time.
+    """Sentences on where scaling over devices stops being perfect, and on the causes.
 
     Each point is a number of devices, the samples of a step, and the step's seconds by part; in ascending order of
     devices.

@@ -36,7 +36,7 @@ class Space:
     virtual: tuple[int, ...] = ()
     sharding: tuple[str, ...] = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
     shard: tuple[int, ...] = ()
-    """Sizes of a shard group under hsdp. Empty: as many replicas as one node has, and twice as many."""
+    """Sizes of a shard group under hsdp. Empty: the replicas of one node, times powers of two up to 32."""
     recompute: tuple[str, ...] = ("none", "selective", "elementwise", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
@@ -108,7 +108,7 @@ def _within(
 
 
 def _shardings(corner: Plan, per_node: int, space: Space) -> Iterator[tuple[str, int]]:
-    """Kinds of sharding; for hsdp, with each group size between one replica and all."""
+    """Kinds of sharding; for hsdp, with each group size above one and below all replicas."""
     replicas = corner.replicas
     if replicas == 1:
         # A single replica shards nothing, whichever kind of sharding the search asks for.

@@ -45,7 +45,7 @@ WHOLE = Learning()
 
 @lru_cache(maxsize=256)
 def learning_part(work: Workload, how: Learning) -> Workload:
-    """The workload of a model of which a part learns. Without adapters, products that make the gradients of frozen
+    """The workload of a model that is trained in part. Without adapters, products that make the gradients of frozen
     weights are still counted: only the built model knows which weights are frozen."""
     if how == WHOLE:
         return work

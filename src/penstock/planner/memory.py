@@ -6,7 +6,7 @@ other blocks are in memory, and everything this block computes with. At its end 
 no activation is, and the optimizer may need temporaries. In between, blocks trade activations for gradients, so no
 other moment is the peak.
 
-A pipeline's first stage keeps as many micro-batches as there are stages; the last one also keeps the output.
+A pipeline's first stage keeps one micro-batch per stage; the last stage also keeps the output.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def memory(
 
 
 def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: bool) -> dict[str, float]:
-    """Bytes beside weights and states at the worst of three moments: when the backward pass begins, when it is in the
-    first block, and when it has ended."""
+    """Bytes in addition to weights and states at the worst of three moments: when the backward pass begins, when it is
+    in the first block, and when it has ended."""
     numerics = numerics_of(plan)
     reduced_gradient, gradient = BYTES[numerics.reduction], BYTES[numerics.gradients]
     shards = plan.replicas
@@ -191,7 +191,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     elif plan.sharding == "ddp" or shards == 1:
         gradients = share.parameters * (reduced_gradient if standing else gradient)
         if shards > 1 and not standing:
-            # Replicas reduce gradients in buckets beside the gradients themselves.
+            # Replicas reduce gradients in buckets, which are held in addition to the gradients.
             buckets = share.parameters * reduced_gradient
     else:
         gradients, standing = share.parameters * reduced_gradient, True

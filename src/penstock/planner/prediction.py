@@ -41,7 +41,7 @@ within 1.8 %."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Time and memory of one optimizer step. Seconds and bytes are those of the slowest and the fullest device."""
+    """Time and memory of one optimizer step. Seconds are the slowest device's, bytes the fullest device's."""
 
     plan: Plan
     machine: str

@@ -119,7 +119,7 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
 
 
 class _Module(NamedTuple):
-    """Operators of a block in a row: those of its attention, of its perceptron, or others."""
+    """Consecutive operators of a block: of its attention, of its perceptron, or others."""
 
     kind: str
     operators: tuple[Op, ...]
@@ -150,7 +150,7 @@ _WRAPPED = {
 
 
 def allowed_bytes(work: Workload, plan: Plan) -> float:
-    """Bytes that one micro-batch may keep in all blocks, so that those of the fullest stage stay within the budget."""
+    """Bytes that one micro-batch may keep in all blocks, so that the fullest stage stays within the budget."""
     allowed = plan.budget * GIB
     if plan.pp > 1 and work.depth:
         allowed *= work.depth / max(most_blocks(work, plan))

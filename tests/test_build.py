@@ -183,7 +183,7 @@ def test_a_choice_of_attention_that_changes_nothing_is_said_once(
     compile_model(built.model, Plan(compile=compiled), backend=backend)
     for _ in range(3):
         built.step([torch.randn(2, 3, 4)])
-    said = caplog.text.count(f"plan.attention={attention} changes nothing: Linear never calls")
+    said = caplog.text.count(f"plan.attention={attention} has no effect: Linear never calls")
     assert said == (0 if isinstance(built.model, Attends) else 1)
     assert len(graphs) == (compiled == "whole"), "noting the calls breaks no graph, and compiles none anew"
 

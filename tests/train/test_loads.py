@@ -217,4 +217,4 @@ def test_a_label_chooses_the_expert_in_training_and_evaluation(
     assert 0.0 <= evaluation["chrf"] <= 100.0
     words = words.replace("names:en,sw,yo", "numbers:en,de")
     assert main(["train", *words.split(), "--machine", "machine.json", "--output", "none"]) != 0
-    assert "given the label of each sample" in capsys.readouterr().err
+    assert "needs the label of each sample" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
         (good | {"a.weight_scale": torch.ones(4, 3)}, "does not go with numbers"),
         (good | {"a.weight_scale": torch.ones(3, 1)}, "does not go with numbers"),
         (good | {"a.weight_scale": torch.ones(4, 0)}, "does not go with numbers"),
-        (good | {"a.weight_scale": torch.ones(4, 1, dtype=torch.int64)}, "no floating-point"),
+        (good | {"a.weight_scale": torch.ones(4, 1, dtype=torch.int64)}, "not floating-point"),
         (good | {"a.input_scale": torch.ones(2)}, "does not go with numbers"),
         (small | {"a.weight_offset": torch.ones(4, 1)}, "does not go with numbers"),
         (small | {"a.weight": small["a.weight"].to(torch.int8)}, "is no torch.uint8 matrix"),

@@ -512,7 +512,7 @@ def _others() -> dict[str, tuple[ModelConfig, ModelConfig, str]]:
         "kind": (GPT, VIT, "takes images, the student tokens"),
         "direction": (GPT, BERT, "logits of 40 words, the student of 40 words, each after"),
         "positions": (GPT, replace(GPT, sequence=4), "has 4 positions, but samples have 8 tokens"),
-        "head": (replace(BERT, head="none"), BERT, "student gives features"),
+        "head": (replace(BERT, head="none"), BERT, "student returns features"),
     }
 
 

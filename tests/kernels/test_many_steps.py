@@ -55,7 +55,7 @@ def test_weights_are_those_of_the_plain_form(case: str, monkeypatch: pytest.Monk
     if (case == "attention" and not this_cpu().bf16_pairs) or (
         case == "experts" and this_cpu().isa != "AVX512"
     ):
-        pytest.skip("this CPU has not the instructions that the kernel is made of")
+        pytest.skip("this CPU lacks the instructions that the kernel uses")
     ours = weights_after_steps(name, line)
     if module is not None:
         monkeypatch.setattr(module, chooses, lambda *_, **__: False)

@@ -120,6 +120,6 @@ def test_torch_accepts_the_operators(name: str) -> None:
     """Their fakes, their gradients and their place in graphs."""
     make, there = CONTRACTS[name]
     if not there:
-        pytest.skip("the kernels are made of instructions that this CPU has not")
+        pytest.skip("this CPU lacks the instructions that the kernels use")
     for operator, *arguments in make():
         torch.library.opcheck(operator.default, tuple(arguments))

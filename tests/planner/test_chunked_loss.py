@@ -137,3 +137,20 @@ def test_the_gradients_of_a_shared_table_are_torchs_to_the_bit() -> None:
         model(tokens).square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "padded"), [("", True), ("loss=chunked", True), ("tp=2", False), ("tp=2 loss=chunked", True)]
+)
+def test_products_of_an_odd_vocabulary_are_padded_where_the_loss_pads_them(line: str, padded: bool) -> None:
+    """GPT-2 has 50,257 entries; two ranks have 25,129 each, which the plain form leaves as they are."""
+    work = describe(PRESETS["gpt2"], Plan.parse(f"precision=O1 optimizer=fused micro_batch=2 {line}"), "cuda")
+    head = [
+        op
+        for part in work.parts
+        for op in (*part.forward, *part.backward)
+        if op.linear == "head" and op.flops
+    ]
+    assert len(head) == 3
+    assert {op.padded for op in head} == {padded}
+    assert not any(op.padded for part in work.parts for op in part.forward if op.linear != "head")

@@ -81,9 +81,8 @@ class Lister:
         self.terms = outer
 
     def _placed(self, op: Op) -> Op:
-        if op.kind in COLLECTIVE or op.module:
-            return op
-        return op._replace(module=self._module, padded=self._padded and op.kind == "gemm")
+        op = op._replace(padded=True) if self._padded and op.kind == "gemm" else op
+        return op if op.kind in COLLECTIVE or op.module else op._replace(module=self._module)
 
     def part(self, place: Place, block: BlockKind | None = None, *, entering: float = 0.0) -> Part:
         """The listed part, with the sums over its operators."""

@@ -33,7 +33,8 @@ def list_words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool
     biased, learns = head.bias, not head.tied
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
     in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
-    with to.inside("head"), to.words(columns):
+    padded = columns if t.tp == 1 else 0  # a vocabulary that ranks split is not padded outside chunks
+    with to.inside("head"), to.words(padded):
         to.gemm(
             "head", rows, columns, d, bias=biased, narrow=False, group="output",
             kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.families import ENROLLED
 from penstock.apply import compile_model
 from penstock.build import Built, build
 from penstock.config.machine import Machine
@@ -17,6 +18,7 @@ from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
+from penstock.tasks.text import TextBatch
 
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
 PLANS = [
@@ -306,3 +308,27 @@ def test_what_is_frozen_stays_and_the_rest_learns(line: str) -> None:
     for name, tensor in after.items():
         frozen = name.startswith(("stem.", "encoder.places.", "encoder.blocks.0."))
         assert torch.equal(tensor, before[name]) == frozen, name
+
+
+@pytest.mark.parametrize("line", ["baseline", "loss=chunked", "precision=O2 optimizer=fused"])
+def test_the_z_loss_is_that_of_the_training_loss_alone(line: str) -> None:
+    """Against the logits themselves; evaluation has no such term."""
+    config = ENROLLED["gpt"].config
+    tokens = torch.randint(0, config.vocabulary, (2, 6), generator=torch.Generator().manual_seed(1))
+    batch = TextBatch(inputs=(tokens, None, tokens), ids=torch.arange(2), tokens=12, count=torch.tensor(12.0))
+    losses = {}
+    for factor in (0.0, 0.5):
+        built = build(config, Plan.parse(line), recipe=Recipe(z_loss=factor))
+        with built.inference():
+            logits, judged = built.model(tokens), built.loss(built.model, batch)
+        losses[factor] = (built.step([batch]).loss, judged)
+    torch.testing.assert_close(losses[0.5][1], losses[0.0][1])
+    expected = losses[0.0][0] + 0.5 * logits.float().logsumexp(-1).square().mean()
+    torch.testing.assert_close(losses[0.5][0], expected, rtol=2e-3 if "O2" in line else 1e-5, atol=0)
+
+
+def test_a_z_loss_needs_logits_over_a_vocabulary() -> None:
+    with pytest.raises(
+        ConfigError, match=r"recipe\.z_loss is 0\.1, but this model has no logits over a vocabulary"
+    ):
+        build(TINY, Plan(), recipe=Recipe(z_loss=0.1))

@@ -29,6 +29,7 @@ from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
 from penstock.models.block import ExpertSamples
 from penstock.models.draw import seeded
 from penstock.models.fuse import fuse
+from penstock.models.heads import Vocabulary
 from penstock.models.lora import add_adapters, store_base
 from penstock.models.rounded import RoundedWeight
 from penstock.models.wrap import find
@@ -197,6 +198,17 @@ def _count(model: nn.Module, setup: Setup) -> None:
     setup.parameters = sum(parameter.numel() for parameter in model.parameters())
 
 
+def _penalise(model: nn.Module, setup: Setup) -> None:
+    heads = [module for module in model.modules() if isinstance(module, Vocabulary)]
+    if not heads:
+        raise ConfigError(
+            f"recipe.z_loss is {setup.recipe.z_loss:g}, but this model has no logits over a vocabulary that Penstock "
+            "computes; leave z_loss out."
+        )
+    for head in heads:
+        head.z_loss = setup.recipe.z_loss
+
+
 def _convert(model: nn.Module, setup: Setup) -> None:
     convert_linears(model, setup.numerics.products, device=setup.place)
 
@@ -283,6 +295,10 @@ STEPS = (
         why="Adapters are linears beside linears: whatever follows treats them as parts of the model.",
     ),
     ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, and has all that will learn."),
+    ApplyStep(
+        "z-loss", _penalise, (TRAINING,), when=lambda s: s.recipe.z_loss,
+        why="Every rank knows whether the whole model has logits over a vocabulary.",
+    ),
     ApplyStep(
         "base", lambda model, s: store_base(model, s.recipe.lora), (TRAINING,),
         why="By names of the whole model, before the device gets any weight. What is loaded later is rounded as well.",

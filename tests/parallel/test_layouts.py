@@ -5,6 +5,7 @@ layout by a line below. Ranks are started once for all of it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ def _compared(cases: list[tuple[str, str]], steps: int, double: bool) -> list[tu
     found, known = [], dict[tuple[str, Plan], Trained]()
     for name, line in cases:
         case = LAYOUT_CASES[name]
+        words = case.config is not None and case.config.graph.words is not None
         options: dict[str, Any] = {
-            "steps": steps, "recipe": RECIPE, "batches": case.batches, "loss": case.loss, "double": double,
+            "steps": steps, "recipe": replace(RECIPE, z_loss=0.01 * words), "batches": case.batches,
+            "loss": case.loss, "double": double,
         }  # fmt: skip
         made = partial(_made, case, double)
         found.append(beside_one(f"{name}: {line}", made, Plan.parse(line), known, **options))

@@ -195,6 +195,11 @@ def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str
             "plan.compile=whole compiles the model's head, which task=preferences makes the logits of again in the "
             "backward pass; use compile=blocks."
         )
+    if recipe.z_loss:
+        yield (
+            f"recipe.z_loss is {recipe.z_loss:g}, but task=preferences compares likelihoods, which it is no part "
+            "of; leave it out."
+        )
     if recipe.teacher is not None:
         yield "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
 

@@ -37,10 +37,8 @@ from penstock.config.removed import GONE_SOURCES
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
-SOURCES = (
-    "auto", "digits", "mnist", "captions", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
-    "pack", "hf",
-)  # fmt: skip
+SOURCES = ("auto", "digits", "mnist", "captions", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
+           "pack", "hf")  # fmt: skip
 _TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
 _WITHOUT_PATH = ("auto", "digits", "stdlib")
 _WITH_PATH = ("mnist", "imagefolder", "text", "pairs", "pack", "hf")
@@ -294,9 +292,11 @@ class Recipe(Checked, where="recipe"):
     """Added to the root of the mean of squared gradients before AdamW divides by it."""
     clip_norm: Positive | None = 1.0
     """Maximum global 2-norm of the gradients; larger ones are scaled down to it."""
+    z_loss: NotNegative = 0.0
+    """Coefficient of the squared log-sum-exp of a token's logits in the training loss; it keeps logits small (Chowdhery
+    et al., 2022, "PaLM", section 5: 1e-4; OLMo 2: 1e-5); 0: none."""
     loss_scale: Positive | None = None
-    """A constant loss scale, such as `penstock scale` recommends; none: a dynamic one. Used only with
-    fp16."""
+    """A constant loss scale for fp16, such as `penstock scale` recommends; none: a dynamic one."""
     spikes: Literal["log", "skip", "rewind"] = "log"
     """Reaction to a jump of the loss: log it, skip the step, or rewind to the newest checkpoint and continue with later
     samples. Steps that are not finite are always skipped, and three in a row end the run."""
@@ -407,8 +407,7 @@ class RunConfig(Checked):
     `runs/latest` is a link to the newest run in `runs`."""
     init_from: FilledText | None = None
     """Weights to start from: a folder, a safetensors file, or a name on the Hugging Face hub such as
-    `google/vit-base-patch16-224`. Dense weights start a model with mixtures too: each expert as a copy of the
-    perceptron."""
+    `google/vit-base-patch16-224`. Dense weights start mixtures too: each expert is a copy of the perceptron."""
     upcycle_noise: NotNegative = 0.0
     """Standard deviation of noise added to an expert that starts as a copy, relative to that of each weight."""
     checkpoint_every: Natural = 0

@@ -49,6 +49,8 @@ class Vocabulary(nn.Linear):
     teacher and student are never stored as a whole."""
     cap = 0.0
     """The cap c of logits z, which become c·tanh(z / c); 0: no cap."""
+    z_loss = 0.0
+    """In training, the factor of the squared log-sum-exp of each row of logits in the loss."""
     passes = False
     """Whether it returns its input: for a teacher, whose logits the student's head computes."""
 
@@ -76,7 +78,7 @@ class Vocabulary(nn.Linear):
             taught = taught._replace(weight=taught.weight[here], bias=bias)
         return linear_cross_entropy(
             x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share,
-            linear=linear, taught=taught, cap=self.cap,
+            linear=linear, taught=taught, cap=self.cap, z_loss=self.z_loss if self.training else 0.0,
         )  # fmt: skip
 
 

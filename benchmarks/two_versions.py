@@ -17,6 +17,9 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from penstock.report.record import environment
 
 WORK = """
 import json, statistics, sys, time
@@ -122,25 +125,29 @@ def main() -> None:
         for version in ("before", "after") if number % 2 == 0 else ("after", "before"):
             turns[version].append(turn(sources[version]))
             print(f"round {number + 1}: {version} measured", file=sys.stderr)
+        if options.output:  # after each round, so that an interrupted call keeps what it measured
+            record = {"rounds": number + 1, "figures": table_of(turns), "environment": environment()}
+            options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for name, row in table_of(turns).items():
+        low, high = row["quartiles"]
+        print(
+            f"{name:24} {1e3 * row['before_seconds']:10.3f} ms {1e3 * row['after_seconds']:10.3f} ms   "
+            f"{row['ratio']:5.2f}× ({low:.2f} to {high:.2f})"
+        )
+
+
+def table_of(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Median seconds of each version and quartiles of the ratio within a round, by figure."""
     table = {}
     for name in turns["before"][0]:
         ratios = [old[name] / new[name] for old, new in zip(turns["before"], turns["after"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        table[name] = {
-            "before_seconds": statistics.median(one[name] for one in turns["before"]),
-            "after_seconds": statistics.median(one[name] for one in turns["after"]),
-            "ratio": middle, "quartiles": [low, high],
-        }  # fmt: skip
-        told = table[name]
-        print(
-            f"{name:24} {1e3 * told['before_seconds']:10.3f} ms {1e3 * told['after_seconds']:10.3f} ms   "
-            f"{middle:5.2f}× ({low:.2f} to {high:.2f})"
-        )
-    if options.output:
-        from penstock.report.record import environment
-
-        record = {"rounds": options.rounds, "figures": table, "environment": environment()}
-        options.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
+        seconds = {
+            f"{version}_seconds": statistics.median(one[name] for one in rows)
+            for version, rows in turns.items()
+        }
+        table[name] = {**seconds, "ratio": middle, "quartiles": [low, high]}
+    return table
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def test_packing_treats_what_cannot_be_opened_as_the_policy_says(kind: str, tmp_
     path.unlink()
     make, why = SPECIAL[kind]
     make(path)  # type: ignore[operator]
-    with pytest.raises(DataError, match=f"{re.escape(str(path))} cannot be packed: ({why})"):
+    with pytest.raises(DataError, match=f"{re.escape(str(path))} cannot be used: ({why})"):
         pack_source(root, tmp_path / "pack", Packing(size=16))
     packed = pack_source(root, tmp_path / "pack", Packing(size=16, bad_images="skip"))
     assert packed.manifests[""].skipped == 1

@@ -106,7 +106,7 @@ def test_bad_images_fail_or_are_left_out(tmp_path: Path, caplog: pytest.LogCaptu
     folder = write_folder(tmp_path / "set", per_class=100, size=8)
     bad = folder / "cat" / "0007.jpg"
     bad.write_bytes(bad.read_bytes()[:50])
-    with pytest.raises(DataError, match=r"0007\.jpg cannot be packed: .*--bad-images skip"):
+    with pytest.raises(DataError, match=r"0007\.jpg cannot be used: .*--bad-images skip"):
         pack_source(folder, tmp_path / "pack", SMALL)
     assert not (tmp_path / "pack").exists()
     skipping = Packing(size=16, format="raw", bad_images="skip")

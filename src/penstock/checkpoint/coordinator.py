@@ -56,7 +56,9 @@ class Coordinator:
         try:
             outcome = (True, work())
         except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
-            own, outcome = error, (False, _portable(error))
+            sent = isinstance(error, PenstockError | OSError)  # others may not survive pickling
+            own = error
+            outcome = False, error if sent else RuntimeError(f"{type(error).__name__}: {error}")
         outcomes: list[Any] = [None] * self.world
         dist.all_gather_object(outcomes, outcome, group=self.group)
         for rank, (done, value) in enumerate(outcomes):
@@ -74,13 +76,6 @@ class Coordinator:
             return work()
         result: T = self.all(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[assignment]
         return result
-
-
-def _portable(error: Exception) -> Exception:
-    """The error in a form that can be sent: Penstock's and the system's errors unchanged, others as text."""
-    if isinstance(error, PenstockError | OSError):
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 # The group in which checkpoints are coordinated, and the default group it belongs to.

@@ -221,14 +221,10 @@ def _with_parameters(
 def _with_present_names(tree: Any) -> Any:
     """A tree in which names of parameters are replaced by `present_name`."""
     if isinstance(tree, dict):
-        return {_present(key): _with_present_names(value) for key, value in tree.items()}
+        return {_with_present_names(key): _with_present_names(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return type(tree)(_with_present_names(value) for value in tree)
-    return _present(tree)
-
-
-def _present(value: Any) -> Any:
-    return present_name(value) if isinstance(value, str) else value
+    return present_name(tree) if isinstance(tree, str) else tree
 
 
 def _numbered(optimizer: Mapping[str, Any], like: Mapping[str, Tensor]) -> Mapping[Any, Tensor]:

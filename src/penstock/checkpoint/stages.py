@@ -33,15 +33,15 @@ def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 merged[key] = _groups(merged.get(key, []), value)
             elif isinstance(value, Mapping):
                 merged[key] = united([merged.get(key, {}), value])
-            elif isinstance(value, list) and document is not documents[0] and _are_names(value):
+            elif (
+                isinstance(value, list)
+                and document is not documents[0]
+                and all(isinstance(item, str) for item in value)
+            ):
                 merged[key] = list(dict.fromkeys([*merged.get(key, []), *value]))
             else:
                 merged.setdefault(key, value)
     return merged
-
-
-def _are_names(value: list[Any]) -> bool:
-    return all(isinstance(item, str) for item in value)
 
 
 def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -205,7 +205,9 @@ class _Work:
                 continue
             shape = (rows.get(name, 1), module.in_features, module.out_features)
             if shape not in slower:
-                slower[shape] = _slower(_as_opened(module), self.forms[name], shape, self.form)
+                opened = suited(module, "auto", own=True)  # how its folder would multiply for inference
+                plain = module if opened == "plain" else STORED[opened](module)
+                slower[shape] = _slower(plain, self.forms[name], shape, self.form)
             if slower[shape]:
                 self.kept[name] = slower[shape]
         return [name for name in self.linears if name not in self.kept]
@@ -256,12 +258,6 @@ def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> 
         errors = (groups(weight, clip).values() - plain).square().view(*sides, -1).sum(-1)
         best, lowest = torch.where(errors < lowest, clip, best), torch.minimum(errors, lowest)
     return groups(weight, best)
-
-
-def _as_opened(linear: nn.Linear) -> nn.Module:
-    """A linear that multiplies as it does when its folder is opened for inference."""
-    form = suited(linear, "auto", own=True)
-    return linear if form == "plain" else STORED[form](linear)
 
 
 def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: str) -> str:

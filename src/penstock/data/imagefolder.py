@@ -38,9 +38,11 @@ def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
     Raises DataError where there is nothing to read.
     """
     train, val = split_folders(path, quiet=split == "val")
-    if val is None:
-        return _every_fifth(list_classes(train, quiet=split == "val"), split)
     learned = list_classes(train, quiet=split == "val")
+    if val is None:
+        keep = np.flatnonzero(is_val(np.array(learned.labels)) == (split == "val")).tolist()
+        paths, labels = (tuple(column[i] for i in keep) for column in (learned.paths, learned.labels))
+        return learned._replace(paths=paths, labels=labels)
     if split == "train":
         return learned
     held_out = list_classes(val)
@@ -108,21 +110,10 @@ def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
         words = f"{others.total()} {files} left out, because only {', '.join(EXTENSIONS)} are read: {kinds}{more}."
     if empty:
         names = ", ".join(quoted(name) for name in empty[:5]) + (" and more" if len(empty) > 5 else "")
-        one = len(empty) == 1
-        folders = (
-            "folder holds no image and was left out as a class"
-            if one
-            else ("folders hold no image and were left out as classes")
-        )
+        one = "folder holds no image and was left out as a class"
+        folders = one if len(empty) == 1 else "folders hold no image and were left out as classes"
         words += f" {len(empty)} {folders}: {names}."
     return words.strip()
-
-
-def _every_fifth(listing: Listing, split: Split) -> Listing:
-    keep = np.flatnonzero(is_val(np.array(listing.labels)) == (split == "val")).tolist()
-    return listing._replace(
-        paths=tuple(listing.paths[i] for i in keep), labels=tuple(listing.labels[i] for i in keep)
-    )
 
 
 class ImageFolder(ImageSource):

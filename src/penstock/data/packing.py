@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import os
 import zlib
 from collections import deque
@@ -25,14 +24,12 @@ from penstock.config.convert import Checked, Count, Positive, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split
 from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records, write_part
-from penstock.data.source import BadSample, Pixels, Tally
+from penstock.data.source import BadSample, LeftOut, Pixels
 from penstock.data.splits import split_files, split_folders
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder
 from penstock.errors import DataError
 from penstock.leftovers import make_public, temporary
-
-log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30
 IN_FLIGHT_BYTES = 1 << 30
@@ -175,7 +172,7 @@ class _Writer:
         self._rows: list[tuple[int, int, int, int]] = []
         self._labels: list[int | str] = []
         self._shards: list[File] = []
-        self._skipped = 0
+        self._left_out = LeftOut(packing.bad_images, "images", "--bad-images skip")
 
     def write(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> ImageManifest:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -194,7 +191,7 @@ class _Writer:
         manifest = ImageManifest(
             records=self._packing.format, size=self._packing.size, count=len(self._rows), classes=classes,
             index=write_part(self._root, INDEX_FILE, [encoded.getbuffer()]), shards=tuple(self._shards),
-            skipped=self._skipped, made_by={"penstock": __version__, "decoder": backend(), **settings},
+            skipped=self._left_out.count, made_by={"penstock": __version__, "decoder": backend(), **settings},
         )  # fmt: skip
         write_part(self._root, MANIFEST, [manifest.to_json()])
         sync_folder(self._root)
@@ -202,26 +199,14 @@ class _Writer:
 
     def _accepted(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> Iterator[Sample]:
         """The images that can be packed, in order; the policy decides about the others."""
-        refused = 0
         for done, result in enumerate(_in_threads(samples, self._packing), start=1):
             if progress is not None:
                 progress(done)
             if isinstance(result, Sample):
                 yield result
-                continue
-            refused += 1
-            if self._packing.bad_images == "fail":
-                raise DataError(
-                    f"The image {result.path} cannot be packed: {result.why}. Repair or remove it, or leave such "
-                    "images out with --bad-images skip (up to 1 % of the set)."
-                )
-            log.warning("Left out the bad image %s: %s.", result.path, result.why)
-            self._skipped += 1
-        if refused > Tally.limit * (len(self._rows) + refused):
-            raise DataError(
-                f"{refused} of {len(self._rows) + refused} images are bad, more than {Tally.limit:.0%}. "
-                "Repair the data set; the path of each bad image was logged."
-            )
+            else:
+                self._left_out.add(result.path, result.why, len(self._rows))
+        self._left_out.close(len(self._rows))
 
     def _write_shards(self, records: Iterator[Sample]) -> None:
         for first in records:

@@ -5,6 +5,7 @@ This imports no torch, so that reading processes start in a fraction of a second
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.data.hashing import REPLACE, words
 from penstock.errors import DataError
 
+_log = logging.getLogger(__name__)
 Pixels = NDArray[np.uint8]
 Split = Literal["train", "val"]
 
@@ -193,6 +195,39 @@ class Tally:
                 f"More than {self.limit:.0%} of the samples are bad: {self.failed} of {self.tried} read "
                 f"so far from a set of {self.samples}. The last was {last}. Repair the data set; the path "
                 "of each bad sample was logged."
+            )
+
+
+@dataclass
+class LeftOut:
+    """Counts bad samples of a pack that is being made: the policy `skip` leaves them out, up to 1 % of the set."""
+
+    policy: Literal["fail", "skip"]
+    unit: str
+    """The samples in a word, in the plural."""
+    setting: str
+    """The setting that makes the policy `skip`, for messages."""
+    count: int = 0
+
+    def add(self, where: str, why: str, used: int) -> None:
+        """Leave a sample out, and log it; `used` others are in the pack. Raises DataError under the policy `fail`, and
+        for more than 1 %, but for up to 1,000 only by `close`."""
+        if self.policy == "fail":
+            raise DataError(
+                f"{where} cannot be used: {why}. Repair or remove it, or leave such {self.unit} out with "
+                f"{self.setting} (up to {Tally.limit:.0%} of the set)."
+            )
+        _log.warning("Left out %s: %s.", where, why)
+        self.count += 1
+        if self.count > 1000:
+            self.close(used)
+
+    def close(self, used: int) -> None:
+        """Raise DataError if more than 1 % were left out."""
+        if self.count > Tally.limit * (used + self.count):
+            raise DataError(
+                f"{self.count:,} of {used + self.count:,} {self.unit} are bad, more than {Tally.limit:.0%}. Repair the "
+                "data set; the place of each was logged."
             )
 
 

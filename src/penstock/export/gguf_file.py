@@ -20,7 +20,7 @@ from penstock.config.theirs.read import read_json
 from penstock.config.theirs.text import write_text_config
 from penstock.errors import ConfigError, NumericError
 from penstock.export import ExportType
-from penstock.infer.load import tokenizer_in
+from penstock.infer.load import found_in
 from penstock.models.convert.files import settings_in
 from penstock.models.convert.names import text_pending
 from penstock.models.model import Model
@@ -33,6 +33,16 @@ _TYPES: dict[ExportType, tuple[str, str]] = {
     "int8": ("Q8_0", "MOSTLY_Q8_0"),
 }  # fmt: skip
 """gguf's type of matrices, and its name for a file with such matrices."""
+_GPT2_SETTINGS = {
+    "block_count": "n_layer", "context_length": "n_positions", "embedding_length": "n_embd", "head_count": "n_head",
+    "layer_norm_eps": "layer_norm_epsilon",
+}  # fmt: skip
+_LLAMA_SETTINGS = {
+    "block_count": "num_hidden_layers", "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size", "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads", "layer_norm_rms_eps": "rms_norm_eps", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""Settings by their names in gguf, and in transformers."""
 _CUTS = {
     "gpt-2": ("'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+",),
     "llama-bpe": ("\\p{N}{1,3}", "(?i:'s|'t"),
@@ -97,39 +107,22 @@ def _settings(config: Any) -> dict[str, Any]:
     ]
     if problems:
         raise ConfigError(
-            f"llama.cpp has no {_called(kind)} with {' and '.join(problems)}; choose --to transformers."
+            f"llama.cpp has no {ARCHITECTURES[kind].lower()} with {' and '.join(problems)}; choose --to transformers."
         )
     return {**values, "rope": {"rope_theta": values.get("rope_theta", 10_000.0), **rope}}
 
 
-def _called(kind: str) -> str:
-    """llama.cpp's name of a model type of transformers."""
-    return ARCHITECTURES[kind].lower()
-
-
 def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
-    if values["model_type"] == "gpt2":
-        width = values["n_embd"]
-        for add, value in (
-            (writer.add_block_count, values["n_layer"]), (writer.add_context_length, values["n_positions"]),
-            (writer.add_embedding_length, width), (writer.add_feed_forward_length, values.get("n_inner") or 4 * width),
-            (writer.add_head_count, values["n_head"]), (writer.add_layer_norm_eps, values["layer_norm_epsilon"]),
-        ):  # fmt: skip
-            add(value)
+    gpt2, rope = values["model_type"] == "gpt2", values["rope"]
+    for setting, key in (_GPT2_SETTINGS if gpt2 else _LLAMA_SETTINGS).items():
+        getattr(writer, f"add_{setting}")(values[key])
+    if gpt2:
+        writer.add_feed_forward_length(values.get("n_inner") or 4 * values["n_embd"])
         return
-    heads, rope = values["num_attention_heads"], values["rope"]
-    head = values.get("head_dim") or values["hidden_size"] // heads
-    for add, value in (
-        (writer.add_block_count, values["num_hidden_layers"]),
-        (writer.add_context_length, values["max_position_embeddings"]),
-        (writer.add_embedding_length, values["hidden_size"]),
-        (writer.add_feed_forward_length, values["intermediate_size"]),
-        (writer.add_head_count, heads), (writer.add_head_count_kv, values["num_key_value_heads"]),
-        (writer.add_key_length, head), (writer.add_value_length, head), (writer.add_rope_dimension_count, head),
-        (writer.add_rope_freq_base, float(rope["rope_theta"])),
-        (writer.add_layer_norm_rms_eps, values["rms_norm_eps"]), (writer.add_vocab_size, values["vocab_size"]),
-    ):  # fmt: skip
-        add(value)
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    for setting in ("key_length", "value_length", "rope_dimension_count"):
+        getattr(writer, f"add_{setting}")(head)
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     if rope.get("rope_type", rope.get("type")) == "linear":
         writer.add_rope_scaling_type(
             package("gguf", "GGUF needs the package gguf", "export").RopeScalingType.LINEAR
@@ -139,7 +132,7 @@ def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
 
 def _add_tokenizer(writer: Any, gguf: Any, folder: Path, rows: int) -> None:
     """Add tokens, merges and special tokens in llama.cpp's form."""
-    tokenizer = tokenizer_in(folder)
+    tokenizer = found_in(folder)
     if tokenizer is None or not (folder / "tokenizer.json").is_file():
         writer.add_tokenizer_model("no_vocab")
         return
@@ -202,31 +195,25 @@ def _cut_of(table: Mapping[str, Any]) -> str:
 def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """All weights by llama.cpp's names, in fp32."""
     config: Any = model.config
-    llama, weights = values["model_type"] in ("llama", "mistral"), list[tuple[str, Tensor]]()
+    llama, gpt2 = values["model_type"] in ("llama", "mistral"), values["model_type"] == "gpt2"
+    weights = list[tuple[str, Tensor]]()
     for one in text_pending({**model.state_dict()}, config):
-        if one.name.endswith((".attn.bias", ".masked_bias")) or (
-            one.name == "lm_head.weight" and _tied(values)
-        ):
+        tied = one.name == "lm_head.weight" and values.get("tie_word_embeddings", gpt2)
+        if tied or one.name.endswith((".attn.bias", ".masked_bias")):
             continue
-        key, tensor = (
-            names.get_name(one.name, try_suffixes=(".weight", ".bias")),
-            one.fetch().float().contiguous(),
-        )
+        key = names.get_name(one.name, try_suffixes=(".weight", ".bias"))
+        tensor = one.fetch().float().contiguous()
         if key is None:
             raise ConfigError(f"llama.cpp has no place for the weight {one.name}; choose --to transformers.")
         for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if llama and f".{part}." in one.name:
                 tensor = _interleaved(tensor, values[heads])
-        if values["model_type"] == "gpt2" and tensor.ndim == 2 and ".h." in f".{one.name}":
+        if gpt2 and tensor.ndim == 2 and ".h." in f".{one.name}":
             tensor = tensor.T.contiguous()
         weights.append((key, tensor))
     if values["rope"].get("rope_type") == "llama3":
         weights.append(("rope_freqs.weight", _factors(values)))
     return weights
-
-
-def _tied(values: Mapping[str, Any]) -> bool:
-    return bool(values.get("tie_word_embeddings", values["model_type"] == "gpt2"))
 
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:

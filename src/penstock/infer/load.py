@@ -21,7 +21,7 @@ from penstock.config.plan import Plan
 from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
 from penstock.config.theirs.read import read_json
-from penstock.data.text.open import found_in
+from penstock.data.text.open import found_in as found_in
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.stages import stages_of
 from penstock.decode.texts import sharded
@@ -178,11 +178,6 @@ def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:
         words = quoted("; ".join(defaults.unmet), 600)
         _log.warning("generation_config.json has settings that are not applied: %s.", words)
     return defaults.fields
-
-
-def tokenizer_in(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a model's folder, None if it has none."""
-    return found_in(folder)
 
 
 def _telling(model: Any) -> Any:

@@ -301,74 +301,58 @@ def _require_teachable(
             "recipe.teacher teaches words, classes or embeddings, but this student returns numbers or features; leave "
             "it out."
         )
-    if compared := [name for name in INSIDE if getattr(recipe, name)]:
-        _require_alike_tokens(teacher.graph, student.graph, recipe.teacher)
-        if compared != ["teacher_hidden"]:
-            _require_alike_runs(teacher.graph, student.graph, recipe.teacher, compared[-1])
-    if recipe.teacher_hidden:
-        _require_alike_hidden(teacher.graph, student.graph, recipe.teacher)
-    for name in {*compared} - {"teacher_attention"}:
-        _require_as_deep(teacher.graph, student.graph, recipe.teacher, name)
-    if recipe.teacher_scores:
-        _require_alike_heads(teacher.graph, student.graph, recipe.teacher)
+    if problems := list(_inside_problems(teacher.graph, student.graph, recipe)):
+        raise ConfigError(problems)
 
 
-def _require_alike_tokens(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError if the teacher splits an image into other tokens than the student."""
+def _inside_problems(teacher: Graph, student: Graph, recipe: Recipe) -> Iterator[str]:
+    """Reasons why blocks cannot be compared inside as the recipe asks."""
+    name, compared = quoted(str(recipe.teacher)), [setting for setting in INSIDE if getattr(recipe, setting)]
+    if not compared:
+        return
     for seen, own in zip(teacher.inputs_of(PatchInput), student.inputs_of(PatchInput), strict=True):
         if (seen.length, seen.learned_tokens) != (own.length, own.learned_tokens):
-            raise ConfigError(
-                f"{', '.join(f'recipe.{name}' for name in INSIDE)} compare tokens, but an image is "
-                f"{seen.length} of them for {quoted(name)} and {own.length} for the student; use the same "
-                "model.patch_size, model.classifier and model.distilled, or leave them out."
+            yield (
+                f"{', '.join(f'recipe.{setting}' for setting in INSIDE)} compare tokens, but an image is "
+                f"{seen.length} of them for {name} and {own.length} for the student; use the same model.patch_size, "
+                "model.classifier and model.distilled, or leave them out."
             )
-
-
-def _require_alike_runs(teacher: Graph, student: Graph, name: str, setting: str) -> None:
-    """Raise ConfigError if attention cannot be compared."""
-    runs = [{run.name for run in graph.runs} for graph in (teacher, student)]
-    if runs[0] != runs[1]:
-        raise ConfigError(
-            f"recipe.{setting} compares runs of the same name, but {quoted(name)} has {', '.join(sorted(runs[0]))} and "
-            f"the student {', '.join(sorted(runs[1]))}; leave it out."
+    stacks, taught = ({run.name: run.stack for run in graph.runs} for graph in (student, teacher))
+    if recipe.teacher_hidden and (stacks.keys() != taught.keys() or teacher.width != student.width):
+        yield (
+            f"recipe.teacher_hidden compares features of blocks, but {name} has {teacher.width} of them in "
+            f"{', '.join(taught)} and the student {student.width} in {', '.join(stacks)}; use a student of the same "
+            "width, or leave it out."
         )
-    if any(run.stack.experts_in == "block" for graph in (teacher, student) for run in graph.runs):
-        raise ConfigError(
-            f"recipe.{setting} compares attention over all samples, but with model.experts_in=block samples are split "
-            "over several blocks; leave one of the two out."
+    elif stacks.keys() != taught.keys():
+        yield (
+            f"recipe.{compared[-1]} compares runs of the same name, but {name} has {', '.join(sorted(taught))} and the "
+            f"student {', '.join(sorted(stacks))}; leave it out."
         )
-
-
-def _require_alike_heads(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError if a block of the student has another number of heads than its block of the teacher."""
-    for run in student.runs:
-        own, others = run.stack.layers, teacher.run(run.name).stack.layers
-        for number, layer in enumerate(own):
-            heads = others[_at_same_depth(number, len(own), len(others))].heads
+    if compared != ["teacher_hidden"] and any(
+        stack.experts_in == "block" for stack in (*stacks.values(), *taught.values())
+    ):
+        yield (
+            f"recipe.{compared[-1]} compares attention over all samples, but with model.experts_in=block samples are "
+            "split over several blocks; leave one of the two out."
+        )
+    if stacks.keys() != taught.keys():
+        return
+    shallow = [run for run, stack in stacks.items() if taught[run].depth < stack.depth]
+    for setting in compared if shallow else ():
+        if setting != "teacher_attention":
+            yield (
+                f"recipe.{setting} compares each block of the student with one of {name}, which has fewer in "
+                f"{', '.join(shallow)}; use a shallower student, or leave it out."
+            )
+    for run, stack in stacks.items() if recipe.teacher_scores and not shallow else ():
+        layers, others = stack.layers, taught[run].layers
+        for number, layer in enumerate(layers):
+            heads = others[_at_same_depth(number, len(layers), len(others))].heads
             if layer.heads != heads:
-                raise ConfigError(
-                    f"recipe.teacher_scores compares head by head, but the heads of {run.name}.blocks.{number} are "
-                    f"{layer.heads}, and {heads} in {quoted(name)}; use the same number, or "
-                    "recipe.teacher_attention, which compares any number."
+                yield (
+                    f"recipe.teacher_scores compares head by head, but the heads of {run}.blocks.{number} are "
+                    f"{layer.heads}, and {heads} in {name}; use the same number, or recipe.teacher_attention, which "
+                    "compares any number."
                 )
-
-
-def _require_alike_hidden(teacher: Graph, student: Graph, name: str) -> None:
-    """Raise ConfigError if the outputs of blocks cannot be compared."""
-    teacher_runs, student_runs = ({run.name: run.stack for run in graph.runs} for graph in (teacher, student))
-    if teacher_runs.keys() != student_runs.keys() or teacher.width != student.width:
-        raise ConfigError(
-            f"recipe.teacher_hidden compares features of blocks, but {quoted(name)} has {teacher.width} of them in "
-            f"{', '.join(teacher_runs)} and the student {student.width} in {', '.join(student_runs)}; use a student "
-            "of the same width, or leave it out."
-        )
-
-
-def _require_as_deep(teacher: Graph, student: Graph, name: str, setting: str) -> None:
-    """Raise ConfigError if a student has more blocks than its teacher."""
-    shallow = [run.name for run in student.runs if teacher.run(run.name).stack.depth < run.stack.depth]
-    if shallow:
-        raise ConfigError(
-            f"recipe.{setting} compares each block of the student with one of {quoted(name)}, which has fewer in "
-            f"{', '.join(shallow)}; use a shallower student, or leave it out."
-        )
+                break

@@ -75,7 +75,8 @@ class RunPage(Callback):
 
 def to_html(runs: Sequence[History], *, running: bool = False) -> str:
     """The page of one run, or of several in comparison; browsers reload the page of a `running` one."""
-    task = _task_of(runs[0])
+    config = runs[0].config()
+    task = task_of(config.model, config.task, init_from=config.reads_like)
     now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     if len(runs) == 1:
         (run,) = runs
@@ -90,11 +91,6 @@ def to_html(runs: Sequence[History], *, running: bool = False) -> str:
         tiles = []
     footer = f"Penstock {__version__}, {now}"
     return page(title, lead, tiles, sections, footer, refresh=_REFRESH if running else 0)
-
-
-def _task_of(run: History) -> Task:
-    config = run.config()
-    return task_of(config.model, config.task, init_from=config.reads_like)
 
 
 def _state(run: History, running: bool) -> str:

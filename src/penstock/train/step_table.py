@@ -11,7 +11,6 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +64,10 @@ _EXACT = frozenset({"aten::t"})
 """Names that must match exactly."""
 
 
-@dataclass(frozen=True)
-class PartOfStep:
-    """A row of the table: milliseconds per step, and their possible minimum."""
-
-    name: str
-    milliseconds: float
-    share: float
-    """Share of the whole step, in [0, 1]."""
-    least_milliseconds: float | None = None
-    """None if a perfect program would need no such work."""
-    gigaflops: float = 0.0
-    """Model FLOPs of this row in one step."""
-    gigabytes: float = 0.0
-
-
 def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
-    """The rows of a trace with `STEP` around each step, the longest first; empty if the trace has none."""
+    """The rows of a trace with `STEP` around each step, the longest first; empty if the trace has none. A row has a
+    `name`, `milliseconds` per step and their `share` of it, in [0, 1]; `least_milliseconds` of a perfect program, None
+    if it would need no such work; and the model's `gigaflops` and `gigabytes` in one step."""
     events = [
         event
         for event in json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
@@ -91,13 +77,16 @@ def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
     if not steps:
         return []
     total = sum(seconds.values())
-    rows = []
+    rows = list[dict[str, Any]]()
     for name in {*seconds, *least}:
         took, bound = seconds.get(name, 0.0), least.get(name)
-        lowest = None if bound is None else 1e3 * bound.seconds
         flops, moved = (0.0, 0.0) if bound is None else bound[:2]
-        rows.append(PartOfStep(name, 1e3 * took, took / total, lowest, flops / 1e9, moved / 1e9))
-    return [asdict(row) for row in sorted(rows, key=lambda row: -row.milliseconds)]
+        rows.append({
+            "name": name, "milliseconds": 1e3 * took, "share": took / total,
+            "least_milliseconds": None if bound is None else 1e3 * bound.seconds, "gigaflops": flops / 1e9,
+            "gigabytes": moved / 1e9,
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: -row["milliseconds"])
 
 
 def measure_rows(events: Iterable[Mapping[str, Any]]) -> tuple[int, dict[str, float]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock import __version__
 from penstock.data.pack import MANIFEST, File, write_part
-from penstock.data.source import Tally
+from penstock.data.source import LeftOut
 from penstock.data.text.chat import ChatWriter, template_of, within
 from penstock.data.text.tokenizers import Bytes, Numbers, Tokenizer
 from penstock.data.text.tokenpack import (
@@ -107,7 +107,8 @@ def write_pack(
         index = writer.index(values)
         packed.append(
             PackPart(
-                rows=len(index), tokens=writer.at, text_bytes=writer.text_bytes, skipped=writer.bad, data=writer.data,
+                rows=len(index), tokens=writer.at, text_bytes=writer.text_bytes, skipped=writer.left_out.count,
+                data=writer.data,
                 index=write_part(target, f"{name}.index", [index.tobytes()]),
                 checks=write_part(target, f"{name}.checks", [np.array(writer.checks, "<u4").tobytes()]),
             )
@@ -143,12 +144,15 @@ class _SplitWriter:
     data: File = field(default_factory=lambda: File("", 0, ""))
     at: int = 0
     text_bytes: int = 0
-    bad: int = 0
     rows: int = 0
     checks: list[int] = field(default_factory=list)
+    left_out: LeftOut = field(init=False)
     _chunks: list[NDArray[np.void]] = field(default_factory=list)
     _begun: TextRow | None = None
     """The document whose pieces are being read."""
+
+    def __post_init__(self) -> None:
+        self.left_out = LeftOut(self.shape.bad_rows, "rows", "data.bad_rows=skip")
 
     def tokens(self, rows: Iterator[RowOrBad]) -> Iterator[bytes]:
         """The content of the file of tokens, in whole blocks but for the last."""
@@ -160,11 +164,7 @@ class _SplitWriter:
             yield self._checked(raw[:whole_bytes])
             unwritten = raw[whole_bytes:]
         yield self._checked(unwritten)
-        if self.bad > Tally.limit * (self.rows + self.bad):
-            raise DataError(
-                f"{self.bad:,} of {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. Repair the data; "
-                "the file and line of each was logged."
-            )
+        self.left_out.close(self.rows)
         if not self.rows:
             raise DataError("There is no text in it. Check data.source.")
 
@@ -185,20 +185,8 @@ class _SplitWriter:
         for row in _templated(rows, self.tokenizer) if self.shape.form == "chats" else rows:
             if isinstance(row, TextRow):
                 yield row
-                continue
-            if self.shape.bad_rows == "fail":
-                raise DataError(
-                    f"{row.where} cannot be used: {row.why}. Repair or remove it, or set data.bad_rows to 'skip' to "
-                    "leave such rows out (up to 1 % of the data)."
-                )
-            _log.warning("Left out %s: %s.", row.where, row.why)
-            self.bad += 1
-            # Far too many, long before the end.
-            if self.bad > max(1000, Tally.limit * (self.rows + self.bad)):
-                raise DataError(
-                    f"{self.bad:,} of the first {self.rows + self.bad:,} rows are bad, more than {Tally.limit:.0%}. "
-                    f"The last is {row.where}: {row.why}. Repair the data."
-                )
+            else:
+                self.left_out.add(row.where, row.why, self.rows)
 
     def _encoded(self, batch: list[TextRow]) -> Numbers:
         """The tokens of a batch of rows; their ends go to the index."""

@@ -35,6 +35,7 @@ from penstock.data.text.tokenizers import (
     Bytes,
     LibraryTokenizer,
     Tokenizer,
+    named_words,
     refusing,
     tokenizers_library,
 )
@@ -327,12 +328,7 @@ def train_bpe(rows: Iterator[RowOrBad], size: int, data: DataConfig) -> LibraryT
     trained_size = tokenizer.get_vocab_size()
     if trained_size < size:
         _log.warning("The text yields a BPE of %d tokens, fewer than bpe:%d.", trained_size, size)
-    pad, begin, end, separator, classify, mask = Bytes.WORDS
-    settings = {
-        "pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
-        "mask_token": mask, "unk_token": None,
-    }  # fmt: skip
-    return LibraryTokenizer(tokenizer.to_str(), f"bpe:{trained_size}", settings)
+    return LibraryTokenizer(tokenizer.to_str(), f"bpe:{trained_size}", {**named_words(), "unk_token": None})
 
 
 def _texts(rows: Iterator[RowOrBad], limit: int | None) -> Iterator[str]:

@@ -224,15 +224,16 @@ class Bytes(Tokenizer):
         tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = library.decoders.ByteLevel()
         tokenizer.add_special_tokens(words[256:])
-        pad, begin, end, separator, classify, mask = self.WORDS
-        _write(
-            folder, tokenizer.to_str(),
-            # Bytes know all texts, but CTranslate2's converter asks for the token of what is unknown.
-            {"pad_token": pad, "bos_token": begin, "eos_token": end, "sep_token": separator, "cls_token": classify,
-             "mask_token": mask, "unk_token": pad, "penstock": self.fingerprint,
-             **({"chat_template": self.chat_template} if self.chat_template else {})},
-            range(self.size, rows),
-        )  # fmt: skip
+        # Bytes know all texts, but CTranslate2's converter asks for the token of what is unknown.
+        settings = {**named_words(), "unk_token": self.WORDS[0], "penstock": self.fingerprint}
+        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
+        _write(folder, tokenizer.to_str(), settings, range(self.size, rows))
+
+
+def named_words() -> dict[str, str]:
+    """The special tokens of `Bytes` by transformers' names."""
+    roles = ("pad", "begin", "end", "separator", "classify", "mask")
+    return {KEYS[role]: word for role, word in zip(roles, Bytes.WORDS, strict=True)}
 
 
 _SPECIAL_OF_BYTES = re.compile(f"({'|'.join(Bytes.WORDS)}|<extra_[0-9]{{1,2}}>)")

@@ -42,8 +42,7 @@ from penstock.config.run import Recipe
 from penstock.launch.settings import own_cores, usable_cores
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.join import joined, local_device
-from penstock.planner.prediction import predict
-from penstock.planner.stages import stage_costs
+from penstock.planner.prediction import predict, stage_costs
 from penstock.probe import resolve_device
 from penstock.report.record import environment
 from penstock.schedules import play_shared, schedule_of

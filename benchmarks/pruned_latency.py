@@ -42,8 +42,8 @@ from penstock.models import create
 from penstock.models.anatomy import set_switch
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass
-from penstock.planner.products import VECTOR
-from penstock.planner.stored import assumption
+from penstock.planner.rates import VECTOR
+from penstock.planner.terms import assumption
 from penstock.products.convert import store_linears
 from penstock.report.record import environment
 from penstock.train.prepare import machine_for

@@ -673,7 +673,7 @@ NAMES_THAT_DECIDE = {
     ("planner/prediction.py", "machine.name"): "a machine",
     ("planner/rates.py", "s.name"): "what a probe has measured",
     ("planner/serve.py", "source.name"): "an input of the graph",
-    ("planner/stored.py", "sample.name"): "what a probe has measured",
+    ("planner/terms.py", "sample.name"): "what a probe has measured",
     ("planner/attention.py", "core.name"): "names the operators that take the place of a kernel",
 }
 _SPLITS = """

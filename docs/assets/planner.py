@@ -26,10 +26,9 @@ from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.describe import describe_on
 from penstock.planner.explain import BestLayout, bends, why_others_lose, with_base
 from penstock.planner.explain import answer as answer_to
-from penstock.planner.operators import MATRIX
+from penstock.planner.operators import MATRIX, counted_tokens
 from penstock.planner.prediction import room
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import counted_tokens
 from penstock.planner.show import beside, memories, times
 from penstock.report.chart import style
 from penstock.report.figures import Line, lines

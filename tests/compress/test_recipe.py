@@ -26,7 +26,7 @@ from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import read_state_dict
 from penstock.models.convert.pretrained import rounded_weights
-from penstock.planner.stored import assumption
+from penstock.planner.terms import assumption
 from penstock.train import train
 
 SMALL = {

@@ -12,7 +12,7 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.ladder.forecast import Corrected, expected_gain, rank_machine
 from penstock.planner import Prediction, predict
-from penstock.planner.collectives import group_of, reduce_seconds
+from penstock.planner.price import group_of, reduce_seconds
 from penstock.planner.rates import rates_of
 
 MODEL = PRESETS["vit-s16"]

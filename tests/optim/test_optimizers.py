@@ -36,9 +36,8 @@ from penstock.optim.muon import Muon
 from penstock.parallel import ALONE, dims_of
 from penstock.planner.describe import describe
 from penstock.planner.memory import memory
-from penstock.planner.orthogonal import newton_schulz, update_operators
 from penstock.planner.prediction import predict
-from penstock.planner.states import device_share, learned_matrices
+from penstock.planner.states import device_share, learned_matrices, newton_schulz, update_operators
 from penstock.shards import whole_of
 
 USABLE = [name for name, row in OPTIMIZERS.items() if not row.refused]

@@ -36,7 +36,7 @@ from penstock.parallel import ParallelDims, dims_of, whole_state
 from penstock.parallel.stage_cut import StageCut
 from penstock.planner.describe import totals
 from penstock.planner.pipeline import balanced, stage_counts
-from penstock.planner.stages import stage_costs
+from penstock.planner.prediction import stage_costs
 from penstock.schedules import generate
 from penstock.step.pipeline import table
 

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.config.machine import load_machine
 from penstock.config.plan import Plan
-from penstock.planner.constants import DEFAULT
+from penstock.planner.constants import CITED_FEATURES, DEFAULT
 from penstock.planner.operators import Op
 from penstock.planner.price import fused_seconds, keys_computed
-from penstock.planner.rates import CITED_FEATURES, Rates, exponentials_per_second, products_rate, rates_of
+from penstock.planner.rates import Rates, exponentials_per_second, products_rate, rates_of
 
 FLASH = Plan(precision="O3", attention="flash")
 

@@ -13,12 +13,18 @@ from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
 from penstock.config.trainable import plan_problems
 from penstock.planner import Prediction, Software, predict
-from penstock.planner.collectives import distinct_places, exchange_seconds, gather_seconds, group_of
+from penstock.planner.constants import HOST_LINK_SHARE
 from penstock.planner.describe import describe
 from penstock.planner.listing import QUANTIZERS
-from penstock.planner.price import collective_seconds
+from penstock.planner.price import (
+    collective_seconds,
+    distinct_places,
+    exchange_seconds,
+    gather_seconds,
+    group_of,
+)
 from penstock.planner.price import seconds as price
-from penstock.planner.rates import HOST_LINK_SHARE, rates_of
+from penstock.planner.rates import rates_of
 from penstock.planner.states import update_bytes
 from penstock.planner.step import StepTime, step
 from penstock.planner.traffic import HOST_BYTES_PER_SECOND

@@ -15,10 +15,10 @@ from penstock.config.plan import Plan
 from penstock.planner import Prediction, predict
 from penstock.planner.constants import DEFAULT
 from penstock.planner.describe import describe
+from penstock.planner.operators import counted_tokens
 from penstock.planner.prediction import predict_workload
 from penstock.planner.rates import rates_of
 from penstock.planner.scaling_laws import BESIROGLU, HOFFMANN, HOFFMANN_UNROUNDED, kaplan, optima
-from penstock.planner.shapes import counted_tokens
 from penstock.planner.step import step
 
 MODELS = (

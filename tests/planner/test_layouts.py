@@ -16,9 +16,9 @@ from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
-from penstock.planner.collectives import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.describe import describe, totals
 from penstock.planner.pipeline import evenly, stage_blocks, stage_counts, zero_bubble_idle
+from penstock.planner.price import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import rates_of
 from penstock.planner.search import base_of, explore
 from penstock.planner.software import Software

@@ -14,13 +14,13 @@ from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
-from penstock.planner.collectives import group_of
 from penstock.planner.describe import describe
 from penstock.planner.explain import explain
 from penstock.planner.layouts import Space, layouts
 from penstock.planner.operators import Op
 from penstock.planner.pipeline import evenly, in_flight, zero_bubble_idle
 from penstock.planner.prediction import Prediction, room
+from penstock.planner.price import group_of
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
 from penstock.planner.search import _even_first, base_of, explore

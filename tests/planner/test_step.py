@@ -9,14 +9,12 @@ import pytest
 from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
-from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.describe import describe
 from penstock.planner.operators import BIASED, Op
-from penstock.planner.prediction import Prediction, predict
-from penstock.planner.price import fused_seconds
+from penstock.planner.prediction import Prediction, predict, stage_costs
+from penstock.planner.price import fused_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.software import Software
-from penstock.planner.stages import stage_costs
 from penstock.planner.step import PartTime, layout_of, part_time, step
 from penstock.planner.traffic import BUCKET_BYTES
 from penstock.schedules import schedule_of, simulate

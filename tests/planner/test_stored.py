@@ -16,7 +16,7 @@ from penstock.config.plan import Plan
 from penstock.planner.describe import describe_on
 from penstock.planner.prediction import predict, predict_pass
 from penstock.planner.serve import Passes, Serving, predict_inference
-from penstock.planner.stored import assumption, storing
+from penstock.planner.terms import assumption, storing
 
 RATE, TRAINED = 4e11, 1e11
 BERT: Any = replace(PRESETS["bert-base"], sequence=128, dropout=0.0)  # type: ignore[call-arg]

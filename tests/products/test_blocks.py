@@ -30,8 +30,8 @@ from penstock.models.convert import save_pretrained
 from penstock.models.model import Model
 from penstock.models.rounded import round_rows
 from penstock.models.wrap import arounds, find, take_off
-from penstock.planner.shapes import blocks_of
-from penstock.planner.stored import in_one_call
+from penstock.planner.operators import blocks_of
+from penstock.planner.terms import in_one_call
 from penstock.products import convert
 from penstock.products.blocks import OneCall, join_blocks
 from penstock.products.rounded import store_rounded

@@ -14,10 +14,10 @@ from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute
-from penstock.planner.collectives import distinct_places, exchange_seconds, group_of
 from penstock.planner.constants import Constants
 from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Part, Workload
+from penstock.planner.price import distinct_places, exchange_seconds, group_of
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.serve import Serving, predict_inference
 from penstock.planner.step import layout_of, part_time

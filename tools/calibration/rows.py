@@ -26,12 +26,12 @@ from penstock.config.formats import Products
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan, Recompute, TensorOverlap
-from penstock.planner.collectives import gather_seconds, group_of, reduce_seconds
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import group_bytes, memory, worst_stage
 from penstock.planner.operators import Op, Workload
 from penstock.planner.pipeline import in_flight
+from penstock.planner.price import gather_seconds, group_of, reduce_seconds
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
 from penstock.planner.states import device_share

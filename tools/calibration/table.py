@@ -14,8 +14,7 @@ from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Workload
-from penstock.planner.products import LINE
-from penstock.planner.rates import exponentials_per_second, rates_of
+from penstock.planner.rates import LINE, exponentials_per_second, rates_of
 from penstock.planner.software import Software
 from penstock.planner.step import step
 

@@ -150,7 +150,7 @@ class PlanConfig(Checked):
 
         A sample counts for as many tokens as in tokens per second: of an encoder–decoder the decoder's.
         """
-        from penstock.planner.shapes import counted_tokens
+        from penstock.planner.operators import counted_tokens
 
         if self.tokens is None or self.model is None:
             return None if self.images is None else self.images * self.epochs

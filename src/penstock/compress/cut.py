@@ -25,7 +25,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.models.model import Model
-from penstock.planner.products import VECTOR
+from penstock.planner.rates import VECTOR
 
 GPU_MULTIPLE = 64
 """Hidden widths on a GPU are multiples of this: tiles of matrix products in half precision are 64 and 128 wide."""

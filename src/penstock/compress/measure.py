@@ -30,7 +30,7 @@ from penstock.models.convert.pretrained import read_config, rounded_weights
 from penstock.models.model import Model
 from penstock.planner.describe import totals
 from penstock.planner.prediction import predict_pass, predict_pass_bytes
-from penstock.planner.stored import assumption, basis_of
+from penstock.planner.terms import assumption, basis_of
 from penstock.probe import resolve_device
 from penstock.products.rounded import stored_tensors
 from penstock.tasks import Task, task_of

@@ -10,8 +10,7 @@ from typing import Any
 
 from penstock.config.layer import Latent, Layer
 from penstock.planner.listing import Lister
-from penstock.planner.operators import BIASED, Op
-from penstock.planner.shapes import BlockKind
+from penstock.planner.operators import BIASED, BlockKind, Op
 from penstock.planner.terms import Form
 
 WARP_SOFTMAX = 1024

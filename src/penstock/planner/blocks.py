@@ -10,10 +10,9 @@ from penstock.config.activations import ACTIVATIONS, KERNELS
 from penstock.config.layer import ExpertMixture
 from penstock.config.stack import Stack
 from penstock.planner.attention import attend
-from penstock.planner.collectives import distinct_places
 from penstock.planner.listing import Lister
-from penstock.planner.operators import Op
-from penstock.planner.shapes import BlockKind
+from penstock.planner.operators import BlockKind, Op
+from penstock.planner.price import distinct_places
 
 _NUMBER = 8
 """Bytes of the index of an expert or of a visit."""

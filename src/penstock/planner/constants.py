@@ -1,13 +1,37 @@
 """Every fitted number of the planner, each with the measurements that it was fitted to.
 
 There are no constants per model, per table or per row. Figures of datasheets and probes are in `Machine`, and what
-follows from the algorithms is counted; the rest is here. `tools/calibration` refits them and shows what errors remain,
-with each model left out in turn.
+follows from the algorithms is counted; the rest is here. `tools/calibration` refits `Constants` and shows what errors
+remain, with each model left out in turn; the figures before it are published, measured or assumed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+DEFAULT_MULTIPROCESSORS = 128
+ASSUMED_HOST_LINK = 16e9
+"""Host link of a device whose Machine does not state it: sixteen lanes of PCI Express 3.0."""
+HOST_LINK_SHARE = 0.8
+"""Share of that link that copies of pinned memory reach, less the headers of its packets."""
+CITED_FEATURES = 128
+"""Features of a head for which the rates of attention kernels are published."""
+EXPONENTIALS_PER_CLOCK = 16
+"""Exponentials of one multiprocessor per clock, on every chip since Volta (CUDA C++ Programming Guide, arithmetic
+instructions)."""
+SLOWEST_CLOCK = 1.2e9
+"""A clock below that of training chips, and above half of it."""
+OLD_UNITS = 0.6
+"""Share of a Hopper chip's peak that kernels written for the units of Ampere can reach."""
+PRODUCTS_IN_FP32 = 3
+"""TF32 products that make up one product of nearly fp32 accuracy in torch's memory-efficient kernel
+(aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h)."""
+CPU_HALF_FUSED_SHARE = 0.12
+"""Share of the half-precision product rate that torch's fused attention reaches on a CPU, if the Machine does not state
+it: the kernel converts types on the fly. fp32 has no such loss."""
+NATIVE_SHARE = 0.55
+"""The same share of Penstock's own attention kernel (`native/attention.cpp`): 98 to 115 of 200 GFLOP/s for ViT-S, BERT
+and GPT-2 on one core with AVX512-BF16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

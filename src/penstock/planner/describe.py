@@ -23,11 +23,9 @@ from penstock.planner.blocks import before_split, list_block, modulation, turnin
 from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
 from penstock.planner.loss import list_words
-from penstock.planner.operators import Op, Workload
-from penstock.planner.shapes import blocks_of, counted_tokens
+from penstock.planner.operators import Op, Workload, blocks_of, counted_tokens
 from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.stored import Storing
-from penstock.planner.terms import OpTerms
+from penstock.planner.terms import OpTerms, Storing
 
 
 def describe(

@@ -15,8 +15,7 @@ from penstock.config.fused import FUSED_FORM
 from penstock.config.layer import NormKind
 from penstock.config.machine import ProductForm
 from penstock.kernels.choices import padded_entries
-from penstock.planner.operators import COLLECTIVE, Module, Op, OpKind, Part, Place
-from penstock.planner.shapes import BlockKind
+from penstock.planner.operators import COLLECTIVE, BlockKind, Module, Op, OpKind, Part, Place
 from penstock.planner.terms import OpTerms
 
 RMS_KERNELS = 8

@@ -24,11 +24,10 @@ from penstock.planner.describe import describe_on, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import memory, pass_bytes
-from penstock.planner.operators import Workload
+from penstock.planner.operators import Workload, counted_tokens
 from penstock.planner.prediction import Prediction, prediction_of, room
 from penstock.planner.rates import rates_of
 from penstock.planner.recompute import allowed_bytes
-from penstock.planner.shapes import counted_tokens
 from penstock.report.page import cell
 from penstock.report.units import GIB
 

@@ -17,14 +17,11 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.planner.collectives import send_seconds
 from penstock.planner.describe import totals, workload_of
-from penstock.planner.operators import Part
-from penstock.planner.price import collective_seconds, seconds
+from penstock.planner.operators import Part, counted_tokens
+from penstock.planner.price import collective_seconds, seconds, send_seconds
 from penstock.planner.rates import rates_of
-from penstock.planner.shapes import counted_tokens
-from penstock.planner.stored import assumption, joined, storing
-from penstock.planner.terms import OpTerms
+from penstock.planner.terms import OpTerms, assumption, joined, storing
 
 WORKSPACE_BYTES = 2**30
 """Bytes of a step's activations and of libraries' memory."""

@@ -32,16 +32,20 @@ from penstock.config.formats import BYTES
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.planner import traffic
-from penstock.planner.collectives import exposed_seconds
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op, Part, Place, Workload
-from penstock.planner.orthogonal import owner_seconds
 from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
-from penstock.planner.price import collective_seconds, seconds
+from penstock.planner.price import collective_seconds, exposed_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
 from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.states import DeviceShare, device_share, orthogonal_tensors, update_launches
+from penstock.planner.states import (
+    DeviceShare,
+    device_share,
+    orthogonal_tensors,
+    owner_seconds,
+    update_launches,
+)
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20

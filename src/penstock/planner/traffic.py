@@ -8,16 +8,16 @@ import math
 from penstock.config.formats import BYTES
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.collectives import (
+from penstock.planner.memory import pass_bytes
+from penstock.planner.operators import Workload
+from penstock.planner.pipeline import stage_blocks
+from penstock.planner.price import (
     exposed_seconds,
     gather_seconds,
     group_of,
     reduce_seconds,
     send_seconds,
 )
-from penstock.planner.memory import pass_bytes
-from penstock.planner.operators import Workload
-from penstock.planner.pipeline import stage_blocks
 from penstock.planner.rates import Rates
 from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes

@@ -31,7 +31,7 @@ from penstock.planner.serve import (
     stored_on,
     weights_bytes,
 )
-from penstock.planner.stored import assumption
+from penstock.planner.terms import assumption
 from penstock.serve.balance import slots_by, spare_for, unevenness_of
 from penstock.serve.scheduler import Limits
 from penstock.serve.settings import DeployConfig, WeightType

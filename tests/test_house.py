@@ -668,6 +668,7 @@ def test_the_check_of_families_sees_all_places() -> None:
 
 # Names that modules about operators compare, and why none is an operator's: what an operator is stands in its fields.
 NAMES_THAT_DECIDE = {
+    ("cli/plan_config.py", "f.name"): "a setting",
     ("ladder/trace.py", "e.router.name"): "a part of a model",
     ("planner/describe.py", "run.name"): "a run of the graph",
     ("planner/prediction.py", "machine.name"): "a machine",
@@ -715,8 +716,7 @@ def test_the_check_of_operators_sees_all_places() -> None:
     seen = (
         "a.name == 'x'", "'x' in b.name", "c.name.startswith('x')", "if d.name.partition('.')[2]: pass", "t[e.name]",
         "t.get(f.name, 0)", "{g.name: g}", "{h.name for h in ops}", "{i.name: i for i in ops}", "x, y = j.name, 1",
-        "re.match('x', k.name)", "match l.name:\n    case 'x': pass", "(n := m.name)",
-    )  # fmt: skip
+        "re.match('x', k.name)", "match l.name:\n    case 'x': pass", "(n := m.name)")  # fmt: skip
     for text in seen:
         assert len(_names_that_decide(text)) == 1, text
     for text in ("f'{op.name}.left'", "Op(op.name, op.kind)", "op._replace(name=op.name)", "op.name = 'x'"):

@@ -12,18 +12,10 @@ from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
 from penstock.config.trainable import plan_problems
-from penstock.planner import Prediction, Software, predict
+from penstock.planner import Prediction, Software, predict, price
 from penstock.planner.constants import HOST_LINK_SHARE
 from penstock.planner.describe import describe
 from penstock.planner.listing import QUANTIZERS
-from penstock.planner.price import (
-    collective_seconds,
-    distinct_places,
-    exchange_seconds,
-    gather_seconds,
-    group_of,
-)
-from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
 from penstock.planner.states import update_bytes
 from penstock.planner.step import StepTime, step
@@ -60,7 +52,7 @@ def test_expert_parallelism_exchanges_each_visit_four_times() -> None:
     rates = rates_of(H100, HALF)
     visits = MIXTRAL.sequence * MIXTRAL.experts_per_token
     moved = visits * MIXTRAL.width * 2.0
-    group = group_of(rates, 8, 1)
+    group = price.group_of(rates, 8, 1)
     ramp = rates.constants.ramp_seconds * min(1.0, moved / rates.constants.ramp_bytes) ** 0.5
     each = moved * 7 / 8 / rates.link + group.step + ramp / 2
     together, apart = (at(MIXTRAL, dp=8, sharding="fsdp", ep=ep) for ep in (1, 8))
@@ -80,22 +72,25 @@ def test_tokens_leave_a_node_through_each_devices_own_adapter() -> None:
     """On four nodes of eight: three quarters of what is sent leaves the node, and each device has an eighth of its
     adapters, while a ring over all of them would have the whole."""
     rates = rates_of(H100, HALF)
-    group, moved, own = group_of(rates, 32, 1), 134e6, rates.node / 8
+    group, moved, own = price.group_of(rates, 32, 1), 134e6, rates.node / 8
     latency = group.hop + rates.constants.ramp_seconds / 2
-    assert exchange_seconds(group, moved) == pytest.approx(moved * 24 / 32 / own + latency)
+    assert price.exchange_seconds(group, moved) == pytest.approx(moved * 24 / 32 / own + latency)
     assert own == pytest.approx(0.95 * 50e9, rel=1e-3)
     # Of eight places on four nodes 3.6 nodes and 7.18 devices are different.
     nodes, devices = 4 * (1 - 0.75**8), 32 * (1 - (31 / 32) ** 8)
-    assert (distinct_places(4, 8), distinct_places(32, 8)) == (pytest.approx(nodes), pytest.approx(devices))
+    assert (price.distinct_places(4, 8), price.distinct_places(32, 8)) == (
+        pytest.approx(nodes),
+        pytest.approx(devices),
+    )
     # Sent once, tokens go on inside their node by the multiprocessors that also send them outside.
     across, links = moved * 24 / 32 * nodes / 8 / own, moved * 31 / 32 * devices / 8 / rates.link
-    assert exchange_seconds(group, moved, 8) == pytest.approx(math.hypot(across, links) + latency)
-    node = group_of(rates, 8, 1)
+    assert price.exchange_seconds(group, moved, 8) == pytest.approx(math.hypot(across, links) + latency)
+    node = price.group_of(rates, 8, 1)
     inside = moved * 7 / 8 * 8 * (1 - (7 / 8) ** 8) / 8 / rates.link
-    assert exchange_seconds(node, moved, 8) == pytest.approx(
+    assert price.exchange_seconds(node, moved, 8) == pytest.approx(
         inside + node.hop + rates.constants.ramp_seconds / 2
     )
-    assert exchange_seconds(node, moved, 8, 1 / 8) == pytest.approx(
+    assert price.exchange_seconds(node, moved, 8, 1 / 8) == pytest.approx(
         moved * 7 / 8 / 8 / rates.link + node.hop + rates.constants.ramp_seconds / 2
     ), "all experts of a token are on one device"
 
@@ -108,13 +103,13 @@ def test_a_mixture_is_priced_by_what_it_does() -> None:
     )
     rates = rates_of(H100, HALF)
     wide = router._replace(n=128)
-    assert price(wide, rates) > 3 * price(wide._replace(exact=False), rates)
+    assert price.seconds(wide, rates) > 3 * price.seconds(wide._replace(exact=False), rates)
     assert (up.launches, looped.launches) == (1, MIXTRAL.experts)
     few = up._replace(m=64.0, batch=128)
-    assert price(few, rates) > price(few._replace(module="perceptron"), rates)
-    apart = price(few._replace(launches=128), rates)
+    assert price.seconds(few, rates) > price.seconds(few._replace(module="perceptron"), rates)
+    apart = price.seconds(few._replace(launches=128), rates)
     assert apart > 128 * rates.kernel_seconds
-    assert apart > price(few, rates)
+    assert apart > price.seconds(few, rates)
 
 
 def test_transformer_engine_scales_and_multiplies_expert_by_expert() -> None:
@@ -131,8 +126,8 @@ def test_transformer_engine_scales_and_multiplies_expert_by_expert() -> None:
     assert {op.written for op in casts.values()} == {2 * terms}
     current, blocks = (found[one]["experts.up"] for one in ("current", "blockwise"))
     assert current.launches == MIXTRAL.experts
-    assert price(current, rates) == price(current._replace(launches=1), rates), "side by side"
-    assert price(blocks, rates) - price(current, rates) == pytest.approx(
+    assert price.seconds(current, rates) == price.seconds(current._replace(launches=1), rates), "side by side"
+    assert price.seconds(blocks, rates) - price.seconds(current, rates) == pytest.approx(
         blocks.flops / 128 / rates.exact.ceiling
     )
     small, eight = replace(preset("qwen3-30b-a3b"), sequence=4096), replace(eight, dp=16, ep=4)  # type: ignore[type-var]
@@ -176,7 +171,9 @@ def test_routes_of_all_tokens_are_read_before_those_sent_once_leave() -> None:
     block = describe(MIXTRAL, plan, software=Software(sends_once=True)).blocks[0]
     leaving, *others = [op for op in (*block.forward, *block.backward) if op.kind == "exchange"]
     rates = rates_of(H100, plan)
-    routed, plain = (collective_seconds(op, rates, 8, 1) for op in (leaving, leaving._replace(elements=0.0)))
+    routed, plain = (
+        price.collective_seconds(op, rates, 8, 1) for op in (leaving, leaving._replace(elements=0.0))
+    )
     assert routed - plain == pytest.approx(8 * MIXTRAL.sequence * rates.constants.routing_seconds)
     assert len(others) == 3
     assert not any(op.elements for op in others)
@@ -252,8 +249,8 @@ def test_all_keys_gathered_at_once_hide_behind_nothing() -> None:
     assert isinstance(model, DecoderConfig)
     ring, gather = (at(model, cp=8, recompute="full", cp_exchange=kind) for kind in ("ring", "gather"))
     rates = rates_of(H100, HALF)
-    each = gather_seconds(
-        group_of(rates, 8, 1), 2.0 * model.sequence * model.layers[0].kv_heads * model.layers[0].head_width * 2,
+    each = price.gather_seconds(
+        price.group_of(rates, 8, 1), 2.0 * model.sequence * model.layers[0].kv_heads * model.layers[0].head_width * 2,
     )  # fmt: skip
     # Forward and again for the backward pass, whose gradients are scattered; recomputation gathers a third time.
     assert gather.seconds["context"] == pytest.approx(3 * model.depth * each)
@@ -270,14 +267,14 @@ def test_embedding_and_head_are_gathered_and_scattered_beside_the_blocks() -> No
     line = {"dp": 64, "sharding": "fsdp", "accumulate": 2}
     large, small = at(**line), at(replace(LLAMA, vocabulary=64), **line)
     rates = rates_of(H100, HALF)
-    group = group_of(rates, 64, 1)
+    group = price.group_of(rates, 64, 1)
 
     def ends(words: int) -> float:
         weights = 2.0 * words * 4096 + 4096
         # Each is copied out of and into flat buffers of 2 bytes, its gradient into one of 4, where nccl divides it.
         return (
-            gather_seconds(group, 2 * weights)
-            + gather_seconds(group, 4 * weights)
+            price.gather_seconds(group, 2 * weights)
+            + price.gather_seconds(group, 4 * weights)
             + weights * 12 / rates.memory
         )
 

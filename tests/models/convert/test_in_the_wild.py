@@ -22,23 +22,6 @@ transformers = pytest.importorskip("transformers")
 
 State = dict[str, Tensor]
 WORDS, LENGTH = 40, 16
-TEXT: dict[str, Any] = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-}
-SIZES: dict[str, Any] = {**TEXT, "vocab_size": WORDS, "max_position_embeddings": LENGTH}
-BART: dict[str, Any] = {
-    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": WORDS,
-    "max_position_embeddings": LENGTH,
-}  # fmt: skip
-T5: dict[str, Any] = {
-    "d_model": 16, "d_kv": 8, "num_layers": 2, "num_heads": 2, "d_ff": 24, "vocab_size": WORDS,
-}  # fmt: skip
-GPT2: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": WORDS, "n_positions": LENGTH}
-OLD_ROPE: dict[str, Any] = {"rope_parameters": None, "rope_theta": 1000000.0, "rope_scaling": None}
 
 
 class Found(NamedTuple):
@@ -47,7 +30,7 @@ class Found(NamedTuple):
     cls: str
     sizes: dict[str, Any]
     options: dict[str, Any]
-    weights: Callable[[State], State] = lambda state: state
+    weights: Callable[[State], State]
 
 
 def _masks(state: State) -> State:
@@ -102,78 +85,13 @@ def _untied_places(state: State) -> State:
     return state | more | {"roberta.embeddings.position_ids": torch.arange(LENGTH)[None]}
 
 
-FOUND = {
-    "gpt2": Found(
-        "GPT2LMHeadModel", GPT2,
-        {"n_ctx": LENGTH, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}, _masks,
-    ),
-    "gpt2-medium": Found("GPT2LMHeadModel", GPT2, {"n_special": 0, "predict_special_tokens": True}),
-    "bert-base-uncased": Found(
-        "BertForMaskedLM", SIZES, {"gradient_checkpointing": False, "position_embedding_type": "absolute"}, _old_norms
-    ),
-    "bert-base-multilingual-cased": Found(
-        "BertForMaskedLM", SIZES,
-        {"directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3,
-         "pooler_size_per_head": 128, "pooler_type": "first_token_transform"},
-    ),
-    "roberta-base": Found("RobertaForMaskedLM", {**SIZES, "type_vocab_size": 1}, {}, _untied_places),
-    "xlm-roberta-base": Found("XLMRobertaForMaskedLM", {**SIZES, "type_vocab_size": 1}, {"output_past": True}),
-    "distilbert-base-uncased": Found(
-        "DistilBertForMaskedLM",
-        {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "vocab_size": WORDS,
-         "max_position_embeddings": LENGTH},
-        {"sinusoidal_pos_embds": False, "tie_weights_": True},
-    ),
-    "ModernBERT-base": Found(
-        "ModernBertForMaskedLM",
-        {**SIZES, "num_hidden_layers": 4, "local_attention": 4, "pad_token_id": 0, "eos_token_id": 2,
-         "bos_token_id": 1, "cls_token_id": 1, "sep_token_id": 2},
-        {"layer_types": None, "rope_parameters": None, "global_rope_theta": 160000.0, "local_rope_theta": 10000.0,
-         "global_attn_every_n_layers": 3, "classifier_pooling": "mean", "position_embedding_type": "absolute",
-         "layer_norm_eps": 1e-5, "gradient_checkpointing": False},
-    ),
-    "t5-small": Found(
-        "T5ForConditionalGeneration", T5,
-        {"n_positions": 512, "output_past": True, "task_specific_params": {"summarization": {"num_beams": 4}}},
-        _all_tables,
-    ),
-    "flan-t5-small": Found(
-        "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"},
-        {"n_positions": 512, "tie_word_embeddings": False, "scale_decoder_outputs": None}, _own_head,
-    ),
-    "mt5-small": Found(
-        "MT5ForConditionalGeneration", T5, {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}, _own_head
-    ),
-    "bart-base": Found(
-        "BartForConditionalGeneration", BART,
-        {"architectures": ["BartModel"], "add_bias_logits": False, "add_final_layer_norm": False,
-         "normalize_before": False, "normalize_embedding": True, "classif_dropout": 0.1, "early_stopping": True,
-         "no_repeat_ngram_size": 3, "forced_bos_token_id": 0, "forced_eos_token_id": 2}, _bare,
-    ),
-    "bart-large-cnn": Found(
-        "BartForConditionalGeneration", BART,
-        {"_num_labels": 3, "force_bos_token_to_be_generated": True, "length_penalty": 2.0, "prefix": " "},
-    ),
-    "opus-mt-en-de": Found(
-        "MarianMTModel", {**BART, "scale_embedding": True, "activation_function": "swish", "pad_token_id": WORDS - 1},
-        {"bad_words_ids": [[WORDS - 1]], "normalize_embedding": False, "static_position_embeddings": True,
-         "share_encoder_decoder_embeddings": True, "extra_pos_embeddings": 39, "num_beams": 6},
-    ),
-    "Llama-2-7b": Found("LlamaForCausalLM", SIZES, {**OLD_ROPE, "pretraining_tp": 1}, _frequencies),
-    "SmolLM2-135M": Found(
-        "LlamaForCausalLM", {**SIZES, "tie_word_embeddings": True},
-        {**OLD_ROPE, "is_llama_config": True, "rope_interleaved": False,
-         "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
-    ),
-    "Mistral-7B-v0.3": Found(
-        "MistralForCausalLM", {**SIZES, "num_key_value_heads": 1}, {**OLD_ROPE, "sliding_window": None}
-    ),
-    "Qwen2.5-0.5B": Found(
-        "Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 1},
-        {**OLD_ROPE, "layer_types": None, "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072,
-         "max_window_layers": 28},
-    ),
-}  # fmt: skip
+_DATA = json.loads((Path(__file__).parent / "hub_checkpoints.json").read_text(encoding="utf-8"))
+FOUND: dict[str, Found] = {
+    name: Found(
+        cls, _DATA["sizes"].get(sizes, {}) | changes, options, globals()[f"_{form}"] if form else dict
+    )
+    for name, (cls, sizes, changes, options, form) in _DATA["found"].items()
+}
 
 
 def _written(name: str, folder: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from penstock.models.convert import (
     load,
     load_weights,
     read_state_dict,
-    read_text_config,
     save_pretrained,
 )
 
@@ -69,47 +67,6 @@ def test_a_weight_under_both_its_names_is_refused(saved: Path) -> None:
     state["norm.weight"] = torch.ones(128)
     with pytest.raises(ConfigError, match=r"hold both norm\.weight and model\.norm\.weight"):
         load_weights(create(PRESETS["llama-tiny"]), state)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "words"),
-    [
-        ("llama", {"hidden_size": "x"}, "hidden_size is 'x', but must be a whole number"),
-        ("llama", {"hidden_size": 10**7}, "hidden_size is 10000000, but must be at most 1,048,576"),
-        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0, but must be at least 1"),
-        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps is -1.0, but must be above 0"),
-        ("llama", {"tie_word_embeddings": 7}, "tie_word_embeddings is 7, but must be true or false"),
-        ("llama", {"rope_theta": [1]}, r"rope_theta is \[1\], but must be a number"),
-        ("llama", {"rope_scaling": "yarn"}, "rope_scaling is 'yarn', but must be a table"),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_type 'linear' without its factor"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor is 0.5, but must be at least 1"),
-        ("llama", {"rope_scaling": {"sections": [1]}}, "rope_scaling.sections is not a setting"),
-        ("qwen2", {"use_sliding_window": True, "layer_types": ["linear"]}, "layer_types"),
-        ("bert", {"id2label": 3}, "id2label is 3, but must be a table"),
-        ("bert", {"num_labels": -1, "architectures": ["BertForSequenceClassification"]}, "num_labels is -1"),
-        ("bert", {"architectures": 4}, "architectures is 4, but must be a list"),
-        ("bert", {"architectures": ["\x1b[2J"]}, r"x1b\[2J'\], but must be a list"),
-        ("bert", {"hidden_act": ["gelu"]}, "hidden_act .* must be text"),
-        ("bert", {"": 1}, "whose effect Penstock does not know"),
-        ("bert", {"attention_probs_dropout_prob": 2}, "attention_probs_dropout_prob is 2"),
-        ("siglip2", {}, "'siglip2', and is not read: its images have patches of any number; take"),
-        ("siglip2_vision_model", {}, "such as google/siglip2-base-patch16-224"),
-        ("dinov3_convnext", {}, "a network of convolutions; take one of DINOv3's ViTs"),
-        ("phi4mm", {}, "adapters for images and speech; take microsoft/Phi-4-mini-instruct"),
-        ("clip_text_model", {}, "give the folder of the whole model"),
-        ("another", {}, "'another'; known are 'vit', 'dinov3_vit', .*'siglip', .*'deepseek_v3'"),
-        ("gpt2", {"n_embd": "1", "n_inner": None}, "n_embd is '1'"),
-        ("gpt2", {"penstock": {"sequence": "all"}}, "penstock.sequence is 'all'"),
-        ("gpt2", {f"option{i}": i for i in range(100_000)}, "option9 9,"),
-    ],
-    ids=lambda given: str(given)[:40],
-)  # fmt: skip
-def test_what_a_configuration_must_not_say_is_refused_by_its_own_name(
-    kind: str, change: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ConfigError, match=words) as refused:
-        read_text_config({"model_type": kind, **change})
-    assert len(str(refused.value)) < 5000
 
 
 def test_a_huge_width_beside_small_weights_is_a_contradiction(saved: Path, tmp_path: Path) -> None:

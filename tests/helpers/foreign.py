@@ -63,12 +63,12 @@ FOREIGN = {
 }
 
 
-def create(name: str) -> Any:
-    """A model of it, drawn from torch's global generator."""
+def create(name: str, **changes: Any) -> Any:
+    """A model of it, drawn from torch's global generator; with other sizes where they are given."""
     import transformers
 
     cls = getattr(transformers, FOREIGN[name].cls)
-    return cls(cls.config_class(**FOREIGN[name].sizes))
+    return cls(cls.config_class(**{**FOREIGN[name].sizes, **changes}))
 
 
 def batches(name: str, step: int, samples: int) -> tuple[Tensor, Tensor]:
@@ -88,5 +88,6 @@ def loss(model: nn.Module, batch: Any) -> Tensor:
     given, due = batch
     config: Any = model.config
     more = {"decoder_input_ids": given.flip(1)} if config.is_encoder_decoder else {}
-    logits = model(given, **more).logits.float()
+    logits = model(given, **more).logits
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     return nn.functional.cross_entropy(logits.flatten(0, -2), due.flatten())

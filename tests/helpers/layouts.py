@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from helpers.families import LATENT, OTHERS, TOKENS, WORDS, batches, loss, small
+from helpers import foreign
+from helpers.families import LATENT, batches, loss, small
 from penstock.config.layer import Rotary
 from penstock.config.model import ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.kernels.cross_entropy import IGNORED
@@ -59,68 +59,9 @@ _VIT = ViTConfig(
 )  # fmt: skip
 
 
-def _foreign(name: str) -> Case:
-    return Case(partial(_made, name), partial(_words, name), _of_logits)
-
-
-def _made(name: str) -> nn.Module:
-    import transformers
-
-    hf: Any = transformers
-    made: nn.Module = _of(hf, name)
-    return made
-
-
-def _of(hf: Any, name: str) -> Any:
-    sizes = {"vocab_size": WORDS, "attention_dropout": 0.0}
-    plain = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    if name == "llama":
-        config = hf.LlamaConfig(**sizes, **plain, num_key_value_heads=2, max_position_embeddings=16)
-        return hf.LlamaForCausalLM(config)
-    if name == "gpt2":
-        pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        return hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=4, **pdrop)
-        )
-    if name == "bert":
-        config = hf.BertConfig(vocab_size=WORDS, max_position_embeddings=16, **plain, **no_dropout)
-        return hf.BertForMaskedLM(config)
-    if name == "t5":
-        config = hf.T5Config(
-            vocab_size=WORDS, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4, dropout_rate=0.0,
-            feed_forward_proj="gated-gelu", decoder_start_token_id=0,
-        )  # fmt: skip
-        return hf.T5ForConditionalGeneration(config)
-    return hf.ViTForImageClassification(
-        hf.ViTConfig(image_size=8, patch_size=4, num_channels=1, num_labels=5, **plain, **no_dropout)
-    )
-
-
-def _words(name: str, step: int, samples: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-
-    def numbers(count: int, *shape: int) -> Tensor:
-        return torch.randint(0, count, shape, generator=generator)
-
-    if name == "vit":
-        pixels = torch.randn(samples, 1, 8, 8, generator=generator)
-        return {"pixel_values": pixels, "labels": numbers(5, samples)}
-    if name == "t5":
-        tokens = numbers(WORDS, samples, TOKENS)
-        return {
-            "input_ids": tokens,
-            "decoder_input_ids": numbers(WORDS, samples, OTHERS),
-            "labels": numbers(WORDS, samples, OTHERS),
-        }
-    return {"input_ids": numbers(WORDS, samples, TOKENS), "labels": numbers(WORDS, samples, TOKENS)}
-
-
-def _of_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    given = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**given).logits
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].flatten())
+def _foreign(name: str, **heads: int) -> Case:
+    make = partial(foreign.create, name, **heads)
+    return Case(make, partial(foreign.batches, name), foreign.loss)
 
 
 LAYOUT_CASES: dict[str, Case] = {
@@ -148,9 +89,9 @@ LAYOUT_CASES: dict[str, Case] = {
     "t5": _own(_wider("t5-tiny"), summed),
     "marian": _own(_wider("marian-tiny"), summed),
     "bart": _own(_wider("bart-tiny"), summed),
-    "transformers' llama": _foreign("llama"),
-    "transformers' gpt2": _foreign("gpt2"),
-    "transformers' bert": _foreign("bert"),
-    "transformers' t5": _foreign("t5"),
-    "transformers' vit": _foreign("vit"),
+    "transformers' llama": _foreign("llama", num_attention_heads=4, num_key_value_heads=2),
+    "transformers' gpt2": _foreign("gpt2", n_head=4),
+    "transformers' bert": _foreign("bert", num_attention_heads=4),
+    "transformers' t5": _foreign("t5", num_heads=4, d_kv=4),
+    "transformers' vit": _foreign("vit", num_attention_heads=4),
 }

@@ -48,12 +48,6 @@ def _numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(0, WORDS, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["universal-tiny", "ernie3-10b"])
-def test_parameters_are_counted_exactly(name: str) -> None:
-    config = preset(name)
-    assert totals(config).parameters == sum(p.numel() for p in create(config, device="meta").parameters())
-
-
 def test_the_published_model_has_as_many_parameters() -> None:
     assert totals(preset("ernie3-10b")).parameters == pytest.approx(10e9, rel=0.01)
     assert totals(NARROW).parameters == sum(p.numel() for p in create(NARROW).parameters())

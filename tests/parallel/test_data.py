@@ -65,28 +65,6 @@ def test_accumulation_spares_needless_reductions() -> None:
     assert count(hsdp, "allreduce", "all_reduce") == 1 + units
 
 
-def _partial() -> tuple[bool, bool]:
-    plan = Plan(dp=2, micro_batch=1, accumulate=2)
-    dims = dims_of(plan, CPU)
-    built = build(TINY, plan, dims=dims)
-    replicas = built.replicas
-    assert replicas is not None
-    batches = micro_batches(images(0, 4), plan, dims.rank)
-    alike = []
-    for index, batch in enumerate(batches):
-        replicas.begin(index, 2)
-        (built.loss(built.model, batch) / 2).backward()
-        gradient = built.model.head.weight.grad  # type: ignore[union-attr]
-        both = [torch.empty_like(gradient) for _ in range(2)]
-        torch.distributed.all_gather(both, gradient)
-        alike.append(torch.equal(*both))
-    return alike[0], alike[1]
-
-
-def test_replicas_reduce_with_the_last_micro_batch_only() -> None:
-    assert spawn(_partial, 2) == [(False, True)] * 2
-
-
 def _overflowed(line: str) -> tuple[bool, list[float], float]:
     plan = Plan.parse(line)
     dims = dims_of(plan, CPU)

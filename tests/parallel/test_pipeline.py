@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers import equality
+from helpers import equality, foreign
 from helpers.doomed import config_in, finished, launched, same_end
 from helpers.equality import Close, Job, Trained, take_steps
 from helpers.families import ENROLLED, Given, batches
@@ -203,24 +203,8 @@ class OfLabels(Given):
 
 
 def _theirs(name: str) -> nn.Module:
-    import transformers
-
-    wide = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-    made: Any = {
-        "gpt2": lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(
-                vocab_size=13, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-            )
-        ),
-        "llama": lambda: transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(**wide, intermediate_size=32, num_key_value_heads=1)
-        ),
-        "bert": lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                **wide, intermediate_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-            )
-        ),
-    }[name]()
+    depth = {"n_layer" if name == "gpt2" else "num_hidden_layers": 4}
+    made: nn.Module = foreign.create(name, vocab_size=13, **depth)
     return made.double()
 
 

@@ -17,7 +17,7 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.describe import describe, totals
-from penstock.planner.pipeline import evenly, stage_blocks, stage_counts, zero_bubble_idle
+from penstock.planner.pipeline import evenly, stage_blocks, stage_counts
 from penstock.planner.price import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import rates_of
 from penstock.planner.search import base_of, explore
@@ -34,15 +34,6 @@ def test_a_search_begins_with_attention_that_the_model_has() -> None:
         "gpt2": "flash",
         "gpt-oss-20b": "sdpa",
     }
-
-
-def test_the_bubble_of_equal_stages_is_exact() -> None:
-    """(p-1)/m, and (p-1)/(v m) with v chunks; a model whose exit is small has nearly equal stages."""
-    model = replace(PRESETS["gpt-22b"], vocabulary=1, positions="none")
-    for p, m, v in ((2, 8, 1), (8, 64, 1), (8, 64, 3), (4, 4, 2)):
-        schedule = "interleaved" if v > 1 else "1f1b"
-        plan = replace(HALF, tp=8, pp=p, accumulate=m, virtual=v, schedule=schedule)
-        assert predict(model, A100, plan).bubble_fraction == pytest.approx((p - 1) / (v * m), rel=0.02)
 
 
 @pytest.mark.parametrize(("p", "m"), [(8, 16), (4, 64), (8, 8), (6, 3), (2, 9)])
@@ -64,15 +55,6 @@ def test_a_zero_bubble_schedule_has_the_bubble_that_the_simulator_finds(
     whole = predict(model, A100, replace(plan, schedule="1f1b"))
     assert 0.0 < one.bubble_fraction < whole.bubble_fraction
     assert one.iteration_seconds < whole.iteration_seconds
-
-
-def test_the_zero_bubble_of_equal_stages_is_the_simulator_s() -> None:
-    for p, m, forward, into, weight in ((8, 16, 1.0, 1.2, 0.9), (4, 4, 1.0, 1.0, 1.0), (6, 2, 1.0, 1.9, 1.1)):
-        costs = Costs(forward=forward, backward_input=into, backward_weight=weight)
-        played = simulate(generate("zb-h1", p, m), costs)
-        busy = m * (forward + into + weight)
-        idle = zero_bubble_idle([(p, (forward, into, weight))], m)
-        assert idle + busy == pytest.approx(float(played.makespan), rel=0.025)
 
 
 def test_what_is_put_off_takes_memory_on_the_last_stage() -> None:
@@ -133,12 +115,9 @@ def test_devices_of_an_encoder_decoder_hold_what_their_blocks_have() -> None:
     assert counts[-1] > counts[0]
 
 
-def test_parts_sum_to_the_whole() -> None:
+def test_full_recomputation_repeats_a_forward_pass_on_all_devices() -> None:
     plan = replace(HALF, tp=8, sp=True, pp=8, dp=2, sharding="zero1", accumulate=32, recompute="full")
     one = predict(PRESETS["gpt-175b"], A100, plan)
-    assert sum(one.seconds.values()) == pytest.approx(one.iteration_seconds)
-    assert sum(one.memory.values()) == pytest.approx(one.memory_bytes, rel=1e-6)
-    assert min(one.seconds.values()) >= 0.0
     assert one.hfu / one.mfu == pytest.approx(4 / 3, rel=0.02)
     assert one.gpus == 128
     assert one.global_batch == 8 * 32 * 2
@@ -264,15 +243,6 @@ def test_vision_models_are_searched_too() -> None:
     best = search(PRESETS["vit-h14"], A100, 16, global_batch=1024)[0]
     assert best.plan.gpus == 16
     assert 0.2 < best.mfu < 0.75
-
-
-def test_experts_are_spread() -> None:
-    h100 = load_machine("h100")
-    best = search(PRESETS["mixtral-8x7b"], h100, 64, global_batch=1024)[0]
-    assert best.fits
-    alone = predict(PRESETS["mixtral-8x7b"], h100, replace(HALF, dp=8, ep=8))
-    assert alone.seconds["expert"] > 0.0
-    assert alone.memory["weights"] < predict(PRESETS["mixtral-8x7b"], h100, HALF).memory["weights"] / 4
 
 
 @pytest.mark.alone

@@ -57,6 +57,7 @@ def test_the_pipeline_keeps_as_many_micro_batches_as_the_paper_says() -> None:
     assert in_flight(Plan(pp=8, accumulate=64)) == 8
     assert in_flight(Plan(pp=8, accumulate=4)) == 4
     assert in_flight(Plan(pp=8, accumulate=64, schedule="gpipe")) == 64
+    assert in_flight(Plan(pp=8, accumulate=64, schedule="zero_bubble")) == 8
     # Section 4.2.3: L (1 + (p-1)/(p m)) layers with m interleaved stages.
     assert in_flight(Plan(pp=8, accumulate=64, schedule="interleaved", virtual=3)) == pytest.approx(8 + 7 / 3)
 

@@ -278,24 +278,6 @@ def test_clipping_unscales_once_and_equals_torchs() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.02, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_clipping_after_reading_unscaled_gradients(level: str) -> None:
-    runs = []
-    for read in (False, True):
-        model, opt = made(level, "fp16")
-        for step in range(3):
-            opt.zero_grad()
-            descend(loss_of(model, step), opt)
-            if read:
-                unscale_(opt)
-                unscale_(opt)  # once is enough
-            penstock.clip_grad_norm_(opt, 0.1)
-            opt.step()
-        runs.append(model.state_dict())
-    for a, b in zip(*(run.values() for run in runs)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(("level", "dtype"), [("O1", "fp16"), ("O2", "fp16"), ("O2", "bf16"), ("O3", "bf16")])
 def test_clipping_takes_what_torchs_takes(level: str, dtype: str) -> None:
     """The optimizer, the model, its parameters or an iterator over them: the same norm and the same step."""
@@ -480,32 +462,13 @@ def test_schedulers_made_before_or_after(level: str, when: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # inductor imports torch.jit
-@pytest.mark.parametrize(
-    ("level", "when"),
-    [
-        ("O1", "before"),
-        *(
-            pytest.param(*one, marks=pytest.mark.sweep)
-            for one in (("O2", "after"), ("O3", "in place"), ("O2", "in place"))
-        ),
-    ],
-)
-def test_compiled_models(level: str, when: str) -> None:
-    eager = train(*made(level), 4)
+def test_a_compiled_model_learns_as_it_does_uncompiled() -> None:
+    eager = train(*made("O1"), 4)
     torch.manual_seed(0)
     model: Any = Net()
-    bare = model
     opt = OPTIMIZERS["fused"](model.parameters())
-    if when == "before":
-        model = torch.compile(model, fullgraph=True)
-    model, opt = penstock.accelerate(model, opt, precision=level)
-    if when == "after":
-        model = torch.compile(model, fullgraph=True)
-    elif when == "in place":
-        model.compile(fullgraph=True)
-    losses = train(model, opt, 4)
-    assert losses == pytest.approx(eager, rel=0.03)
-    assert bare.first.weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+    model, opt = penstock.accelerate(torch.compile(model, fullgraph=True), opt, precision="O1")
+    assert train(model, opt, 4) == pytest.approx(eager, rel=0.03)
 
 
 # -- the model stays what it was

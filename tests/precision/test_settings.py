@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from helpers.cpus import pretend
+from penstock.config.numerics import numerics_of
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 from penstock.precision import properties_of
 from penstock.precision import settings as module
@@ -27,6 +29,15 @@ def test_levels_are_the_published_table(dtype: str) -> None:
         p = properties_of(level, dtype=dtype)
         assert (p.weights, p.by_lists, p.norms, p.masters, p.loss_scale) == expected
         assert p.compute == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_plan_has_the_properties_of_its_level(level: str, dtype: str) -> None:
+    scale = {"loss_scale": "dynamic"} if dtype == "fp16" else {}
+    found = numerics_of(Plan.parse(f"precision={level} dtype={dtype}"))
+    assert found == properties_of(level, dtype=dtype, **scale)
+    assert numerics_of(Plan()) == properties_of("O0")
 
 
 def test_o0_is_fp32_and_unscaled() -> None:

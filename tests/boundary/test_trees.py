@@ -82,7 +82,7 @@ def test_toml_that_could_hurt_is_refused(raw: str, said: str) -> None:
     [
         pytest.param(LAUGHS, "more than 10,000 values", id="YAML aliases"),
         (MERGES, "more than 10,000 values"),
-        ("a: &a [*a]", "the alias 'a' inside of what it stands for"),
+        ("a: &a [*a]", "the alias 'a' inside the value that it repeats"),
         ("a0: &a0 1\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99)), "64 levels deep"),
         ("[" * 60_000, "64 levels deep"),
         ("- " * 1_000, "64 levels deep"),

@@ -266,51 +266,18 @@ def _yaml_loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def __init__(self, text: str, bounds: Bounds) -> None:
-            self._bounds = bounds
-            self._open: list[_Size] = []
-            self._anchors: dict[str, _Size] = {}
+            self._sizes = _Sizes(bounds)
             super().__init__(text)
 
         def get_event(self) -> Any:
             event: Any = super().get_event()  # type: ignore[no-untyped-call]
-            if isinstance(event, yaml.NodeEvent):
-                self._begin(event)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                self._end(self._open.pop())
-            return event
-
-        def _begin(self, event: Any) -> None:
             if isinstance(event, yaml.AliasEvent):
-                if size := self._anchors.get(str(event.anchor)):  # an unknown one is the parser's to refuse
-                    if size in self._open:
-                        raise _Problem(
-                            f"it has the alias {quoted(event.anchor)} inside of what it stands for"
-                        )
-                    self._end(_Size(values=size.values, levels=size.levels))
-                return
-            if event.tag is not None:
-                raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
-            begun = _Size()
-            if event.anchor is not None:
-                self._anchors[event.anchor] = begun
-            if not isinstance(event, yaml.CollectionStartEvent):
-                self._end(begun)
-            elif len(self._open) == LEVELS:
-                raise _too_deep()
-            else:
-                begun.levels = 1
-                self._open.append(begun)
-
-        def _end(self, ended: _Size) -> None:
-            """Add a finished value to the size of the value around it."""
-            if len(self._open) + ended.levels > LEVELS:
-                raise _too_deep()
-            if self._open:
-                outer = self._open[-1]
-                outer.values += ended.values
-                outer.levels = max(outer.levels, ended.levels + 1)
-                if outer.values > self._bounds.values:
-                    raise _too_many(self._bounds)
+                self._sizes.repeat(event.anchor)
+            elif isinstance(event, yaml.NodeEvent):
+                self._sizes.begin(event, collection=isinstance(event, yaml.CollectionStartEvent))
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._sizes.end()
+            return event
 
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
@@ -342,6 +309,52 @@ class _Size:
 
     values: int = 1
     levels: int = 0
+
+
+class _Sizes:
+    """Sizes of the YAML values that have been read. Raises `_Problem` for the first value outside the bounds."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._open: list[_Size] = []
+        self._anchors: dict[str, _Size] = {}
+
+    def begin(self, event: Any, *, collection: bool) -> None:
+        """Begin a table or a list, or count a scalar."""
+        if event.tag is not None:
+            raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
+        size = _Size()
+        if event.anchor is not None:
+            self._anchors[event.anchor] = size
+        if not collection:
+            self._add(size)
+        elif len(self._open) == LEVELS:
+            raise _too_deep()
+        else:
+            size.levels = 1
+            self._open.append(size)
+
+    def end(self) -> None:
+        """End the innermost table or list."""
+        self._add(self._open.pop())
+
+    def repeat(self, anchor: Any) -> None:
+        """Count an alias of the value with this anchor; the parser itself refuses an unknown anchor."""
+        if size := self._anchors.get(anchor):
+            if size in self._open:
+                raise _Problem(f"it has the alias {quoted(anchor)} inside the value that it repeats")
+            self._add(size)
+
+    def _add(self, size: _Size) -> None:
+        """Add the size of a finished value to that of the value around it."""
+        if len(self._open) + size.levels > LEVELS:
+            raise _too_deep()
+        if self._open:
+            outer = self._open[-1]
+            outer.values += size.values
+            outer.levels = max(outer.levels, size.levels + 1)
+            if outer.values > self._bounds.values:
+                raise _too_many(self._bounds)
 
 
 _LOADERS: dict[Language, Callable[[str, Bounds], Any]] = {

@@ -115,69 +115,29 @@ def build(
         dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
     loss = _among_ranks(loss or (classification_loss if config is None else task_of(config)), plan, dims)
 
-    # Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each
-    # is freed once this rank has its rows, so that no rank needs memory for all. With split layers or experts, O2
-    # shards too, over one rank if need be: its fp32 masters are then the shards, as `fully_shard` handles DTensors.
-    divided = plan.tp > 1 or plan.ep > 1
-    sharded = (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
-    rows: dict[str, Tensor] | None = None
-    if isinstance(model, nn.Module):
-        module = model
-    else:
-        factory = model if callable(model) else partial(create, model)
-        with seeded(seed):
-            if sharded and not recipe.lora.rank and not divided:
-                module, rows = made_in_rows(factory, dims)
-            else:
-                module = factory()
-
     # All changes to the model itself are in the table of `penstock.apply`.
-    numerics = listed_numerics(plan, recipe.lists, device)
+    module, rows = _whole_model(model, plan, recipe, dims, seed)
     setup = Setup(
-        purpose=TRAINING, plan=plan, numerics=numerics, device=device, recipe=recipe, config=config, dims=dims,
-        seed=seed, rows=rows,
+        purpose=TRAINING, plan=plan, numerics=listed_numerics(plan, recipe.lists, device), device=device,
+        recipe=recipe, config=config, dims=dims, seed=seed, rows=rows,
     )  # fmt: skip
     module = apply(module, setup)
-
     loss = _with_companions(loss, module, setup)
 
-    # Sharding replaces all parameters. Under O2 the shards are the fp32 masters, and are gathered in half precision.
-    split, stages = setup.split, setup.stages
-    replicas: DataParallel | None = None
-    partial_sums = None if split is None or plan.tp == 1 else lambda: list(partial_gradients(module, split))
-    if sharded:
-        replicas = replace(shard(module, plan, dims, device, shares=setup.rows), partial=partial_sums)
-
-    # The optimizer comes after every change to parameters: contiguous makes them views of its flat buffers.
+    # Sharding replaces all parameters. The optimizer comes after every change to them: contiguous makes them views of
+    # its flat buffers. Replicas hook the parameters that get gradients, so nothing may replace parameters after that.
+    replicas = _sharded(module, setup)
     optimizer = _optimizer(module, plan, recipe)
-
-    # The optimizer now holds the fp32 weights. Under O2 they stay there as masters, and the model gets half copies.
-    masters, half = None, half_type(numerics)
-    if numerics.masters == "copy" and half is not None and not sharded:
-        masters = MasterWeights([module], [optimizer], half, norms=numerics.norms, lists=numerics.lists)
-
-    # Replicas hook the parameters that get gradients, so nothing may replace parameters after this.
-    if split is not None and not sharded:
-        # `replicate` cannot hook DTensors, so their gradients are averaged after the passes.
-        late = partial(gradients_of, optimizer)
-        buffers = running_statistics(module)
-        replicas = DataParallel(model=module, dims=dims, buffers=buffers, late=late, partial=partial_sums)
-    elif dims.degree(*LOSS) > 1 and not sharded:
-        # Master weights accumulate the gradients of each micro-batch before the next one, so their sum is averaged
-        # after the passes; so it is in a pipeline, where the passes of micro-batches take turns.
-        later = stages is not None or (numerics.masters == "copy" and plan.accumulate > 1)
-        replicas = replicate(module, dims, device, late=partial(gradients_of, optimizer) if later else None)
+    masters = _masters(module, optimizer, setup)
+    if replicas is None:
+        replicas = _replicated(module, optimizer, setup)
 
     # Averages read the finished parameters. The step combines everything.
-    ema: EMA | None = None
-    if recipe.ema_decay is not None:
-        weights = None if masters is None else masters.named(module)
-        publish = None if masters is None else masters.publish
-        ema = EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish, every_step=True)
-    scaler = _scaler(recipe, device, dims) if numerics.scales else None
+    ema = _averages(module, optimizer, masters, recipe)
+    scaler = _scaler(recipe, device, dims) if setup.numerics.scales else None
     runner: Runner | None = None
-    if stages is not None:
-        runner = Pipeline(stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)
+    if setup.stages is not None:
+        runner = Pipeline(setup.stages, loss, plan, scaler=scaler, masters=masters, replicas=replicas)
     step = TrainStep(
         module, optimizer, plan=plan, device=device, loss=loss, clip_norm=recipe.clip_norm, scaler=scaler, ema=ema,
         masters=masters, replicas=replicas, runner=runner,
@@ -187,6 +147,79 @@ def build(
         loss=loss, scaler=scaler, ema=ema, dims=dims, replicas=replicas, fused=setup.fused,
         parameters=setup.parameters,
     )  # fmt: skip
+
+
+def _shards(plan: Plan, dims: ParallelDims) -> bool:
+    """Whether parameters are sharded. With split layers or experts O2 shards too, over one rank if need be: its fp32
+    masters are then the shards, as `fully_shard` handles DTensors."""
+    divided = plan.tp > 1 or plan.ep > 1
+    return (plan.sharding != "ddp" or (divided and plan.precision == "O2")) and not dims.alone
+
+
+def _whole_model(
+    model: ModelConfig | nn.Module | Callable[[], nn.Module], plan: Plan, recipe: Recipe, dims: ParallelDims,
+    seed: int,
+) -> tuple[nn.Module, dict[str, Tensor] | None]:  # fmt: skip
+    """The module; and this rank's rows of its parameters, if they are on the meta device until they are sharded.
+
+    Weights are drawn on the host: the same seed gives the same model on every device. If they will be sharded, each is
+    freed once this rank has its rows, so that no rank needs memory for all.
+    """
+    if isinstance(model, nn.Module):
+        return model, None
+    factory = model if callable(model) else partial(create, model)
+    with seeded(seed):
+        if _shards(plan, dims) and not recipe.lora.rank and plan.tp == plan.ep == 1:
+            return made_in_rows(factory, dims)
+        return factory(), None
+
+
+def _partial_sums(module: nn.Module, setup: Setup) -> Callable[[], list[Tensor]] | None:
+    """Lists the gradients of which each tensor parallel rank computes a part; None if no rank does."""
+    split = setup.split
+    return None if split is None or setup.plan.tp == 1 else lambda: list(partial_gradients(module, split))
+
+
+def _sharded(module: nn.Module, setup: Setup) -> DataParallel | None:
+    """Shard the parameters, if the Plan does. Under O2 the shards are the fp32 masters, gathered in half precision."""
+    if not _shards(setup.plan, setup.dims):
+        return None
+    replicas = shard(module, setup.plan, setup.dims, setup.device, shares=setup.rows)
+    return replace(replicas, partial=_partial_sums(module, setup))
+
+
+def _masters(module: nn.Module, optimizer: Optimizer, setup: Setup) -> MasterWeights | None:
+    """Under O2 the optimizer keeps the fp32 weights that it has, and the model gets copies in half precision."""
+    numerics, half = setup.numerics, half_type(setup.numerics)
+    if numerics.masters != "copy" or half is None or _shards(setup.plan, setup.dims):
+        return None
+    return MasterWeights([module], [optimizer], half, norms=numerics.norms, lists=numerics.lists)
+
+
+def _replicated(module: nn.Module, optimizer: Optimizer, setup: Setup) -> DataParallel | None:
+    """Average the gradients of replicas that do not shard; None without other replicas."""
+    dims, late = setup.dims, partial(gradients_of, optimizer)
+    if setup.split is not None:
+        # `replicate` cannot hook DTensors, so their gradients are averaged after the passes.
+        buffers = running_statistics(module)
+        return DataParallel(
+            model=module, dims=dims, buffers=buffers, late=late, partial=_partial_sums(module, setup)
+        )
+    if dims.degree(*LOSS) == 1:
+        return None
+    # Master weights accumulate the gradients of each micro-batch before the next one, so their sum is averaged after
+    # the passes; so it is in a pipeline, where the passes of micro-batches take turns.
+    copies = setup.numerics.masters == "copy" and setup.plan.accumulate > 1
+    return replicate(module, dims, setup.device, late=late if copies or setup.stages is not None else None)
+
+
+def _averages(
+    module: nn.Module, optimizer: Optimizer, masters: MasterWeights | None, recipe: Recipe
+) -> EMA | None:
+    if recipe.ema_decay is None:
+        return None
+    weights, publish = (None, None) if masters is None else (masters.named(module), masters.publish)
+    return EMA(module, recipe.ema_decay, optimizer, weights=weights, publish=publish, every_step=True)
 
 
 def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:

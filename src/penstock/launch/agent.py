@@ -258,27 +258,15 @@ def launch(
                 interface = os.environ.get("GLOO_SOCKET_IFNAME", assignment.interface)
                 tell(f"node {assignment.node} of {assignment.nodes}: its ranks talk over {interface}.")
             with Life(
-                program,
-                assignment,
-                settings,
-                folder,
-                requests=requests,
-                nodes=nodes,
-                tell=tell,
-                replicas=replicas,
-            ) as life:
+                program, assignment, settings, folder, requests=requests, nodes=nodes, tell=tell, replicas=replicas
+            ) as life:  # fmt: skip
                 outcome = life.wait()
-            spent = restarts >= settings.max_restarts
-            if spent and not outcome.regroup:
-                outcome = replace(outcome, final=True)
-            if outcome.code != ExitCode.DONE:
-                # A node that leaves an elastic run does not end it for the others, if enough remain.
-                enough = requests.signal is not None and assignment.nodes > settings.nodes[0]
-                nodes.report(replace(outcome, final=outcome.final and not enough))
+            outcome = _reported(outcome, assignment, settings, requests, nodes)
             for line in [] if outcome.regroup else lines_of(outcome.failures):
                 tell(line)
             if outcome.final:
-                if spent and restarts and outcome.failures and outcome.code != ExitCode.SAVED_REQUEUE:
+                spent = restarts and restarts >= settings.max_restarts
+                if spent and outcome.failures and outcome.code != ExitCode.SAVED_REQUEUE:
                     tell(
                         f"the run has been restarted {restarts} times, as often as --max-restarts allows, and ends "
                         f"here."
@@ -290,6 +278,19 @@ def launch(
                     f"all ranks are restarted from the newest checkpoint that verifies "
                     f"(restart {restarts} of at most {settings.max_restarts})."
                 )
+
+
+def _reported(
+    outcome: Outcome, assignment: Assignment, settings: LaunchSettings, requests: Requests, nodes: Nodes
+) -> Outcome:
+    """Report the outcome of a life to the other nodes. Returns it, as final if no restart is left."""
+    if assignment.restarts >= settings.max_restarts and not outcome.regroup:
+        outcome = replace(outcome, final=True)
+    if outcome.code != ExitCode.DONE:
+        # A node that leaves an elastic run does not end it for the others, if enough remain.
+        enough = requests.signal is not None and assignment.nodes > settings.nodes[0]
+        nodes.report(replace(outcome, final=outcome.final and not enough))
+    return outcome
 
 
 def _nodes(settings: LaunchSettings) -> Nodes:

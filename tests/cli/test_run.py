@@ -173,6 +173,7 @@ def test_options_reach_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["run", "a.py", "--dtype", "x"], ["run", "--", "a.py", "--dtype", "x"]),
         (["run", "--dtype", "bf16", "a.py", "b"], ["run", "--dtype", "bf16", "--", "a.py", "b"]),
         (["run", "--dtype=bf16", "-m", "a.b", "-x"], ["run", "--dtype=bf16", "-m", "--", "a.b", "-x"]),
+        (["tune", "--round_seconds", "1", "a.py"], ["tune", "--round_seconds", "1", "--", "a.py"]),
         (["run", "--", "a.py"], ["run", "--", "a.py"]),
         (["run", "--help"], ["run", "--help"]),
         (["run"], ["run"]),
@@ -186,15 +187,20 @@ def test_what_follows_the_script_is_the_scripts(tokens: list[str], found: list[s
 
 def test_options_with_values_are_known() -> None:
     """The list by which the script's name is found must not fall behind the verb."""
+    from dataclasses import fields
     from inspect import signature
 
     from penstock.cli import _WITH_VALUE
     from penstock.cli.run import run
     from penstock.cli.tune import tune
+    from penstock.tune.settings import TuneConfig
 
     for verb, name in ((run, "run"), (tune, "tune")):
-        keywords = {f"--{n}" for n, p in signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY}
-        assert keywords - {"--module", "--all_", "--strict"} == set(_WITH_VALUE[name])
+        keywords = {n for n, p in signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        if "config" in keywords:
+            keywords |= {field.name for field in fields(TuneConfig)}
+        named = {f"--{word.replace('_', '-')}" for word in keywords - {"config", "module", "all_", "strict"}}
+        assert named == set(_WITH_VALUE[name])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

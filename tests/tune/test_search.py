@@ -226,19 +226,19 @@ def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[.
         "fuse=bias_activation": 1.1,
         "fuse=residual_norm,bias_activation": 1.3,
     }
-    report = tuned(World(gains=gains), rungs=("fuse",))
+    report = tuned(World(gains=gains), rungs="fuse")
     assert report.plan == "fuse=residual_norm,bias_activation"
     steps = {step.name: step for step in report.rungs}
     assert (steps["fuse-all"].status, steps["fuse-bias_activation"].status) == ("kept", "not kept")
     assert list(report.same.rungs) == ["fuse-residual_norm", "fuse-all"]
     one = World(gains=gains, facts=replace(FACTS, fused={"residual_norm": 0, "bias_activation": 2}))
-    report = tuned(one, rungs=("fuse",))
+    report = tuned(one, rungs="fuse")
     assert report.plan == "fuse=bias_activation"
     reasons = {step.name: step.reason for step in report.rungs}
     assert reasons["fuse-residual_norm"] == "no place of the model is known for residual + norm"
     assert reasons["fuse-all"] == "only one of them fits the model, and it has its own rung"
     report = tuned(
-        World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs=("fuse",)
+        World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs="fuse"
     )
     assert {step.reason for step in report.rungs[1:]} == {"No repeated blocks"}
 
@@ -246,11 +246,11 @@ def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[.
 def test_casts_that_pay_once_compiled_are_tried_again(tuned: Callable[..., LadderReport]) -> None:
     both = frozenset({"precision=O1", "compile=blocks"})
     gains = {"precision=O1": 0.92, "compile=blocks": 1.2}
-    report = tuned(World(gains=gains, together={both: 1.4}), rungs=("half", "compile-blocks"))
+    report = tuned(World(gains=gains, together={both: 1.4}), rungs="half,compile-blocks")
     assert {*report.plan.split()} >= both
     for slow in (0.92, 0.6):
         gains = {"precision=O1": slow, "compile=blocks": 0.95}
-        report = tuned(World(gains=gains, together={both: 1.4 / slow}), rungs=("half", "compile-blocks"))
+        report = tuned(World(gains=gains, together={both: 1.4 / slow}), rungs="half,compile-blocks")
         assert {*report.plan.split()} >= both
     assert _statuses(report)["half-bf16+compile-blocks"] == "kept"
 
@@ -259,7 +259,7 @@ def test_what_saves_more_of_a_shorter_step_is_tried_again(tuned: Callable[..., L
     """Nothing beyond the noise on the script as it is, but a tenth once products are half as long."""
     both = frozenset({"optimizer=fused", "precision=O1"})
     world = World(gains={"precision=O1": 2.0, "matmul=medium": 0.9}, together={both: 1.1})
-    report = tuned(world, rungs=("optimizer", "matmul", "half-bf16"))
+    report = tuned(world, rungs="optimizer,matmul,half-bf16")
     assert {*report.plan.split()} >= both
     assert _statuses(report)["optimizer-fused"] == "kept"
     # What was slower is not: fast products were started once, on top of the script as it is.
@@ -276,7 +276,7 @@ def test_what_changes_results_is_offered_apart(tuned: Callable[..., LadderReport
 
 def test_a_script_that_ends_begins_again(tuned: Callable[..., LadderReport]) -> None:
     world = World(gains={"optimizer=fused": 1.5}, length=60)
-    report = tuned(world, rungs=("optimizer",))
+    report = tuned(world, rungs="optimizer")
     assert report.plan == "optimizer=fused"
     assert world.started.count("") > 3
     with pytest.raises(ConfigError, match="it ended after 9 optimizer steps"):
@@ -304,15 +304,15 @@ def test_what_cannot_be_timed_is_refused(
 
 def test_where_memory_runs_out_it_is_recomputed(tuned: Callable[..., LadderReport]) -> None:
     fails = {"baseline": ("out of memory", "CUDA out of memory")}
-    report = tuned(World(fails=fails, gains={"optimizer=fused": 1.2}), rungs=("optimizer",))
+    report = tuned(World(fails=fails, gains={"optimizer=fused": 1.2}), rungs="optimizer")
     assert report.plan == "recompute=early optimizer=fused"
     assert "runs out of memory as it is" in " ".join(report.notes)
-    report = tuned(World(fails=fails), rungs=("optimizer",))
+    report = tuned(World(fails=fails), rungs="optimizer")
     assert report.train_command == 'penstock run --plan "recompute=early" train.py --lr 1e-3'
-    report = tuned(World(fails=fails, gains={"recompute=elementwise": 1.2}), rungs=("optimizer",))
+    report = tuned(World(fails=fails, gains={"recompute=elementwise": 1.2}), rungs="optimizer")
     assert report.plan == "recompute=elementwise"
     full = {**fails, "recompute=elementwise": ("out of memory", "CUDA out of memory")}
-    report = tuned(World(fails=full, gains={"optimizer=fused": 1.2}), rungs=("optimizer",))
+    report = tuned(World(fails=full, gains={"optimizer=fused": 1.2}), rungs="optimizer")
     assert report.plan == "recompute=early optimizer=fused"
     assert _statuses(report)["recompute-elementwise"] == "out of memory"
     with pytest.raises(OutOfMemory, match="smaller batch"):
@@ -324,17 +324,17 @@ def test_on_a_gpu_activations_may_wait_on_the_host_instead(tuned: Callable[..., 
     gpu = {"machine": load_machine("a100-80g"), "facts": replace(FACTS, device="cuda")}
     fails = {"baseline": ("out of memory", "CUDA out of memory")}
     gains = {"recompute=none": 1.3, "optimizer=fused": 1.2}
-    report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("optimizer-fused",))
+    report = tuned(World(fails=fails, gains=gains, **gpu), rungs="optimizer-fused")
     assert report.plan == "recompute=none offload=activations optimizer=fused"
     assert _statuses(report)["offload"] == "kept"
     gains["compile=blocks"] = 2.0
-    report = tuned(World(fails=fails, gains=gains, **gpu), rungs=("compile-blocks",))
+    report = tuned(World(fails=fails, gains=gains, **gpu), rungs="compile-blocks")
     assert report.plan == "recompute=early compile=blocks"
-    on_a_cpu = tuned(World(fails=fails, gains=gains), rungs=("optimizer",))
+    on_a_cpu = tuned(World(fails=fails, gains=gains), rungs="optimizer")
     assert next(step for step in on_a_cpu.rungs if step.name == "offload").reason == (
         "on a CPU activations are in host memory already"
     )
-    assert "offload" not in _statuses(tuned(World(), rungs=("optimizer",)))
+    assert "offload" not in _statuses(tuned(World(), rungs="optimizer"))
 
 
 def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> None:
@@ -373,17 +373,17 @@ def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> No
 def test_what_does_not_apply_is_not_started(
     tuned: Callable[..., LadderReport], changes: dict[str, Any], name: str, reason: str
 ) -> None:
-    report = tuned(World(facts=replace(FACTS, **changes)), rungs=(name,))
+    report = tuned(World(facts=replace(FACTS, **changes)), rungs=name)
     step = next(step for step in report.rungs if step.name == name)
     assert step.status == "unsupported"
     assert reason in step.reason
     avx2 = replace(AMX, peak_flops={"fp32": 1e12, "bf16": 1e11})
-    report = tuned(World(machine=avx2), rungs=("half",))
+    report = tuned(World(machine=avx2), rungs="half")
     assert "has no units for bf16" in report.rungs[1].reason
 
 
 def test_too_little_time_is_said(tuned: Callable[..., LadderReport]) -> None:
-    report = tuned(World(gains={"optimizer=fused": 1.5}), budget=0.5, rungs=("optimizer",))
+    report = tuned(World(gains={"optimizer=fused": 1.5}), budget=0.5, rungs="optimizer")
     assert _statuses(report)["optimizer-fused"] == "not run"
     assert "Time was too short for fused optimizer; --budget 2 gives them more." in report.notes
     assert ending(report)[-1][0].startswith("Same results: nothing that applies here was measured")
@@ -393,13 +393,13 @@ def test_too_little_time_is_said(tuned: Callable[..., LadderReport]) -> None:
 
 def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., LadderReport]) -> None:
     with pytest.raises(ConfigError, match="can be applied to a script from outside"):
-        tuned(World(), rungs=("batch",))
+        tuned(World(), rungs="batch")
     with pytest.raises(ConfigError, match="There is no rung 'compil'"):
-        tuned(World(), skip=("compil",))
+        tuned(World(), skip="compil")
 
 
 def test_ranks_are_started_by_torchrun(tuned: Callable[..., LadderReport]) -> None:
-    report = tuned(World(gains={"optimizer=fused": 1.5}), rungs=("optimizer",), procs=2)
+    report = tuned(World(gains={"optimizer=fused": 1.5}), rungs="optimizer", procs=2)
     assert report.train_command == (
         'torchrun --nproc-per-node 2 -m penstock run --plan "optimizer=fused" train.py --lr 1e-3'
     )

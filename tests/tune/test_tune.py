@@ -46,7 +46,7 @@ def forked_scripts(few_rounds: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("forked_scripts")
 def test_a_plain_loop(tmp_path: Path) -> None:
-    report = _tuned(f"plain.py {ENDLESS}", tmp_path, rungs=("optimizer",))
+    report = _tuned(f"plain.py {ENDLESS}", tmp_path, rungs="optimizer")
     assert report.script is not None
     assert [report.script[name] for name in ("model", "optimizer", "device")] == ["Sequential", "Adam", "cpu"]
     assert report.script["parameters"] == 16 * 64 + 64 + 64 * 64 + 64 + 64 * 2 + 2
@@ -118,7 +118,7 @@ def test_a_rank_that_never_says_which_it_is_is_reported(
         ((), "Say which script to tune"),
         (("nowhere.py",), "nowhere.py"),
         (("-m", "no_such_module_at_all"), "There is no module"),
-        (("--budget", "0", str(SCRIPTS / "plain.py")), "--budget is 0.0, but must be at least 1"),
+        (("--budget", "0", str(SCRIPTS / "plain.py")), "budget is 0.0, but must be above 0"),
         (("--rungs", "nonsense", str(SCRIPTS / "plain.py")), "There is no rung"),
     ],
 )
@@ -162,7 +162,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
     words = words.replace("OUT", str(tmp_path / "out"))
     rungs = ["optimizer", "padding", "attention-plain", "matmul"]
     rungs += ["compile-blocks"] * (name == "nanogpt.py")  # which takes long
-    report = _tuned(words, tmp_path, rungs=tuple(rungs), rounds=3)
+    report = _tuned(words, tmp_path, rungs=",".join(rungs), rounds=3)
     facts = report.script
     assert facts is not None
     seen = facts | facts["switches"] | {"padded": facts["padding"] > 0}
@@ -185,7 +185,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.usefixtures("few_rounds")
 def test_ranks_under_torchrun(tmp_path: Path) -> None:
-    report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs=("optimizer-fused",), rounds=3)
+    report = _tuned(f"ddp.py {ENDLESS}", tmp_path, procs=2, rungs="optimizer-fused", rounds=3)
     assert next(rung for rung in report.rungs if rung.name == "optimizer-fused").to_previous is not None
     assert re.match(r"torchrun --nproc-per-node 2 ", report.train_command)
 

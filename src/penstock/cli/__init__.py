@@ -94,7 +94,16 @@ Four things to type:
 penstock --help lists everything else."""
 _WITH_VALUE = {
     "run": ("--precision", "--dtype", "--option", "--plan", "--watch"),
-    "tune": ("--budget", "--rounds", "--rungs", "--skip", "--procs", "--output", "--timeout"),
+    "tune": (
+        "--budget",
+        "--rounds",
+        "--round-seconds",
+        "--rungs",
+        "--skip",
+        "--procs",
+        "--output",
+        "--timeout",
+    ),
 }
 """Options that take a value, of the verbs that run a script. What follows the script's name is the script's."""
 _LONGEST = 2000
@@ -217,7 +226,7 @@ def before_script(tokens: Sequence[str]) -> list[str]:
         return list(tokens)
     place = 1
     while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
-        place += 2 if tokens[place] in _WITH_VALUE[tokens[0]] else 1
+        place += 2 if tokens[place].replace("_", "-") in _WITH_VALUE[tokens[0]] else 1
     if place >= len(tokens) or tokens[place] == "--":
         return list(tokens)
     return [*tokens[:place], "--", *tokens[place:]]

@@ -51,63 +51,64 @@ def configured(
     (`*words`), and its own options by keyword. A `loader` has the arguments of `penstock.config.load.load`, for verbs
     whose defaults depend on other settings.
     """
-    every = list(settings(cls))
-    shown = [setting for setting in every if not setting.families]
+    shown: list[Field] = []
     unlisted: dict[str, list[str]] = {}
-    for setting in every:
+    for setting in settings(cls):
         if setting.families:
             part, _, name = setting.key.rpartition(".")
             unlisted.setdefault(part, []).append(name)
+        else:
+            shown.append(setting)
+    about = "TOML, YAML or JSON file of settings. Options given here override it."
+    of_settings = [
+        *_options(shown, positional, flags, aliases or {}, first),
+        _option("config", Path, Parameter(name=list(file), help=about, group=_needed if first else None)),
+        *(_unlisted(part, names) for part, names in unlisted.items()),
+    ]
+
+    def read(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The configuration from the words of the command line; options of settings are removed from `options`."""
+        overrides = dict(zip([positional], arguments))
+        path = options.pop("config", None)
+        for setting in shown:
+            if (value := options.pop(_identifier(setting.key), None)) is not None:
+                overrides[setting.key] = _joined(value, setting.kind) if isinstance(value, list) else value
+        for part in unlisted:
+            for name, value in (options.pop(_identifier(f"{part}."), None) or {}).items():
+                overrides[f"{part}.{name}"] = value
+        return loader(cls, file=path, overrides=overrides)
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
-        hints = typing.get_type_hints(function, include_extras=True)
-        own = [
-            parameter.replace(
-                annotation=hints.get(name, Any),
-                kind=parameter.kind if parameter.kind is _SEVERAL else inspect.Parameter.KEYWORD_ONLY,
-            )
-            for name, parameter in list(inspect.signature(function).parameters.items())[1:]
-        ]
-        about = "TOML, YAML or JSON file of settings. Options given here override it."
-        options = [
-            *_options(shown, positional, flags, aliases or {}, first),
-            _option("config", Path, Parameter(name=list(file), help=about, group=_needed if first else None)),
-            *(_unlisted(part, names) for part, names in unlisted.items()),
-            *own,
-        ]
-        options.sort(key=lambda option: option.kind)
-
         @functools.wraps(function)
         def verb(*arguments: Any, **options: Any) -> R:
             config = read(arguments, options)
             return function(config, *(arguments[1:] if positional else arguments), **options)
 
-        def read(arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            """The configuration from the words of the command line; options of settings are removed from `options`."""
-            overrides = dict(zip([positional], arguments))
-            path = options.pop("config", None)
-            for setting in shown:
-                if (value := options.pop(_identifier(setting.key), None)) is not None:
-                    overrides[setting.key] = (
-                        _joined(value, setting.kind) if isinstance(value, list) else value
-                    )
-            for part in unlisted:
-                for name, value in (options.pop(_identifier(f"{part}."), None) or {}).items():
-                    overrides[f"{part}.{name}"] = value
-            return loader(cls, file=path, overrides=overrides)
-
         verb.read = read  # type: ignore[attr-defined]
-        verb.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        if first:
-            needed = {*map(_identifier, first), "config"}
-            short = [option if option.name in needed else _hidden(option) for option in options]
-            verb.pages = (inspect.Signature(short), inspect.Signature(options))  # type: ignore[attr-defined]
-        del verb.__wrapped__  # its signature would be taken for this one's
-        # For readers of the function's annotations, who do not ask for its signature.
-        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
+        _show_options(verb, sorted([*of_settings, *_own(function)], key=lambda option: option.kind), first)
         return verb
 
     return decorate
+
+
+def _own(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
+    """The options that a verb has beside the settings."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    for name, option in list(inspect.signature(function).parameters.items())[1:]:
+        kind = option.kind if option.kind is _SEVERAL else inspect.Parameter.KEYWORD_ONLY
+        yield option.replace(annotation=hints.get(name, Any), kind=kind)
+
+
+def _show_options(verb: Any, options: list[inspect.Parameter], first: tuple[str, ...]) -> None:
+    """Give a verb the signature that the parser and the help pages read; with `first`, one for each of two pages."""
+    verb.__signature__ = inspect.Signature(options)
+    if first:
+        needed = {*map(_identifier, first), "config"}
+        short = [option if option.name in needed else _hidden(option) for option in options]
+        verb.pages = (inspect.Signature(short), inspect.Signature(options))
+    del verb.__wrapped__  # or its signature would be read instead
+    # For readers of the function's annotations, who do not ask for its signature.
+    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
 
 
 def _hidden(option: inspect.Parameter) -> inspect.Parameter:

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli._options import Flag, Json
 from penstock.config.convert import Range, require
 from penstock.errors import CheckpointError, ConfigError, ExitCode
 
@@ -43,8 +43,8 @@ def verify_(path: Path, *, step: int | None = None) -> None:
 def list_(
     path: Path,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    thorough: Annotated[bool, Parameter(negative="")] = False,
+    as_json: Json = False,
+    thorough: Flag = False,
 ) -> int:
     """List the checkpoints of a run.
 

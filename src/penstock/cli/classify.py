@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import printable, write_text
 from penstock.cli._app import configured
-from penstock.cli.generate import words
+from penstock.cli._options import JsonLines
+from penstock.cli.generate import input_texts
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError, ExitCode
 
@@ -33,9 +34,7 @@ def classify(
     file: Annotated[
         Path | None, Parameter(help="Read texts, or paths of images, from this file, one per line.")
     ] = None,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")
-    ] = False,
+    as_json: JsonLines = False,
     output: Annotated[
         Path | None, Parameter(help="Write predictions to this file: .csv, .jsonl or .json.")
     ] = None,
@@ -55,7 +54,7 @@ def classify(
     """
     from penstock.infer.predictions import expand_inputs, predict, require_format, written
 
-    model, sources = config.named("classify"), words(inputs, file)
+    model, sources = config.named("classify"), input_texts(inputs, file)
     if output is not None:
         require_format(output)
         if any(Path(source) == output for source in sources):
@@ -70,9 +69,8 @@ def classify(
         record = prediction.record(classifier.classes)
         if prediction.answer is None:
             failed += 1
-            print(
-                f"penstock: {printable(prediction.where)}: {printable(prediction.problem)}", file=sys.stderr
-            )
+            problem = f"{printable(prediction.where)}: {printable(prediction.problem)}"
+            print(f"penstock: {problem}", file=sys.stderr)
         if output is not None:
             records.append(record)
         elif as_json:

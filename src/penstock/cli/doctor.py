@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from penstock.cli._options import Json
 from penstock.doctor import Finding
 from penstock.errors import ExitCode
 
 _MARKS = {"ok": ("✓", "green"), "slow": ("~", "yellow"), "absent": ("–", "dim"), "broken": ("✗", "red")}
 
 
-def doctor(*, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False) -> int:
+def doctor(*, as_json: Json = False) -> int:
     """Check what works on this machine, and how to fix what does not.
 
     Ends with code 3 if something that Penstock requires is broken.

@@ -10,7 +10,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.cli._app import configured
-from penstock.cli.generate import words
+from penstock.cli._options import TextFile, Texts
+from penstock.cli.generate import input_texts
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
 
@@ -18,8 +19,8 @@ from penstock.errors import ConfigError
 @configured(EncodeConfig, positional="model")
 def embed(
     config: EncodeConfig,
-    *texts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],
-    file: Annotated[Path | None, Parameter(help="Read texts from this file, one per line.")] = None,
+    *texts: Texts,
+    file: TextFile = None,
     image: Annotated[
         tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")
     ] = (),
@@ -41,7 +42,7 @@ def embed(
     main = launched() == 1 or os.environ["RANK"] == "0"
     if image and (texts or file is not None):
         raise ConfigError("Give texts, or images with --image, not both.")
-    inputs = words(texts, file) if main and not image else []
+    inputs = input_texts(texts, file) if main and not image else []
     with Embedder(model, **config.options) as embedder:
         vectors = (
             embedder.embed_images(image) if image else embedder.embed(from_rank_zero(inputs, embedder.dims))

@@ -10,6 +10,7 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import write_text
 from penstock.cli._app import configured
+from penstock.cli._options import Json
 from penstock.config.evaluate import EvaluateConfig, load_evaluation
 
 
@@ -17,7 +18,7 @@ from penstock.config.evaluate import EvaluateConfig, load_evaluation
 def evaluate(
     config: EvaluateConfig,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="", help="Print one JSON object.")] = False,
+    as_json: Annotated[Json, Parameter(help="Print one JSON object.")] = False,
     report: Annotated[Path | None, Parameter(help="Write a page (HTML) to this file.")] = None,
 ) -> None:
     """Measure a trained model: every metric of its task.

@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.cli._options import Flag, Json
 from penstock.errors import ConfigError
+
+_PLACE = (
+    "Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are the replicas of experts on all "
+    "devices together, and each group of experts stays on one node. With --json the placement itself is printed."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placing:
+    """How experts are to be placed. Fields are the verb's options."""
+
+    place: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, help=_PLACE)] = ()
+    before: Path | None = None
+    """An earlier placement, as --json printed it, to change in few slots."""
+    moves: int | None = None
+    """How many slots of a layer may change; by default one in twenty."""
+    target: float | None = None
+    """Also find the fewest slots with which the largest load is at most this many times the mean, such as 1.05."""
+
+    def problems(self) -> Iterator[str]:
+        """Each option that contradicts the others or has no effect."""
+        only_placing = {"--before": self.before, "--moves": self.moves, "--target": self.target}
+        if useless := [name for name, value in only_placing.items() if value is not None and not self.place]:
+            yield f"{' and '.join(useless)} is for placements; say with --place where to, such as gpus=8."
+        if self.moves is not None and (self.moves < 0 or self.before is None):
+            yield f"--moves is {self.moves}, but counts changes of a placement that --before names, 0 or more."
+        if self.target is not None and not self.target >= 1:
+            yield f"--target is {self.target:g}, but the largest load is never below the mean; give 1 or more."
+
+
+_DEFAULTS = Placing()
 
 
 def experts(
     run: Path,
     *,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
-    csv: Annotated[bool, Parameter(negative="")] = False,
+    as_json: Json = False,
+    csv: Flag = False,
     html: Path | None = None,
-    place: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True)] = (),
-    before: Path | None = None,
-    moves: int | None = None,
-    target: float | None = None,
+    placing: Annotated[Placing, Parameter(name="*")] = _DEFAULTS,
 ) -> None:
     """Show how often a run visited its experts, and place them on devices.
 
@@ -40,15 +71,6 @@ def experts(
         Print it as CSV: layer, label, expert, visits.
     html
         Write a page with the tables of layers and labels to this file.
-    place
-        Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are the replicas of experts on all
-        devices together, and each group of experts stays on one node. With --json the placement itself is printed.
-    before
-        An earlier placement, as --json printed it, to change in few slots.
-    moves
-        How many slots of a layer may change; by default one in twenty.
-    target
-        Also find the fewest slots with which the largest load is at most this many times the mean, such as 1.05.
     """
     from penstock.boundary.files import write_text
     from penstock.cli.place_experts import place_layers, read_placements, room_of
@@ -58,28 +80,17 @@ def experts(
 
     if as_json and csv:
         raise ConfigError("--json and --csv were both given; leave one out.")
-    if place and csv:
+    if placing.place and csv:
         raise ConfigError("--csv is for the record; print a placement with --json.")
-    only_placing = {"--before": before, "--moves": moves, "--target": target}
-    if useless := [name for name, value in only_placing.items() if value is not None and not place]:
-        raise ConfigError(
-            f"{' and '.join(useless)} is for placements; say with --place where to, such as gpus=8."
-        )
-    if moves is not None and (moves < 0 or before is None):
-        raise ConfigError(
-            f"--moves is {moves}, but counts changes of a placement that --before names, 0 or more."
-        )
-    if target is not None and not target >= 1:
-        raise ConfigError(
-            f"--target is {target:g}, but the largest load is never below the mean; give 1 or more."
-        )
+    if problems := list(placing.problems()):
+        raise ConfigError(problems)
     record = read_loads(run)
     if html is not None:
         write_text(html, loads_page(record))
-    if place:
-        earlier = None if before is None else read_placements(before)
-        room = room_of(place)
-        placed = place_layers(record, room, before=earlier, moves=moves, target=target)
+    if placing.place:
+        before = None if placing.before is None else read_placements(placing.before)
+        room = room_of(placing.place)
+        placed = place_layers(record, room, before=before, moves=placing.moves, target=placing.target)
         _show(placed, as_json=as_json)
     elif as_json:
         print(record.to_json())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import read_text
 from penstock.cli._app import configured
+from penstock.cli._options import Flag, JsonLines, Texts
 from penstock.config.decoding import Decoding, GenerateConfig
 from penstock.config.load import from_dict, load, read_file
 from penstock.errors import ConfigError
@@ -28,7 +29,7 @@ MOST = 64 << 20
 def _over_the_folders(
     cls: type[GenerateConfig], *, file: Path | None, overrides: Mapping[str, Any]
 ) -> GenerateConfig:
-    """The settings, over what the model's folder asks for."""
+    """The settings, with the defaults of the model's folder."""
     from penstock.infer.usual import chosen, report_dropped, usual_of
 
     stored = {} if file is None else read_file(file)
@@ -40,22 +41,38 @@ def _over_the_folders(
     return replace(config, decoding=from_dict(Decoding, fields))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Options of conversations."""
+
+    chat: Flag = False
+    """Use the model's chat template; without prompts, converse here."""
+    system: str | None = None
+    """System message at the beginning of a chat."""
+
+    def begin(self) -> list[dict[str, str]]:
+        """The messages that begin each conversation. Raises ConfigError where there is none to begin."""
+        if self.system is None:
+            return []
+        if not self.chat:
+            raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
+        return [{"role": "system", "content": self.system}]
+
+
+_NO_CHAT = Chat()
+
+
 @configured(GenerateConfig, positional="model", aliases={"decoding.": ""}, loader=_over_the_folders)
 def generate(
     config: GenerateConfig,
-    *prompts: Annotated[str, Parameter(allow_leading_hyphen=False, help="Or use --file, or a pipe.")],
+    *prompts: Texts,
     file: Annotated[Path | None, Parameter(help="Read prompts from this file, one per line.")] = None,
-    as_json: Annotated[
-        bool, Parameter(name="--json", negative="", help="Print one JSON object per line.")
-    ] = False,
+    as_json: JsonLines = False,
     image: Annotated[
         tuple[Path, ...],
         Parameter(help="Write a caption of this image, in the language of --label.", negative=""),
     ] = (),
-    chat: Annotated[
-        bool, Parameter(negative="", help="Use the model's chat template; without prompts, converse here.")
-    ] = False,
-    system: Annotated[str | None, Parameter(help="System message at the beginning of a chat.")] = None,
+    talk: Annotated[Chat, Parameter(name="*")] = _NO_CHAT,
 ) -> None:
     """Continue or translate texts with a trained model.
 
@@ -71,71 +88,78 @@ def generate(
         penstock generate runs/chat --chat
     """
     from penstock.infer.captions import writes_of_either
-    from penstock.infer.generator import Generator
     from penstock.infer.ranks import from_rank_zero, require_ranks
     from penstock.parallel import launched
 
-    model, plan, decoding = config.named("generate"), config.as_plan, config.decoding
-    if system is not None and not chat:
-        raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
+    model, start = config.named("generate"), talk.begin()
     if image or writes_of_either(model):
-        if chat or as_json:
+        if talk.chat or as_json:
             raise ConfigError(
                 "A model of images and texts writes captions and translations as lines; leave --chat and --json out."
             )
-        _caption(config, image, () if image else tuple(words(prompts, file)))
+        _caption(config, image, () if image else tuple(input_texts(prompts, file)))
         return
+    plan = config.as_plan
     require_ranks(plan, launched(), weights=config.weights, shortlist=config.shortlist is not None)
-    # One rank reads, for several cannot read one pipe, and shows what all have made.
+    # One rank reads the prompts, because several cannot read one pipe, and prints what all ranks have generated.
     main = launched() == 1 or os.environ["RANK"] == "0"
-    typed = chat and not prompts and file is None and sys.stdin is not None and sys.stdin.isatty()
-    texts = words(prompts, file) if main and not typed else []
-    with Generator(
-        model,
-        plan,
-        weights=config.weights,
-        draft=config.draft,
+    converse = talk.chat and not prompts and file is None and sys.stdin is not None and sys.stdin.isatty()
+    texts = input_texts(prompts, file) if main and not converse else []
+    with _open(config, model, main) as generator:
+        if from_rank_zero(converse, generator.dims):
+            _converse(generator, start, config, main)
+        else:
+            texts = from_rank_zero(texts, generator.dims)
+            chats: list[Prompt] = [
+                generator.conversation([*start, _user(text)]) for text in texts if talk.chat
+            ]
+            _answer(generator, texts, chats or list(texts), config, main, as_json)
+
+
+def _open(config: GenerateConfig, model: str, main: bool) -> Generator:
+    from penstock.infer.generator import Generator
+
+    generator = Generator(
+        model, config.as_plan, weights=config.weights, draft=config.draft, device=config.device,
         shortlist=() if config.shortlist is None else config.shortlist,
         only=() if config.label is None else (config.label,),
-        device=config.device,
-    ) as made:
-        if main and made.bytes < made.whole_bytes:
-            sizes = f"{made.bytes / 1e6:,.1f} MB of weights, of {made.whole_bytes / 1e6:,.1f} MB"
-            print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
-        before = [] if system is None else [{"role": "system", "content": system}]
-        if from_rank_zero(typed, made.dims):
-            _converse(made, before, decoding, config.label, main)
-            return
-        texts = from_rank_zero(texts, made.dims)
-        conversations: list[Prompt] = [
-            made.conversation([*before, _user(text)]) if chat else text for text in texts
-        ]
-        if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
-            _tell(made.stream(conversations[0], decoding, label=config.label), main)
-            return
-        step = config.batch * plan.dp
-        for begin in range(0, len(texts), step):
-            some = slice(begin, begin + step)
-            for number, one in enumerate(made.generate(conversations[some], decoding, label=config.label)):
-                if main:
-                    _show(texts[begin + number // decoding.best], one, as_json)
+    )  # fmt: skip
+    if main and generator.bytes < generator.whole_bytes:
+        sizes = f"{generator.bytes / 1e6:,.1f} MB of weights, of {generator.whole_bytes / 1e6:,.1f} MB"
+        print(f"Only the experts of label {config.label} are loaded: {sizes}.", file=sys.stderr)
+    return generator
 
 
-def _converse(
-    made: Generator, before: list[dict[str, str]], decoding: Decoding, label: str | None, main: bool
-) -> None:
-    """Answer line by line, each with all that was said before it, until what is typed ends."""
+def _answer(
+    generator: Generator, texts: list[str], prompts: Sequence[Prompt], config: GenerateConfig, main: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Print the answer to each prompt; `texts` are the prompts as they were typed."""
+    decoding, label = config.decoding, config.label
+    if len(texts) == 1 and not as_json and _comes_in_pieces(decoding):
+        _print_pieces(generator.stream(prompts[0], decoding, label=label), main)
+        return
+    step = config.batch * config.as_plan.dp
+    for begin in range(0, len(texts), step):
+        batch = prompts[begin : begin + step]
+        for number, generated in enumerate(generator.generate(batch, decoding, label=label)):
+            if main:
+                _show(texts[begin + number // decoding.best], generated, as_json)
+
+
+def _converse(generator: Generator, start: list[dict[str, str]], config: GenerateConfig, main: bool) -> None:
+    """Answer line by line until the input ends. Each answer depends on all earlier messages."""
     from penstock.infer.ranks import from_rank_zero
 
-    if not _comes_in_pieces(decoding):
+    if not _comes_in_pieces(config.decoding):
         raise ConfigError(
             "A chat in a terminal is greedy or drawn; set beams and best to 1, and speculate to 0."
         )
-    messages = list(before)
-    while (line := from_rank_zero(_typed() if main else None, made.dims)) is not None:
+    messages = list(start)
+    while (line := from_rank_zero(_typed() if main else None, generator.dims)) is not None:
         messages.append(_user(line))
-        answer = _tell(made.stream(made.conversation(messages), decoding, label=label), main)
-        messages.append({"role": "assistant", "content": answer})
+        pieces = generator.stream(generator.conversation(messages), config.decoding, label=config.label)
+        messages.append({"role": "assistant", "content": _print_pieces(pieces, main)})
 
 
 def _typed() -> str | None:
@@ -154,8 +178,8 @@ def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _tell(pieces: Iterable[str], main: bool) -> str:
-    """Print a text as it comes, on the rank that prints; returns the whole."""
+def _print_pieces(pieces: Iterable[str], main: bool) -> str:
+    """Print a text while it is generated, on the rank that prints; returns the whole."""
     parts = []
     for piece in pieces:
         parts.append(piece)
@@ -177,15 +201,14 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
             raise ConfigError(
                 f"A model of images and texts writes with all its weights as they are; leave --{name} out."
             )
-    made = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
+    captioner = Captioner(config.named("generate"), config.as_plan, batch=config.batch, device=config.device)
     how = config.label, config.decoding
-    for one in made.caption(images, *how) if images else made.translate(texts, *how):
-        print(one)
+    for line in captioner.caption(images, *how) if images else captioner.translate(texts, *how):
+        print(line)
 
 
 def _comes_in_pieces(decoding: Decoding) -> bool:
-    alone = decoding.best == decoding.beams == 1
-    return alone and not decoding.speculate
+    return decoding.best == decoding.beams == 1 and not decoding.speculate
 
 
 def _show(prompt: str, generated: Generated, as_json: bool) -> None:
@@ -198,8 +221,8 @@ def _show(prompt: str, generated: Generated, as_json: bool) -> None:
         print(generated.text)
 
 
-def words(prompts: tuple[str, ...], file: Path | None) -> list[str]:
-    """The texts of a command line, of a file, or of what is piped in. Raises ConfigError where there are none."""
+def input_texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
+    """The texts of a command line, of a file, or of a pipe. Raises ConfigError where there are none."""
     if prompts and file is not None:
         raise ConfigError("Give texts on the command line, or a --file, not both.")
     if prompts:

@@ -9,13 +9,14 @@ from cyclopts import Parameter
 
 from penstock.boundary.files import require_folder
 from penstock.cli._app import configured, load_or_described
+from penstock.cli._options import Flag
 from penstock.errors import ExitCode
 from penstock.ladder.settings import LadderConfig
 
 
 @configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_described)
 def ladder(
-    config: LadderConfig, *, all_: Annotated[bool, Parameter(name="--all", negative="")] = False
+    config: LadderConfig, *, all_: Annotated[Flag, Parameter(name="--all")] = False
 ) -> int:  # fmt: skip
     """Measure what each optimisation gains on this machine.
 

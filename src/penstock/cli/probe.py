@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli._options import Flag, Json
 from penstock.config.load import to_dict
 from penstock.config.machine import GemmSample, Machine, save_machine
 
@@ -17,9 +16,9 @@ from penstock.config.machine import GemmSample, Machine, save_machine
 def probe(
     *,
     device: str = "auto",
-    quick: Annotated[bool, Parameter(negative="")] = False,
+    quick: Flag = False,
     output: Path | None = None,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure this machine, and store the result.
 

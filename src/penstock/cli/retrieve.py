@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from penstock.boundary.files import shown, write_bytes
 from penstock.boundary.images import EXTENSIONS
 from penstock.cli._app import configured
-from penstock.cli.generate import words
+from penstock.cli.generate import input_texts
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
 
@@ -47,7 +47,7 @@ def retrieve(
         )
     if grid is not None and images is None:
         raise ConfigError("--grid draws images, and texts are searched here; leave it out.")
-    searched = words((), texts) if images is None else _images_in(images)
+    searched = input_texts((), texts) if images is None else _images_in(images)
     from penstock.infer.encode import Embedder, read_images
     from penstock.infer.pictures import grid_of, pixels_of, png
 

@@ -12,20 +12,21 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from penstock.boundary.files import quoted
+from penstock.cli._options import Flag, ModuleFlag, ScriptArguments, ScriptName
 from penstock.cli._script import place_in_script, run_script, show, when_imported
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, ExitCode, PenstockError
 
 
 def run(
-    script: Annotated[str | None, Parameter(allow_leading_hyphen=False)] = None,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    script: ScriptName = None,
+    *arguments: ScriptArguments,
     precision: Annotated[str | None, Parameter(env_var="PENSTOCK_PRECISION")] = None,
     plan: str | None = None,
     dtype: Annotated[Literal["auto", "bf16", "fp16"], Parameter(env_var="PENSTOCK_DTYPE")] = "auto",
     option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-    module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
-    strict: Annotated[bool, Parameter(negative="")] = False,
+    module: ModuleFlag = False,
+    strict: Flag = False,
     watch: Annotated[str | None, Parameter(show=False)] = None,
 ) -> int:
     """Run a training script in mixed precision, or under a Plan, unchanged.
@@ -68,7 +69,11 @@ def run(
         _require_only(plan, precision, dtype, overrides)
     else:
         overrides = {"precision": precision or "O1", "dtype": dtype, **overrides}
-    changes = Changes(overrides, plan, watch)
+    return _run(Changes(overrides, plan, watch), script, arguments, module=module, strict=strict)
+
+
+def _run(changes: Changes, script: str, arguments: tuple[str, ...], *, module: bool, strict: bool) -> int:
+    """Run the script with the changes, which end once its threads have ended too. Returns its exit code."""
     threads = set(threading.enumerate())
     ended: BaseException | None = None
     code = 0

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from penstock.cli._app import configured
+from penstock.cli._options import Flag
 from penstock.config.model import ModelConfig
 from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
@@ -76,7 +77,7 @@ def train(
     *,
     resume: Annotated[bool, Parameter(help="Resume from the newest checkpoint in the output folder.")] = True,
     track: Annotated[str, Parameter(help=_TRACK)] = "",
-    profile: Annotated[bool, Parameter(negative="", help=_PROFILE)] = False,
+    profile: Annotated[Flag, Parameter(help=_PROFILE)] = False,
     report: Annotated[Literal["page", "none"], Parameter(help=_REPORT)] = "page",
 ) -> None:
     """Train a model; resumes where it was stopped.

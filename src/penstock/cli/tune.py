@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.boundary.files import require_folder
+from penstock.cli._options import Flag, ModuleFlag, ScriptArguments, ScriptName
 from penstock.cli.launch import require_module, require_script
 from penstock.errors import ConfigError, ExitCode
 from penstock.tune.settings import TuneConfig
@@ -16,17 +17,11 @@ _DEFAULTS = TuneConfig()
 
 
 def tune(
-    script: Annotated[str | None, Parameter(allow_leading_hyphen=False)] = None,
-    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    budget: float = _DEFAULTS.budget,
-    rounds: int = _DEFAULTS.rounds,
-    rungs: str = "",
-    skip: str = "",
-    procs: int = 1,
-    timeout: float = _DEFAULTS.timeout,
-    output: str = _DEFAULTS.output,
-    module: Annotated[bool, Parameter(name=["--module", "-m"], negative="")] = False,
-    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    script: ScriptName = None,
+    *arguments: ScriptArguments,
+    config: Annotated[TuneConfig, Parameter(name="*")] = _DEFAULTS,
+    module: ModuleFlag = False,
+    all_: Annotated[Flag, Parameter(name="--all")] = False,
 ) -> int:
     """Find the fastest Plan for a training script, unchanged.
 
@@ -42,20 +37,6 @@ def tune(
         The script, or with -m a module.
     arguments
         The script's own arguments.
-    budget
-        Seconds for everything, compiling included.
-    rounds
-        Rounds of turns, at least, before a difference under 5 % counts.
-    rungs
-        Rungs or groups of rungs to try, separated by commas, such as half,compile; all by default.
-    skip
-        Rungs or groups of rungs to leave out.
-    procs
-        Number of ranks to start the script with, as torchrun does.
-    timeout
-        Seconds that the script may be silent, for example before its first step.
-    output
-        Folder of tune.html and tune.json, and of what the script writes to its terminal.
     module
         SCRIPT is the name of a module.
     all_
@@ -63,30 +44,15 @@ def tune(
     """
     if script is None:
         raise ConfigError("Say which script to tune: `penstock tune train.py …`, or `-m package.module`.")
-    for name, value, least in (
-        ("budget", budget, 1),
-        ("rounds", rounds, 2),
-        ("procs", procs, 1),
-        ("timeout", timeout, 1),
-    ):
-        if not value >= least:
-            raise ConfigError(f"--{name} is {value}, but must be at least {least}.")
     if module:
         require_module(script)
     elif not Path(script).exists() or script.endswith(".py"):
         require_script(script)
-    require_folder(output)
+    require_folder(config.output)
     from penstock.ladder.show import climbed
     from penstock.tune.process import ScriptCommand
     from penstock.tune.search import tune as search
 
-    config = TuneConfig(
-        budget=budget, rounds=rounds, rungs=_names(rungs), skip=_names(skip), output=output, timeout=timeout
-    )
-    command = ScriptCommand(script, tuple(arguments), module, procs)
-    climbed(lambda show: search(command, config, show), output, every=all_)
+    command = ScriptCommand(script, tuple(arguments), module, config.procs)
+    climbed(lambda show: search(command, config, show), config.output, every=all_)
     return int(ExitCode.DONE)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.replace(",", " ").split()))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli._options import Json
 from penstock.errors import ConfigError
 
 
-def tune_kernels(
-    *, rounds: int = 15, as_json: Annotated[bool, Parameter(name="--json", negative="")] = False
-) -> None:
+def tune_kernels(*, rounds: int = 15, as_json: Json = False) -> None:
     """Measure which fused operators pay on this machine.
 
     Compares the fused operators with torch's own, eager and compiled; plan.fuse=auto uses those that pay. Takes a

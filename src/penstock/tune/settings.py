@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from penstock.config.convert import Checked, FilledText, Positive, Range, Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneConfig:
-    """The settings of `penstock tune`."""
+class TuneConfig(Checked):
+    """How long and with what a script is tuned. Fields are the command's options; each docstring is one line, because
+    `--help` shows it.
+    """
 
-    budget: float = 300.0
-    """Seconds for the whole tuning."""
-    rounds: int = 7
-    """Least number of rounds before a difference under 5 % is believed."""
-    round_seconds: float = 0.3
-    """Least seconds of one turn."""
-    rungs: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-    output: str = "runs/tune"
-    """Folder of the processes' logs and of the report."""
-    timeout: float = 300.0
-    """Longest silence of a script in seconds, such as until its first step."""
+    budget: Positive = 300.0
+    """Seconds for everything, compiling included."""
+    rounds: Annotated[int, Range(2, 1_000_000)] = 7
+    """Rounds of turns, at least, before a difference under 5 % counts."""
+    round_seconds: Positive = 0.3
+    """Seconds of one turn, at least."""
+    rungs: str = ""
+    """Rungs or groups of rungs to try, separated by commas, such as half,compile; all by default."""
+    skip: str = ""
+    """Rungs or groups of rungs to leave out."""
+    procs: Ranks = 1
+    """Number of ranks to start the script with, as torchrun does."""
+    timeout: Positive = 300.0
+    """Seconds that the script may be silent, for example before its first step."""
+    output: FilledText = "runs/tune"
+    """Folder of tune.html and tune.json, and of what the script writes to its terminal."""

@@ -42,7 +42,7 @@ def _over_the_folders(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chat:
+class ChatOptions:
     """Options of conversations."""
 
     chat: Flag = False
@@ -59,7 +59,7 @@ class Chat:
         return [{"role": "system", "content": self.system}]
 
 
-_NO_CHAT = Chat()
+_NO_CHAT = ChatOptions()
 
 
 @configured(GenerateConfig, positional="model", aliases={"decoding.": ""}, loader=_over_the_folders)
@@ -72,7 +72,7 @@ def generate(
         tuple[Path, ...],
         Parameter(help="Write a caption of this image, in the language of --label.", negative=""),
     ] = (),
-    talk: Annotated[Chat, Parameter(name="*")] = _NO_CHAT,
+    talk: Annotated[ChatOptions, Parameter(name="*")] = _NO_CHAT,
 ) -> None:
     """Continue or translate texts with a trained model.
 

@@ -22,7 +22,7 @@ from penstock.config.plan import Plan
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, ExitCode
 from penstock.launch import ELASTIC
-from penstock.launch.verdict import FINAL
+from penstock.launch.report import FINAL
 from penstock.train.prepare import fit_to_started_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"

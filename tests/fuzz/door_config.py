@@ -136,8 +136,7 @@ def _enter_machine(name: str, data: bytes) -> None:
 
 def _said() -> dict[str, Any]:
     from penstock.launch.meeting import Member, Message
-    from penstock.launch.report import Report
-    from penstock.launch.verdict import Failure, Outcome
+    from penstock.launch.report import Failure, Outcome
 
     member = Member(
         place=None, procs=8, address="10.0.0.1", port=29400, round=0, restarts=1, host="node-1",
@@ -145,24 +144,23 @@ def _said() -> dict[str, Any]:
     )  # fmt: skip
     failures = (Failure(3, 1, "Traceback: it failed", False, 12.5), Failure(4, -9, consequence=True))
     return {
-        "report": asdict(Report(1.7e9, "RuntimeError: it failed\n", False)),
+        "report": {"text": "RuntimeError: it failed\n", "consequence": False, "hopeless": False, "seconds": 1.7e9},
         "member": asdict(member),
         "message": asdict(Message(node=1, outcome=Outcome(1, failures, final=False))),
         "lock": {"pid": 17, "host": "elsewhere", "since": 1.7e9},
         "records": {"event": "step", "step": 3, "loss": 2.5, "grad_norm": None},
-    }
+    }  # fmt: skip
 
 
 def _enter_message(name: str, data: bytes) -> None:
     from penstock.launch.meeting import Member, Message, understood
-    from penstock.launch.report import read_report
-    from penstock.launch.verdict import judge, tell
+    from penstock.launch.report import judge, read_report, tell
     from penstock.train.lock import RunLock
     from penstock.train.metrics import Records
 
     if name == "report":
         Path("report").write_bytes(data)
-        if (found := read_report(Path("report"))) is None:
+        if (found := read_report(Path("report"), 0, 1)) is None:
             raise EnvironmentProblem("There is no report that can be read.")
         assert all(character.isprintable() or character in "\n\t" for character in found.text)
     elif name == "member":

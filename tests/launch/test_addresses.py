@@ -14,9 +14,9 @@ from penstock.launch import meeting
 from penstock.launch.addresses import interface_of, is_loopback, way_to, words_of_way
 from penstock.launch.meeting import Meeting, Member, seen_from_outside
 from penstock.launch.ranks import Assignment, _environment
+from penstock.launch.report import Outcome
 from penstock.launch.settings import LaunchSettings
 from penstock.launch.signals import Requests, StopRequested
-from penstock.launch.verdict import Outcome
 
 
 def test_the_way_to_a_host_has_an_address_and_an_interface() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.launch.link import Closed, JsonLink, packed
+from penstock.launch.local import Closed, JsonLink, packed
 
 
 @pytest.fixture

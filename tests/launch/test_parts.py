@@ -12,24 +12,24 @@ from helpers.pace import pace
 from penstock.errors import ConfigError, DataError
 from penstock.launch import heartbeat
 from penstock.launch.heartbeat import Heartbeat, beat, beating, promise
-from penstock.launch.nodes import Nodes, ReservedPort
+from penstock.launch.nodes import Nodes
 from penstock.launch.report import VARIABLE, read_report, write_report
 from penstock.launch.settings import LaunchSettings, own_cores
 
 
 def test_the_agent_reads_what_the_rank_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Heartbeat.create(tmp_path / "beat")
-    assert agent.read().count == 0
+    assert agent.read().seconds == 0
     monkeypatch.setenv(heartbeat.VARIABLE, str(tmp_path / "beat"))
     promise()
     assert not agent.read().stepping
     before = time.monotonic()
     beat(17)
     found = agent.read()
-    assert (found.count, found.step, found.stepping) == (2, 17, True)
+    assert (found.step, found.stepping) == (17, True)
     assert before <= found.seconds <= time.monotonic()
     assert list(beating("abc", 18)) == ["a", "b", "c"]
-    assert (agent.read().count, agent.read().step) == (5, 18)
+    assert (agent.read().seconds > found.seconds, agent.read().step) == (True, 18)
 
 
 def test_without_an_agent_a_beat_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +55,13 @@ def test_a_report_tells_a_users_error_by_its_message_and_a_bug_by_its_traceback(
     assert not write_report(ValueError("nobody reads this"))
     monkeypatch.setenv(VARIABLE, str(tmp_path / "report"))
     assert write_report(DataError("a.jpg is broken."))
-    found = read_report(tmp_path / "report")
+    found = read_report(tmp_path / "report", 3, 4)
     assert found is not None
-    assert (found.text, found.consequence) == ("a.jpg is broken.", False)
+    assert (found.rank, found.code, found.text, found.consequence) == (3, 4, "a.jpg is broken.", False)
     with pytest.raises(ValueError, match="a bug") as caught:
         raise ValueError("a bug")
     assert write_report(caught.value)
-    found = read_report(tmp_path / "report")
+    found = read_report(tmp_path / "report", 3, 4)
     assert found is not None
     assert found.text.startswith("Traceback")
     assert "raise ValueError" in found.text
@@ -83,15 +83,15 @@ def test_what_only_says_that_another_rank_is_gone_is_a_consequence(
 ) -> None:
     monkeypatch.setenv(VARIABLE, str(tmp_path / "report"))
     write_report(error)
-    found = read_report(tmp_path / "report")
+    found = read_report(tmp_path / "report", 3, 4)
     assert found is not None
     assert found.consequence is consequence
 
 
 def test_half_a_report_is_none(tmp_path: Path) -> None:
-    assert read_report(tmp_path / "absent") is None
+    assert read_report(tmp_path / "absent", 0, 1) is None
     (tmp_path / "half").write_text('{"seconds": 1')
-    assert read_report(tmp_path / "half") is None
+    assert read_report(tmp_path / "half", 0, 1) is None
 
 
 def test_numbers_of_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,14 @@ def test_numbers_of_nodes_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reserved_port_is_nobody_elses_but_a_rank_can_listen_on_it() -> None:
-    port = ReservedPort("127.0.0.1")
-    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-        stranger.bind(("127.0.0.1", port.number))
-    with socket.socket() as rank:
-        rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        rank.bind(("127.0.0.1", port.number))
-        rank.listen()
-    port.close()
+    with Nodes(1) as node:
+        address = node.meet(0).master
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(address)
+        with socket.socket() as rank:
+            rank.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            rank.bind(address)
+            rank.listen()
 
 
 def test_a_node_alone_has_all_ranks_and_a_new_port_in_each_life() -> None:

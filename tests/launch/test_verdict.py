@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from penstock.errors import ExitCode
-from penstock.launch.verdict import FINAL, Failure, Outcome, judge, order, tell
+from penstock.launch.report import FINAL, Failure, Outcome, judge, order, tell
 
 
 def test_all_well_is_zero() -> None:

@@ -9,8 +9,9 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from penstock.launch.signals import STOPS
 
@@ -103,31 +104,17 @@ def _addresses() -> list[tuple[str, str]]:
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
-    """Runs `function` in a thread of its own. A process that ends does not wait for it."""
+def call(function: Callable[[], T]) -> Future[T]:
+    """Start `function` in a thread of its own. A process that ends does not wait for it."""
+    future: Future[T] = Future()
 
-    def __init__(self, function: Callable[[], T]) -> None:
-        self._function = function
-        self._values: list[T] = []
-        self._problem: BaseException | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="penstock-store", daemon=True).start()
-
-    def wait(self, seconds: float = 0.0) -> bool:
-        """Wait up to `seconds`; return whether the call has ended."""
-        return self._ended.wait(seconds)
-
-    def result(self) -> T:
-        """The value it returned, once it has ended. Raises its error."""
-        if self._problem is not None:
-            raise self._problem
-        return self._values[0]
-
-    def _run(self) -> None:
+    def run() -> None:
         # Else a signal could reach this thread, while the main thread, which handles it, sleeps on.
         signal.pthread_sigmask(signal.SIG_BLOCK, (*STOPS, signal.SIGINT))
         try:
-            self._values.append(self._function())
-        except BaseException as problem:  # noqa: BLE001  # raised again by `result`
-            self._problem = problem
-        self._ended.set()
+            future.set_result(function())
+        except BaseException as problem:  # noqa: BLE001  # raised again by the future's `result`
+            future.set_exception(problem)
+
+    threading.Thread(target=run, name="penstock-store", daemon=True).start()
+    return future

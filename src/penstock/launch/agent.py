@@ -14,10 +14,10 @@ from typing import Final, Self
 from penstock.errors import ExitCode
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment, Rank
+from penstock.launch.report import Failure, Outcome, judge, order
+from penstock.launch.report import tell as lines_of
 from penstock.launch.settings import LaunchSettings, own_cores
 from penstock.launch.signals import STOPS, Requests, StopRequested
-from penstock.launch.verdict import Failure, Outcome, judge, order
-from penstock.launch.verdict import tell as lines_of
 from penstock.leftovers import temporary
 
 Tell = Callable[[str], None]
@@ -30,6 +30,7 @@ _STACKS = 5.0
 """Most seconds to wait for ranks' stacks: a busy machine is slow to wake a stopped process."""
 _SETTLED = 0.3
 """Stacks that have not grown for this many seconds are complete."""
+_NO_STACK = "(it did not answer: it waits in the kernel, or had not started)"
 _CAUSE = 3.0
 """Seconds to wait for another node's report that it failed first."""
 _GOOD: Final = (int(ExitCode.DONE), int(ExitCode.SAVED_REQUEUE), int(ExitCode.INTERRUPTED))
@@ -39,17 +40,9 @@ class Life:
     """The ranks of this node, running inside the context; on exit every remaining process is killed."""
 
     def __init__(
-        self,
-        program: Sequence[str],
-        assignment: Assignment,
-        settings: LaunchSettings,
-        folder: Path,
-        *,
-        requests: Requests,
-        nodes: Nodes,
-        tell: Tell,
-        replicas: bool = False,
-    ) -> None:
+        self, program: Sequence[str], assignment: Assignment, settings: LaunchSettings, folder: Path, *,
+        requests: Requests, nodes: Nodes, tell: Tell, replicas: bool = False,
+    ) -> None:  # fmt: skip
         self.settings, self.requests, self.nodes, self.tell = settings, requests, nodes, tell
         self.assignment = assignment
         self.ranks: list[Rank] = []
@@ -57,18 +50,11 @@ class Life:
         self._interrupts = 0
         try:
             for local in range(settings.ranks):
-                seen = assignment.first_rank + local == 0
-                rank = Rank(
-                    program,
-                    assignment,
-                    local,
-                    settings.ranks,
-                    folder,
-                    seen,
-                    elastic=settings.elastic or replicas,
-                    cores=own_cores(local, settings.ranks) if settings.bind_cores else (),
-                )
-                self.ranks.append(rank)
+                shows_output = assignment.first_rank + local == 0
+                cores = own_cores(local, settings.ranks) if settings.bind_cores else ()
+                elastic = settings.elastic or replicas
+                place = assignment, local, settings.ranks, folder
+                self.ranks.append(Rank(program, *place, shows_output, elastic=elastic, cores=cores))
         except BaseException:
             self.__exit__()
             raise
@@ -81,7 +67,7 @@ class Life:
         first_failure: float | None = None
         while True:
             self._pass_on_output()
-            self._forward()
+            self._forward_signals()
             now = time.monotonic()
             ended = [rank.poll() for rank in self.ranks]
             if all(ended):
@@ -158,7 +144,7 @@ class Life:
             for line in rank.lines():
                 self.tell(f"[rank {rank.number}] {line}")
 
-    def _forward(self) -> None:
+    def _forward_signals(self) -> None:
         for number in self.requests.take():
             again = ""
             if number is signal.SIGINT:
@@ -184,7 +170,7 @@ class Life:
 
     def _hangs(self, rank: Rank, now: float) -> bool:
         beat = rank.heartbeat.read()
-        if rank.code is not None or not beat.count:
+        if rank.code is not None or not beat.seconds:
             return False  # it has ended, or its program sends no beats
         limit = self.settings.hang_seconds if beat.stepping else self.settings.start_seconds
         return 0 < limit < now - beat.seconds
@@ -197,20 +183,26 @@ class Life:
         seen = time.monotonic()
         _wait_for_stacks(alive)
         # Not only ranks over their limit: a rank may have begun to wait before the hanging one stopped.
-        watched = [rank for rank in alive if beats[rank.number].count or rank.number in stopped]
+        watched = [rank for rank in alive if beats[rank.number].seconds or rank.number in stopped]
         if not watched:
             return self._outcome()  # meanwhile all have ended
         first = min(
             watched, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
         )
         beat = beats[first.number]
-        silent = seen - (beat.seconds if beat.count else first.started)
-        where = f"after step {beat.step}" if beat.count and beat.stepping else "before its first step"
+        silent = seen - (beat.seconds if beat.seconds else first.started)
+        where = f"after step {beat.step}" if beat.seconds and beat.stepping else "before its first step"
         state = "; the process was stopped (SIGSTOP or a debugger)" if first.number in stopped else ""
-        stacks = [f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:", first.stack()]
+        stacks = [
+            f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:",
+            first.read_stack() or _NO_STACK,
+        ]
         for rank in alive:
             if rank is not first:
-                stacks += [f"Stack of rank {rank.number}, step {beats[rank.number].step}:", rank.stack()]
+                stacks += [
+                    f"Stack of rank {rank.number}, step {beats[rank.number].step}:",
+                    rank.read_stack() or _NO_STACK,
+                ]
         failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(stacks), seconds=time.time())
         return Outcome(int(ExitCode.HANG), (failure,), final=self.requests.signal is not None)
 

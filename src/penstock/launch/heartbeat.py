@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import struct
@@ -19,8 +20,8 @@ T = TypeVar("T")
 
 VARIABLE: Final = "PENSTOCK_HEARTBEAT"
 """Environment variable with the path of this rank's file; not set without an agent."""
-_BEAT = struct.Struct("<qqd")
-"""Number of beats, the step, and `time.monotonic()` of the last beat, which is one clock for all processes."""
+_BEAT = struct.Struct("<qd")
+"""The step and `time.monotonic()` of the last beat, which is one clock for all processes."""
 _PROMISED = -1
 
 
@@ -28,11 +29,9 @@ _PROMISED = -1
 class Beat:
     """A rank's heartbeat, as its agent reads it."""
 
-    count: int
-    """Number of beats so far. At 0 nothing is known of the rank."""
     step: int
     seconds: float
-    """`time.monotonic()` at the last beat."""
+    """`time.monotonic()` at the last beat; 0: none yet, so nothing is known of the rank."""
 
     @property
     def stepping(self) -> bool:
@@ -46,7 +45,6 @@ class Heartbeat:
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _BEAT.size)
-        self._count = 0
 
     @staticmethod
     def create(path: Path) -> Heartbeat:
@@ -56,8 +54,7 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         """Record that `step` is done."""
-        self._count += 1
-        _BEAT.pack_into(self._memory, 0, self._count, step, time.monotonic())
+        _BEAT.pack_into(self._memory, 0, step, time.monotonic())
 
     def read(self) -> Beat:
         """Read the last beat."""
@@ -68,14 +65,10 @@ class Heartbeat:
         self._memory.close()
 
 
-_own_heartbeat: tuple[str, Heartbeat] | None = None
-
-
 def beat(step: int) -> None:
     """Tell the agent, if there is one, that `step` is done. For any training loop under `penstock launch`."""
-    heartbeat = _of_this_process()
-    if heartbeat is not None:
-        heartbeat.beat(step)
+    if path := os.environ.get(VARIABLE):
+        _opened(path).beat(step)
 
 
 def promise() -> None:
@@ -90,11 +83,6 @@ def beating(items: Iterable[T], step: int) -> Iterator[T]:
         yield item
 
 
-def _of_this_process() -> Heartbeat | None:
-    global _own_heartbeat
-    path = os.environ.get(VARIABLE)
-    if path is None:
-        return None
-    if _own_heartbeat is None or _own_heartbeat[0] != path:
-        _own_heartbeat = (path, Heartbeat(Path(path)))
-    return _own_heartbeat[1]
+@functools.cache
+def _opened(path: str) -> Heartbeat:
+    return Heartbeat(Path(path))

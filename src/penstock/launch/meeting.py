@@ -17,6 +17,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -39,11 +41,11 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import Count, FilledText, Natural, Range
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
-from penstock.launch.addresses import Call, interface_of, is_loopback, way_to, words_of_way
+from penstock.launch.addresses import call, interface_of, is_loopback, way_to, words_of_way
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
+from penstock.launch.report import Failure, Outcome
 from penstock.launch.settings import LaunchSettings
-from penstock.launch.verdict import Failure, Outcome
 
 T = TypeVar("T")
 _LOOK = 0.5
@@ -120,7 +122,7 @@ def seen_from_outside(members: list[Member]) -> list[Member]:
 class Meeting(Nodes):
     """This node among the others.
 
-    The store is called in separate threads (`Call`), so that a host that falls silent blocks neither the agent nor
+    The store is called in separate threads (`call`), so that a host that falls silent blocks neither the agent nor
     signals. A silent store counts as a silent node.
     """
 
@@ -133,7 +135,7 @@ class Meeting(Nodes):
         self._members: list[Member] = []
         self._node = 0
         self._looked = 0.0
-        self._look: Call[tuple[Outcome | None, bool]] | None = None
+        self._look: Future[tuple[Outcome | None, bool]] | None = None
         self._begun: dict[int, float] = {}
         """Start times of the threads that wait for the store."""
         self._seen: dict[int, tuple[int, float]] = {}
@@ -147,7 +149,7 @@ class Meeting(Nodes):
         if self._goes_on or error[0] is not None:
             return  # the others go on, and learn from this node's silence that it is gone
         # The end has already been reported; errors here do not change it.
-        self._wait(Call(self._leave), _PATIENCE)
+        self._wait(call(self._leave), _PATIENCE)
 
     def meet(self, restarts: int) -> Assignment:
         """Do as `Nodes.meet`. Raises EnvironmentProblem if too few nodes come, or the run has ended elsewhere."""
@@ -156,22 +158,22 @@ class Meeting(Nodes):
             self._look = None
         self._round += 1
         self._heard, self._waiting, self._goes_on, self._seen = None, False, False, {}
-        return self._result(Call(partial(self._meet, restarts)))
+        return self._result(call(partial(self._meet, restarts)))
 
     def report(self, outcome: Outcome) -> None:
         if self._store is None:
             return
         self._goes_on = not outcome.final
-        call = Call(partial(self._report, Message(node=self._node, outcome=outcome)))
-        if self._wait(call, _PATIENCE):
-            self._result(call)
+        reported = call(partial(self._report, Message(node=self._node, outcome=outcome)))
+        if self._wait(reported, _PATIENCE):
+            self._result(reported)
 
     def heard(self) -> Outcome | None:
         now = time.monotonic()
         if self._look is None and now - self._looked >= _LOOK:
             self._looked = now
-            self._look = Call(lambda: (self._reported() or self._lost(), self._others_wait()))
-        if self._look is not None and (self._look.wait() or self._silence() > self._settings.lost_seconds):
+            self._look = call(lambda: (self._reported() or self._lost(), self._others_wait()))
+        if self._look is not None and (self._look.done() or self._silence() > self._settings.lost_seconds):
             self._heard, self._waiting = self._result(self._look)
             self._look = None
         return self._heard
@@ -210,17 +212,11 @@ class Meeting(Nodes):
         settings = self._settings
         alive = max(1, round(settings.lost_seconds / 3))
         parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=settings.rdzv or "",
-            run_id=settings.rdzv_id,
-            min_nodes=settings.nodes[0],
-            max_nodes=settings.nodes[1],
-            local_addr=way_to(settings.endpoint()[0]).own,
-            join_timeout=str(int(settings.join_seconds)),
-            last_call_timeout=str(int(settings.settle_seconds)),
-            keep_alive_interval=str(alive),
-            keep_alive_max_attempt="3",
-        )
+            backend="c10d", endpoint=settings.rdzv or "", run_id=settings.rdzv_id, min_nodes=settings.nodes[0],
+            max_nodes=settings.nodes[1], local_addr=way_to(settings.endpoint()[0]).own,
+            join_timeout=str(int(settings.join_seconds)), last_call_timeout=str(int(settings.settle_seconds)),
+            keep_alive_interval=str(alive), keep_alive_max_attempt="3",
+        )  # fmt: skip
         store, self._serves = _open_store(settings)
         backend = _Backend(store, settings.rdzv_id, self._asking)
         with self._asking():
@@ -237,15 +233,9 @@ class Meeting(Nodes):
             way = way_to(self._settings.endpoint()[0])
             _, port = self._reserve(way.own)
             member = Member(
-                place=self._settings.node_rank,
-                procs=self._procs,
-                address=way.own,
-                port=port,
-                round=self._round,
-                restarts=restarts,
-                host=socket.gethostname(),
-                rendezvous=way.target,
-            )
+                place=self._settings.node_rank, procs=self._procs, address=way.own, port=port, round=self._round,
+                restarts=restarts, host=socket.gethostname(), rendezvous=way.target,
+            )  # fmt: skip
             keys = [f"member/{node}" for node in range(info.world_size)]
             end = time.monotonic() + self._settings.lost_seconds
             with self._asking():
@@ -331,19 +321,19 @@ class Meeting(Nodes):
         """Longest time in seconds for which a call has waited for the store."""
         return time.monotonic() - min(list(self._begun.values()), default=math.inf)
 
-    def _wait(self, call: Call[T], most: float) -> bool:
-        """Wait until `call` has ended. Returns False once the store has been silent for `most` seconds."""
-        while not call.wait(_TICK):
-            if self._silence() > most:
+    def _wait(self, answer: Future[T], seconds: float) -> bool:
+        """Wait for an answer of the store. Returns False once the store has been silent for `seconds`."""
+        while not wait_for([answer], _TICK).done:
+            if self._silence() > seconds:
                 return False
         return True
 
-    def _result(self, call: Call[T]) -> T:
-        """The value of `call`. Raises EnvironmentProblem if the store fails, or has been silent for too long."""
+    def _result(self, answer: Future[T]) -> T:
+        """The store's answer. Raises EnvironmentProblem if the store fails, or has been silent for too long."""
         with self._explained():
-            if not self._wait(call, self._settings.lost_seconds):
+            if not self._wait(answer, self._settings.lost_seconds):
                 raise RendezvousConnectionError(f"it has been silent for {self._silence():.0f} s")
-            return call.result()
+            return answer.result()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from typing import Self
 
 from penstock.launch.ranks import Assignment
-from penstock.launch.verdict import Outcome
+from penstock.launch.report import Outcome
 
 
 class Nodes:
@@ -18,7 +17,7 @@ class Nodes:
         self._procs = procs
         self._round = -1
         self._launch = os.urandom(16).hex()
-        self._port: ReservedPort | None = None
+        self._port: socket.socket | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -47,22 +46,15 @@ class Nodes:
         return False
 
     def _reserve(self, host: str) -> tuple[str, int]:
-        """Address and port for rank 0's store in the next life, replacing those of the last."""
+        """A free port of `host` for rank 0's store in the next life, replacing that of the last.
+
+        No other program gets it, but a rank can listen on it: this socket is bound without listening, and both set
+        SO_REUSEADDR, as every server does.
+        """
         if self._port is not None:
             self._port.close()
-        self._port = ReservedPort(host)
-        return host, self._port.number
-
-
-class ReservedPort:
-    """A free port that no other program gets while this is open, but on which a rank can listen. The socket is bound
-    without listening, and both set SO_REUSEADDR, as every server does.
-    """
-
-    def __init__(self, host: str) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((host, 0))
-        self.number: int = self._socket.getsockname()[1]
-        self.close: Callable[[], None] = self._socket.close
+        self._port = socket.socket(family, socket.SOCK_STREAM)
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind((host, 0))
+        return host, self._port.getsockname()[1]

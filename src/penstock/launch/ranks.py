@@ -18,7 +18,7 @@ from penstock.errors import ExitCode
 from penstock.launch import ELASTIC, LAUNCH, heartbeat, report, worker
 from penstock.launch.heartbeat import Heartbeat
 from penstock.launch.local import STORE_ELSEWHERE, rank_environment
-from penstock.launch.verdict import Failure
+from penstock.launch.report import Failure
 
 _TAIL = 4000
 
@@ -48,16 +48,9 @@ class Rank:
 
     def __init__(
         self,
-        program: Sequence[str],
-        assignment: Assignment,
-        local: int,
-        procs: int,
-        folder: Path,
-        shows_output: bool,
-        *,
-        elastic: bool = False,
-        cores: Sequence[int] = (),
-    ) -> None:
+        program: Sequence[str], assignment: Assignment, local: int, procs: int, folder: Path, shows_output: bool, *,
+        elastic: bool = False, cores: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Start the process. With `shows_output` it writes to this process's output; else the agent shows its lines.
         With `cores` it is bound to these cores, with all that it starts."""
         self.number = assignment.first_rank + local
@@ -132,11 +125,8 @@ class Rank:
         assert self.code is not None
         if self.code == ExitCode.DONE:
             return None
-        error = report.read_report(self._report)
-        if error is not None:
-            return Failure(
-                self.number, self.code, error.text, error.consequence, error.seconds, hopeless=error.hopeless
-            )
+        if (failure := report.read_report(self._report, self.number, self.code)) is not None:
+            return failure
         # A process killed by a signal writes no report, but faulthandler may have written its stack.
         stack = self.read_stack() if self.code < 0 else ""
         silent = self.code < 0 or self.code in (ExitCode.SAVED_REQUEUE, ExitCode.INTERRUPTED)
@@ -151,10 +141,6 @@ class Rank:
         if stopped:
             self.send(signal.SIGCONT)
         return stopped
-
-    def stack(self) -> str:
-        """The stacks requested by `ask_for_stack`."""
-        return self.read_stack() or "(it did not answer: it waits in the kernel, or had not started)"
 
     def read_stack(self) -> str:
         """The stacks written so far; empty if none."""

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from penstock.errors import EnvironmentProblem, ExitCode, PenstockError
-from penstock.launch.link import MOST_BYTES, packed
+from penstock.launch.local import MOST_BYTES, packed
 from penstock.planner.loads import LoadRecord
 from penstock.serve.scheduler import QueueFull
 

@@ -28,8 +28,7 @@ from penstock.decode.engine import Engine, Finished, Request, SlotResult
 from penstock.errors import EnvironmentProblem, ExitCode
 from penstock.infer.encode import Embedder
 from penstock.infer.ranks import from_rank_zero, together
-from penstock.launch.link import JsonLink
-from penstock.launch.local import LocalRanks
+from penstock.launch.local import JsonLink, LocalRanks
 from penstock.parallel import ParallelDims, local_device
 from penstock.parallel.dims import DATA
 from penstock.parallel.hosts import attend, rounds_of

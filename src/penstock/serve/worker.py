@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from penstock.config.decoding import Decoding
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, PenstockError
-from penstock.launch.link import Closed, JsonLink
+from penstock.launch.local import Closed, JsonLink
 from penstock.serve.scheduler import Job, Limits, Scheduler
 
 if TYPE_CHECKING:

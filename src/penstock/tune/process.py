@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.ladder.contender import ContenderEnded
-from penstock.launch.link import Closed, JsonLink
+from penstock.launch.local import Closed, JsonLink
 from penstock.tune.facts import Facts
 
 _LOOK = 0.5

@@ -31,7 +31,7 @@ from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
 from penstock.ladder.factory import can_switch
 from penstock.ladder.trace import trace
-from penstock.launch.link import Closed, JsonLink
+from penstock.launch.local import Closed, JsonLink
 from penstock.models.anatomy import anatomy_of, inner_model
 from penstock.models.fuse import places_for
 from penstock.optim.groups import parameters_of

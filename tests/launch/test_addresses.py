@@ -25,12 +25,8 @@ def test_the_way_to_a_host_has_an_address_and_an_interface() -> None:
     assert interface_of(way.own) in ("lo", "lo0")
     assert interface_of("192.0.2.77") == ""
     assert way.words().startswith("Here 127.0.0.1 is 127.0.0.1, at which no other host can reach this one")
-    assert [is_loopback(one) for one in ("127.0.1.1", "::1", "10.0.0.1", "fe80::1%eth0")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    addresses = ("127.0.1.1", "::1", "10.0.0.1", "fe80::1%eth0")
+    assert [is_loopback(address) for address in addresses] == [True, True, False, False]
     assert words_of_way("no-such-host.invalid").startswith("This host knows no way to no-such-host.invalid: ")
 
 

@@ -260,12 +260,12 @@ SAVING = (ELEMENTWISE, OFFLOAD)
 
 def rungs_for(config: TuneConfig) -> list[Rung]:
     """The rungs to try, in their order. Raises ConfigError for unknown names, or if none can be applied to scripts."""
-    asked, skipped = (tuple(text.replace(",", " ").split()) for text in (config.rungs, config.skip))
+    only, skipped = (tuple(text.replace(",", " ").split()) for text in (config.rungs, config.skip))
     names = {rung.name: rung for rung in choose((), skipped)}
-    asked_names = {rung.name for rung in choose(asked, skipped)}
-    if asked and not asked_names & {*TUNED}:
+    asked_names = {rung.name for rung in choose(only, skipped)}
+    if only and not asked_names & {*TUNED}:
         raise ConfigError(
-            f"None of the rungs {', '.join(asked)} can be applied to a script from outside; these can: "
+            f"None of the rungs {', '.join(only)} can be applied to a script from outside; these can: "
             f"{', '.join(TUNED)}."
         )
     chosen = [names[name] for name in TUNED if name in names and name in asked_names]

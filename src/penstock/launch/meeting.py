@@ -1,9 +1,8 @@
 """Agents of several nodes. torch.distributed's c10d rendezvous decides which nodes take part in each life of the ranks,
 and the agents exchange messages through its store.
 
-Only torchrun's rendezvous is used. Its agent returns 1 whatever the ranks returned. Its store outlives the ranks'
-lives, so that gloo in a new life finds the addresses of the last and waits for ever; here rank 0 serves a new store in
-each life.
+Only torchrun's rendezvous is used, not its agent; docs/decisions/0018 says why. Its store outlives the ranks' lives, so
+that gloo in a new life finds the addresses of the last and waits for ever; here rank 0 serves a new store in each life.
 """
 
 from __future__ import annotations

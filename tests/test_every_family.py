@@ -395,8 +395,8 @@ def test_adapters_start_from_weights_and_go_on_from_a_checkpoint(enrolled: Enrol
 def test_adapters_that_cannot_be_are_refused() -> None:
     pytest.importorskip("peft")
     model = create(ENROLLED["gpt"].config)
-    with pytest.raises(ConfigError, match=r"recipe\.lora\.also names 'nothing'"):
-        add_adapters(model, Lora(rank=2, also=("nothing",)))
+    with pytest.raises(ConfigError, match=r"recipe\.lora\.trained_parts names 'nothing'"):
+        add_adapters(model, Lora(rank=2, trained_parts=("nothing",)))
     with pytest.raises(ConfigError, match=r"does not know which parts|no such parts|No repeated blocks"):
         add_adapters(torch.nn.Linear(2, 2), Lora(rank=2))
 

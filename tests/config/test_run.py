@@ -102,6 +102,14 @@ def test_a_removed_setting_is_refused_by_name_in_files_and_options(key: str) -> 
         assert field not in without_removed(stored)[section]
 
 
+@pytest.mark.parametrize(
+    "values", [{"recipe.lora.also": "tokens"}, {"recipe": {"lora": {"also": ["tokens"]}}}]
+)
+def test_a_renamed_setting_is_read_by_its_former_name(values: dict[str, Any]) -> None:
+    read = load(RunConfig, overrides={"model": "gpt-tiny", "recipe.lora.rank": 2, **values})
+    assert read.recipe.lora.trained_parts == ("tokens",)
+
+
 @pytest.mark.parametrize("path", ["model.router", "model.decoder.router"])
 @pytest.mark.parametrize("value", REMOVED_VALUES["Stack.router"])
 def test_a_removed_router_is_refused_by_name(path: str, value: str) -> None:

@@ -308,14 +308,14 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             build(GPT, Plan.parse(line), recipe=recipe, loss=NextToken())
-    also = Recipe(lora=replace(lora, also=("tokens",)))
-    with pytest.raises(ConfigError, match=r"recipe\.lora\.also changes"):
+    also = Recipe(lora=replace(lora, trained_parts=("tokens",)))
+    with pytest.raises(ConfigError, match=r"recipe\.lora\.trained_parts changes"):
         build(GPT, Plan(), recipe=also, loss=Preferences("anywhere"))
     with pytest.raises(ConfigError, match=r"can store no linear layer.*16 inputs are no multiple of 32"):
         build(replace(GPT, width=16, mlp_width=16), Plan(), recipe=Recipe(lora=lora), loss=NextToken())
     # What learns stays plain, and so does what does not fit.
-    built = build(replace(GPT, mlp_width=48), Plan(), recipe=Recipe(lora=replace(lora, also=("*.attention.out",))),
-                  loss=NextToken())  # fmt: skip
+    lora = replace(lora, trained_parts=("*.attention.out",))
+    built = build(replace(GPT, mlp_width=48), Plan(), recipe=Recipe(lora=lora), loss=NextToken())
     stored = {name for name, module in built.model.named_modules() if isinstance(module, FrozenLinear)}
     assert {name.split(".blocks.")[1] for name in stored} == {
         f"{block}.{part}.base_layer" for block in (0, 1) for part in ("attention.qkv", "mlp.up")

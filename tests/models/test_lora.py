@@ -67,7 +67,7 @@ def test_adapters_of_a_foreign_model_learn_alone_and_are_merged(name: str) -> No
 
 
 def test_what_also_names_learns_in_a_foreign_model_too() -> None:
-    recipe = replace(RECIPE, lora=Lora(rank=2, parts="attention", also=("transformer.wpe",)))
+    recipe = replace(RECIPE, lora=Lora(rank=2, parts="attention", trained_parts=("transformer.wpe",)))
     built, _, start = _adapted("gpt2", recipe=recipe)
     learned = {key for key, tensor in built.model.named_parameters() if tensor.requires_grad}
     assert {key for key in learned if ".lora_" not in key} == {"transformer.wpe.weight"}
@@ -110,7 +110,7 @@ def test_adapters_that_do_not_stand_alone_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ENROLLED["gpt"].config
-    for number, lora in enumerate((Lora(), Lora(rank=2, also=("tokens",)))):
+    for number, lora in enumerate((Lora(), Lora(rank=2, trained_parts=("tokens",)))):
         run = tmp_path / str(number)
         settings = to_dict(RunConfig(model=config, recipe=Recipe(lora=lora)))
         held = {"weights": {"tokens.weight": torch.ones(2)}}

@@ -165,10 +165,10 @@ def export_adapter(checkpoint: Checkpoint, folder: Path, which: str) -> None:
         raise ConfigError(
             f"{checkpoint.path} has no adapters, because recipe.lora.rank was 0; export it without --adapter."
         )
-    if lora.also or gives_classes(create(config.model, device="meta")):
+    if lora.trained_parts or gives_classes(create(config.model, device="meta")):
         raise ConfigError(
-            f"{checkpoint.path} has learned more than its adapters: {', '.join(lora.also) or 'its head'}; export the "
-            "whole model, without --adapter."
+            f"{checkpoint.path} has learned more than its adapters: {', '.join(lora.trained_parts) or 'its head'}; "
+            "export the whole model, without --adapter."
         )
     places = {name: f"{which}/{name}" for name in _names(checkpoint, which) if ".lora_" in name}
     read = checkpoint.read(dict.fromkeys(places.values()))

@@ -222,10 +222,10 @@ def _unadaptable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]
             f"plan.{name}={degree} splits weights, which recipe.lora.base={lora.base} stores as a whole; use {name}=1, "
             "or sharding=fsdp."
         )
-    if preferences and lora.also:
+    if preferences and lora.trained_parts:
         yield (
             "task=preferences compares with the weights beside the adapters, which "
-            f"recipe.lora.base={lora.base} rounds and recipe.lora.also changes; leave one of them out."
+            f"recipe.lora.base={lora.base} rounds and recipe.lora.trained_parts changes; leave one of them out."
         )
 
 

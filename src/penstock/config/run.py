@@ -244,7 +244,7 @@ class Lora(Checked, where="recipe.lora"):
     """Dropout probability of an adapter's input."""
     parts: Literal["attention", "perceptron", "all"] = "all"
     """The parts of the blocks whose linears get adapters."""
-    also: tuple[str, ...] = ()
+    trained_parts: tuple[str, ...] = ()
     """Other parts that are trained, by name or pattern; a head for classes always is."""
     base: BaseWeights = "plain"
     """How frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to 8 or 4
@@ -259,6 +259,7 @@ EPOCHS: Final = 10.0
 class Recipe(Checked, where="recipe"):
     """How weights are trained. Learning rates are per step at the given global batch and never rescaled."""
 
+    MOVED: ClassVar[dict[str, str]] = {"lora.also": "lora.trained_parts"}
     epochs: Positive | None = None
     """How often each training sample is used, on average; none: 10, unless `steps` is set."""
     steps: Count | None = None

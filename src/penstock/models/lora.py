@@ -51,17 +51,18 @@ def add_adapters(model: nn.Module, lora: Lora) -> None:
     )  # fmt: skip
     learning = [role.name for role in _of_classes(model)]
     parameters = [name for name, _ in model.named_parameters()]
-    for pattern in lora.also:
+    for pattern in lora.trained_parts:
         if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in parameters):
             raise ConfigError(
-                f"recipe.lora.also names {pattern!r}, but the model has no such part.{nearest(pattern, parameters)}"
+                f"recipe.lora.trained_parts names {pattern!r}, but the model has no such part."
+                f"{nearest(pattern, parameters)}"
             )
     peft.inject_adapter_in_model(config, model)
     for module in filter(is_adapted, model.modules()):
         # Otherwise half inputs are cast to fp32 and by autocast back to half, and so are their gradients.
         cast(Any, module).cast_input_dtype_enabled = False
     for name, parameter in model.named_parameters():
-        for pattern in (*learning, *lora.also):
+        for pattern in (*learning, *lora.trained_parts):
             if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*"):
                 parameter.requires_grad_(True)
 

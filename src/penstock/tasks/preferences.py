@@ -110,7 +110,7 @@ class Preferences(ConversationTask):
 def reference_for(task: Preferences, module: nn.Module, setup: Setup) -> Callable[..., Tensor]:
     """The whole model that preferences start from, under the same Plan. Raises ConfigError if there is none."""
     lora = setup.recipe.lora
-    if lora.rank and not lora.also and not gives_classes(module):
+    if lora.rank and not lora.trained_parts and not gives_classes(module):
         return partial(base_outputs, module)  # the weights without the adapters
     if task.init_from is None or setup.config is None:
         raise ConfigError(

@@ -186,9 +186,8 @@ class Bytes(Tokenizer):
 
     def word_starts(self) -> NDArray[np.bool_]:
         starts = np.ones(self.size, np.bool_)
-        starts[[byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_")]] = (
-            False
-        )
+        inside = [byte for byte in range(256) if byte >= 128 or chr(byte).isalnum() or byte == ord("_")]
+        starts[inside] = False
         return starts
 
     def words(self) -> list[str]:

@@ -21,7 +21,6 @@ import re
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.boundary.files import own_file
@@ -43,9 +42,7 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,9})")
 _LEFT = re.compile(rf"({_STEP.pattern}(\.refused)?|{LATEST})\.tmp")
 
 
-def save(
-    folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0, group: dist.ProcessGroup | None = None
-) -> Path:
+def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0) -> Path:
     """Commit `snapshot` as `folder/step-N` and remove what is older than the newest `keep` (at least 2), except step
     `best`.
 
@@ -55,7 +52,7 @@ def save(
     Raises: EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
     CheckpointError: what was written does not read back.
     """
-    coordinator = current_coordinator(group)
+    coordinator = current_coordinator()
     parts = take_apart(snapshot, coordinator.rank)
     return commit(folder, parts, keep=keep, best=best, coordinator=coordinator)
 
@@ -200,7 +197,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
+def clean(folder: Path) -> None:
     """Remove what a killed save left. Rank 0 does it, and the other ranks wait."""
 
     def leftovers() -> None:
@@ -209,7 +206,7 @@ def clean(folder: Path, *, group: dist.ProcessGroup | None = None) -> None:
             remove(entry)
 
     if folder.is_dir():
-        current_coordinator(group).first(leftovers)
+        current_coordinator().first(leftovers)
 
 
 def _point_latest(folder: Path, name: str) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -296,9 +295,7 @@ def open_together(path: Path) -> Checkpoint:
     return _accepted(path, current_coordinator())
 
 
-def find(
-    folder: Path, *, below: int | None = None, group: dist.ProcessGroup | None = None
-) -> Checkpoint | None:
+def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
     """The newest checkpoint in `folder` that verifies, only among steps below `below` if that is set; None if there is
     no checkpoint at all.
 
@@ -308,7 +305,7 @@ def find(
     Raises:
         CheckpointError: there are checkpoints, but none can be trusted.
     """
-    coordinator = current_coordinator(group)
+    coordinator = current_coordinator()
     refused: list[tuple[Path, CheckpointError]] = []
     for step in reversed(coordinator.first(lambda: steps(folder))):
         if below is not None and step >= below:

@@ -1,8 +1,8 @@
 """Smaller models made from parts of another one. Parts are removed, not masked: the configuration of the result has
 fewer or narrower layers, so it is built, saved, trained, split and served like any other model.
 
-Removing a part has the same effect on outputs as multiplying its contribution by zero. Expert choice is the exception:
-with fewer experts each takes more tokens.
+Removing a part has the same effect on outputs as multiplying its contribution by zero; tokens of a removed expert go
+to others.
 
 Shapes: D width, G KV heads, K features of a head, M hidden width of a perceptron, E experts.
 """

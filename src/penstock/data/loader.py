@@ -94,7 +94,8 @@ class Loader:
         self._stream = Stream(len(source), seed, source.lengths if by_length else None, self.group)
         self._reader = Pool(source, batch, workers, DEPTH) if workers else Reader(source, batch)
         self._reading: _ReadAhead | None = None
-        self._ahead: _Staged | None = None
+        self._ahead: tuple[Any, torch.cuda.Event] | None = None
+        """A batch that was prepared ahead, and the event of its being ready."""
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended, self._read_none = False, True
         self._finalizer = weakref.finalize(self, _close, self._reader)
@@ -224,39 +225,30 @@ class Loader:
                 "they have more than 8 bits.", self.source.name, mean,
             )  # fmt: skip
 
-    def _stage_aside(self, side: torch.cuda.Stream) -> _Staged | None:
+    def _stage_aside(self, side: torch.cuda.Stream) -> tuple[Any, torch.cuda.Event] | None:
         host = self._take()
         if host is None:
             return None
         with torch.cuda.stream(side):
             batch = self._prepare(host, self.device)
-            return _Staged(batch, side.record_event())
+            return batch, side.record_event()
 
     def _next_from_side_stream(self, side: torch.cuda.Stream) -> Any:
         """Return the batch that was prepared ahead, and begin the next one beside the coming step."""
         staged = self._ahead or self._stage_aside(side)
         if staged is None:
             return None
+        batch, ready = staged
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(staged.ready)
-        for tensor in tensors(staged.batch):
+        current.wait_event(ready)
+        for tensor in tensors(batch):
             tensor.record_stream(current)
         self._ahead = self._stage_aside(side)
-        return staged.batch
+        return batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Staged:
-    batch: Any
-    ready: torch.cuda.Event
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A batch to be read: sample numbers, and their positions in the stream."""
-
-    ids: NDArray[np.int64]
-    positions: NDArray[np.int64]
+_Request = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""A batch to be read: sample numbers, and their positions in the stream."""
 
 
 class _ReadAhead:
@@ -295,13 +287,13 @@ class _ReadAhead:
         try:
             while not self._stopped.is_set():
                 while len(in_flight) < DEPTH and (request := next(self._requests, None)) is not None:
-                    self._reader.submit(request.ids)
+                    self._reader.submit(request[0])
                     in_flight.append(request)
                 if not in_flight:
                     self._put(None)
                     return
                 samples, reading = self._reader.receive()
-                positions = in_flight.popleft().positions
+                _, positions = in_flight.popleft()
                 self._put(HostBatch(_as_tensor(samples, self._pin), reading.ids, positions, reading.bad))
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
@@ -343,7 +335,7 @@ def _requests(
             if start >= stop:
                 return
         positions = np.arange(start, stop)
-        yield _Request(stream.ids(start, stop) if endless else positions, positions)
+        yield stream.ids(start, stop) if endless else positions, positions
         position += batch * world
 
 

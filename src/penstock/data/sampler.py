@@ -63,10 +63,8 @@ class Stream:
     ) -> None:
         """With `lengths` (samples,), samples of similar length share global batches of `group`; without, the order is
         random."""
-        if samples < 1:
-            raise ValueError("A stream needs at least one sample.")
-        if lengths is not None and (len(lengths) != samples or group < 1):
-            raise ValueError("Grouping needs a length of every sample, and the global batch.")
+        assert samples > 0
+        assert lengths is None or (len(lengths) == samples and group > 0)
         self.samples = samples
         self.seed = seed
         self._lengths = lengths

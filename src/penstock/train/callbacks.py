@@ -118,7 +118,7 @@ class WandB(_Tracker):
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
-        identity = _identity(output, "wandb")
+        identity = _identities(output).get("wandb")
         settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
         self._run = self._wandb.init(
             project=getattr(settings, "project", None) or "penstock", name=output.name, dir=str(output),
@@ -143,7 +143,7 @@ class MLflow(_Tracker):
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
-        identity = _identity(output, "mlflow")
+        identity = _identities(output).get("mlflow")
         run = self._mlflow.start_run(run_id=identity, run_name=None if identity else output.name)
         self._started = True
         if not identity:
@@ -192,16 +192,12 @@ def _facts(record: Record) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in ("event", "step")}
 
 
-def _identity(output: Path, tracker: str) -> str | None:
-    """The identity by which the tracker knows the run in this folder; None if it has none yet."""
-    if not (output / _ID).exists():
-        return None
-    identities = read_tree(output / _ID, "The list of trackers")
-    identity = identities.get(tracker)
-    return identity if isinstance(identity, str) else None
+def _identities(output: Path) -> dict[str, str]:
+    """The identities by which trackers know the run in this folder, by tracker."""
+    listed = read_tree(output / _ID, "The list of trackers") if (output / _ID).exists() else {}
+    return {name: one for name, one in listed.items() if name in TRACKERS and isinstance(one, str) and one}
 
 
 def _remember(output: Path, tracker: str, identity: str) -> None:
-    identities = {name: earlier for name in TRACKERS if (earlier := _identity(output, name))}
-    identities[tracker] = identity
+    identities = {**_identities(output), tracker: identity}
     write_file(own_file(output, _ID), [json.dumps(identities).encode()])

@@ -142,8 +142,9 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
             task = _beside_reference(task, config, device)
         model = open_folder(folder, device)
         names = _names_in(folder)
+        data = config.data if found_in(folder) is None else replace(config.data, tokenizer="auto")
         sources = [
-            _matched(task.open(_data_for(folder, config), described, split), described, names)
+            _matched(task.open(data, described, split), described, names)
             for split in (("train", "val") if config.split == "all" else (config.split,))
         ]
         evaluation = evaluate_source(
@@ -200,10 +201,6 @@ def _weights_of(name: str) -> Iterator[tuple[Path, str]]:
     with TemporaryDirectory(prefix="penstock-") as made:
         rewrite.export_model(checkpoint, Path(made), which)
         yield Path(made), f"{checkpoint.path}{' (EMA weights)' * (which == 'ema')}"
-
-
-def _data_for(folder: Path, config: EvaluateConfig) -> Any:
-    return config.data if found_in(folder) is None else replace(config.data, tokenizer="auto")
 
 
 def _beside_reference(task: Preferences, config: EvaluateConfig, device: torch.device) -> Preferences:

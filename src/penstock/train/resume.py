@@ -43,7 +43,7 @@ _OUTPUTS = (
 )  # fmt: skip
 # A link at one of these paths would otherwise only be noticed when it is written, perhaps hours later.
 _WRITTEN = (
-    *_OUTPUTS[1:], "run.toml", "taught.npz", "names", "tokenizer", "export.tmp", "experts/loads.json",
+    *_OUTPUTS[1:], "run.toml", "names", "tokenizer", "export.tmp", "experts/loads.json",
     "experts/loads.html", "profile/trace.json", "profile/operators.txt",
 )  # fmt: skip
 # Settings without influence on results, so a resumed run may change them; the optimizer is `plan.algorithm`.

@@ -32,6 +32,8 @@ from penstock.train.loss_monitor import REMEDY, LossMonitor
 from penstock.train.meters import LoadMeter
 
 _log = logging.getLogger(__name__)
+_PROGRESS = ("loss", "evaluated_at", "best_step", "worse", "total", "began")
+"""Fields of `RunState` that checkpoints hold as they are."""
 
 
 @dataclass(slots=True)
@@ -103,14 +105,9 @@ class RunState:
                 "random": random_states(self.built.device),
                 "loads": self.loads.state(),
                 "progress": {
-                    "loss": self.loss,
-                    "evaluated_at": self.evaluated_at,
+                    **{name: getattr(self, name) for name in _PROGRESS},
                     "evaluation": self.evaluation.record() if self.evaluation else None,
                     "best": self.best.record() if self.best else None,
-                    "best_step": self.best_step,
-                    "worse": self.worse,
-                    "total": self.total,
-                    "began": self.began,
                 },
             },
             config=to_dict(self.config),

@@ -16,7 +16,6 @@ from penstock.boundary.files import read_text
 from penstock.config.run import DataConfig
 from penstock.data.source import Split
 from penstock.data.text.chat import PLAIN, template_of
-from penstock.data.text.columns import Form
 from penstock.data.text.mixture import Mixture, TextSource
 from penstock.data.text.rows import RowTable, tables_of
 from penstock.data.text.sources import open_packs
@@ -182,23 +181,18 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
 
 def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int) -> ChatSource:
     """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
-    tables = _tables(data, tokenizer, split, "chat")
-    return ChatSource(f"{data.source} ({split})", tables, tokenizer, length=length, packed=data.packed).under(
-        data
-    )
+    packs = open_packs(data, tokenizer, "chat")
+    tables, name = tables_of(packs, data, split, unit="conversations"), f"{data.source} ({split})"
+    return ChatSource(name, tables, tokenizer, length=length, packed=data.packed).under(data)
 
 
 def open_preferences(
     data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int
 ) -> PreferenceSource:
     """Pairs of conversations of a split, each cut after `length` tokens. Raises ConfigError and DataError."""
-    tables = _tables(data, tokenizer, split, "preferences")
+    packs = open_packs(data, tokenizer, "preferences")
+    tables = tables_of(packs, data, split, unit="conversations")
     return PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length).under(data)
-
-
-def _tables(data: DataConfig, tokenizer: Tokenizer, split: Split, form: Form) -> list[tuple[RowTable, float]]:
-    packs = open_packs(data, tokenizer, form)
-    return tables_of(packs, data, split, unit="conversations")
 
 
 def give_template(tokenizer: Tokenizer, template: str) -> None:

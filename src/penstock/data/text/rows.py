@@ -52,9 +52,7 @@ class RowSource(TextSource):
         self.form = form
         self.classes = classes
         """Names of the classes; None where labels are numbers, or there are none."""
-        self.length, self.target_length = length, target_length
-        self._targets: NDArray[np.int32] | None = None
-        """Targets that take the place of the rows' own: (N, 1 + T), the length of each first."""
+        self.length = length
         self._tables = [table for table, _ in tables]
         self._frame = _Frame(tokenizer, form, length, target_length)
         self._mixture = Mixture([len(table) for table in self._tables], [weight for _, weight in tables])
@@ -81,8 +79,6 @@ class RowSource(TextSource):
         self._frame.write(out, table.texts(row))
         if table.labelled:
             out["label"] = table.label(row)
-        if self._targets is not None:
-            out["target_length"], out["target"] = self._targets[index, 0], self._targets[index, 1:]
 
 
 _SIDES = {"translation": ("source", "target"), "two": ("first", "second")}

@@ -27,8 +27,9 @@ def run(config: Augment, x: torch.Tensor, positions: object = None, seed: int = 
     return augment_batch(x, y, config, image_size=size, classes=4, seed=seed, positions=where)
 
 
-def drawn(config: Augment, count: int = 4000, size: int = 100) -> Draws:
-    return draw(config, stored=(size, size), image_size=size, channels=3, seed=0, positions=np.arange(count))
+def drawn(config: Augment, count: int = 4000, size: int = 100, first: int = 0) -> Draws:
+    positions = np.arange(first, first + count)
+    return draw(config, stored=(size, size), image_size=size, channels=3, seed=0, positions=positions)
 
 
 def test_without_augmentation_images_are_only_normalised() -> None:
@@ -106,7 +107,7 @@ def test_every_colour_operation_is_drawn_alike() -> None:
 def test_colour_is_applied_as_drawn() -> None:
     config = Augment(crop_scale_min=1, flip=0, color=0.8)
     x = images()
-    draws = draw(config, stored=(16, 16), image_size=16, channels=3, seed=0, positions=np.arange(6))
+    draws = drawn(config, 6, 16)
     expected = augmenting.randaugment.apply(x.permute(0, 3, 1, 2).float(), draws.operations, draws.factors)
     torch.testing.assert_close(run(config, x)[0], expected / 127.5 - 1)
 
@@ -116,7 +117,7 @@ def test_erasing_fills_one_rectangle() -> None:
     x = images(200)
     result, _ = run(config, x)
     plain, _ = run(NOTHING, x)
-    draws = draw(config, stored=(16, 16), image_size=16, channels=3, seed=0, positions=np.arange(200))
+    draws = drawn(config, 200, 16)
     assert abs((draws.erased[:, 2] > 0).mean() - 0.5) < 0.12
     for row, (top, left, height, width) in enumerate(draws.erased.tolist()):
         expected = plain[row].clone()
@@ -133,7 +134,7 @@ def test_mixup_blends_with_the_reverse() -> None:
     x = images()
     plain, _ = run(NOTHING, x)
     mixed, targets = run(config, x)
-    mix = draw(config, stored=(16, 16), image_size=16, channels=3, seed=0, positions=np.arange(6)).mix
+    mix = drawn(config, 6, 16).mix
     assert mix is not None
     assert mix.box is None
     torch.testing.assert_close(mixed, mix.share * plain + (1 - mix.share) * plain.flip(0))
@@ -148,17 +149,10 @@ def test_cutmix_pastes_a_box_of_the_reverse() -> None:
     seen = 0
     for position in range(20):
         mixed, targets = run(config, x, range(position, position + 6))
-        draws = draw(
-            config,
-            stored=(16, 16),
-            image_size=16,
-            channels=3,
-            seed=0,
-            positions=np.arange(position, position + 6),
-        )
-        assert draws.mix is not None
-        assert draws.mix.box is not None
-        top, left, height, width = draws.mix.box
+        mix = drawn(config, 6, 16, position).mix
+        assert mix is not None
+        assert mix.box is not None
+        top, left, height, width = mix.box
         expected = plain.clone()
         rows, columns = slice(top, top + height), slice(left, left + width)
         expected[:, :, rows, columns] = plain.flip(0)[:, :, rows, columns]
@@ -172,12 +166,7 @@ def test_cutmix_pastes_a_box_of_the_reverse() -> None:
 
 @pytest.mark.parametrize("alpha", [0.2, pytest.param(1.0, marks=pytest.mark.sweep), 5.0])
 def test_the_share_is_beta_distributed(alpha: float) -> None:
-    mixes = [
-        draw(
-            Augment(mixup=alpha), stored=(8, 8), image_size=8, channels=3, seed=0, positions=np.array([p])
-        ).mix
-        for p in range(2000)
-    ]
+    mixes = [drawn(Augment(mixup=alpha), 1, 8, position).mix for position in range(2000)]
     shares = np.array([mix.share for mix in mixes if mix])
     assert abs(shares.mean() - 0.5) < 0.04
     assert abs(shares.var() - 1 / (4 * (2 * alpha + 1))) < 0.02
@@ -185,10 +174,7 @@ def test_the_share_is_beta_distributed(alpha: float) -> None:
 
 def test_mixup_and_cutmix_take_turns() -> None:
     config = Augment(mixup=0.8, cutmix=1.0)
-    mixes = [
-        draw(config, stored=(8, 8), image_size=8, channels=3, seed=0, positions=np.array([p])).mix
-        for p in range(1000)
-    ]
+    mixes = [drawn(config, 1, 8, position).mix for position in range(1000)]
     assert abs(np.mean([mix is not None and mix.box is None for mix in mixes]) - 0.5) < 0.07
 
 

@@ -144,17 +144,21 @@ def test_harmless_blemishes_are_judged_alike(backend: str) -> None:
     np.testing.assert_allclose(decoded(blemished).astype(int), decoded(data).astype(int), atol=40)
 
 
+def chunk(kind: bytes, content: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def written_png(side: int, bits: int, colours: int, packed: bytes) -> bytes:
+    head = struct.pack(">IIBBBBB", side, side, bits, colours, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
 @functools.cache
 def bomb(side: int) -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
     packer = zlib.compressobj(9)
     body = b"".join([packer.compress(bytes(side + 1)) for _ in range(side)]) + packer.flush()
-    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+    return written_png(side, 8, 0, body)
 
 
 @pytest.mark.alone
@@ -192,8 +196,7 @@ def _tiff(values: np.ndarray, **tags: int | str) -> bytes:
 def _png(values: np.ndarray, significant: int) -> bytes:
     """A PNG of 16 bits that says how many of them are significant."""
     data = encoded(Image.fromarray(values), "PNG")
-    chunk = b"sBIT" + bytes([significant])
-    return data[:33] + b"\0\0\0\1" + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+    return data[:33] + chunk(b"sBIT", bytes([significant])) + data[33:]
 
 
 RAMP = np.linspace(0, 1, 64 * 64).reshape(64, 64)
@@ -231,8 +234,9 @@ def test_samples_of_more_than_8_bits_have_a_range_or_are_asked_for_one(
     assert np.abs(out - 255 * RAMP[..., None]).max() <= 1.5
 
 
-def test_colours_of_16_bits_are_read_where_white_is_65535(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = _deep_colour()
+def test_colours_of_16_bits_are_read_where_white_is_65535() -> None:
+    rows = (b"\0" + struct.pack(">HHH", 65535, 32896, 0) * 8) * 8  # Pillow does not write such files
+    data = written_png(8, 16, 2, zlib.compress(rows))
     out = np.zeros((8, 8, 3), np.uint8)
     decoding.decode(data, out, max_pixels=LIMIT, white=65535)
     assert out[0, 0].tolist() == [255, 128, 0]
@@ -242,24 +246,6 @@ def test_colours_of_16_bits_are_read_where_white_is_65535(monkeypatch: pytest.Mo
     ):
         with pytest.raises(Unreadable, match=problem):
             decoding.decode(data, out, max_pixels=LIMIT, white=white)
-
-
-def _deep_colour() -> bytes:
-    """A PNG of 8 × 8 pixels with 16 bits for each colour, which Pillow does not write."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
-
-    rows = (b"\0" + struct.pack(">HHH", 65535, 32896, 0) * 8) * 8
-    head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", head)
-        + chunk(b"IDAT", zlib.compress(rows))
-        + chunk(b"IEND", b"")
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,11 +48,6 @@ def test_shuffling_is_unbiased() -> None:
     """Every sample is first about equally often: 10,000 epochs of 10 samples."""
     first = np.bincount([permutation(0, epoch, 10)[0] for epoch in range(10_000)], minlength=10)
     assert ((first - 1000) ** 2 / 1000).sum() < 33.7  # 99.99 % of chi-squared, 9 degrees of freedom
-
-
-def test_a_stream_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        Stream(0, 0)
 
 
 def lengths_of(samples: int) -> np.ndarray:
@@ -110,9 +104,3 @@ def test_no_rank_always_gets_the_longest() -> None:
 def test_padding_is_what_the_longest_leaves() -> None:
     assert padding_share(np.array([1, 3, 2], np.int32), 2) == 1 - 6 / 8
     assert padding_share(np.array([5], np.int32), 4) == 0
-
-
-@pytest.mark.parametrize(("lengths", "group"), [(np.ones(3, np.int32), 4), (np.ones(5, np.int32), 0)])
-def test_grouping_without_its_facts_is_refused(lengths: np.ndarray, group: int) -> None:
-    with pytest.raises(ValueError, match="Grouping needs"):
-        Stream(5, 0, lengths, group)

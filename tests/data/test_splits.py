@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers.images import encoded, photo, write_folder
+from helpers.images import encoded, photo, write_folder, write_tar
 from penstock.config.run import DataConfig
 from penstock.data import open_source
 from penstock.data.imagefolder import list_split
@@ -100,12 +98,12 @@ def test_classes_may_have_folders_of_their_own(folders: tuple[str, ...], tmp_pat
 def test_shards_are_divided_by_their_names(tmp_path: Path) -> None:
     image = encoded(photo(8, 8))
     for name, count in (("set-train-0", 3), ("set-train-1", 3), ("set-val-0", 2)):
-        with tarfile.open(tmp_path / f"{name}.tar", "w") as shard:
-            for number in range(count):
-                for file, content in ((f"{number}.jpg", image), (f"{number}.cls", b"0")):
-                    member = tarfile.TarInfo(file)
-                    member.size = len(content)
-                    shard.addfile(member, io.BytesIO(content))
+        files = [
+            (f"{n}.{kind}", content)
+            for n in range(count)
+            for kind, content in (("jpg", image), ("cls", b"0"))
+        ]
+        write_tar(tmp_path / f"{name}.tar", files)
     packed = pack_source(tmp_path, tmp_path / "pack", Packing(size=8))
     assert {name: manifest.count for name, manifest in packed.manifests.items()} == {"train": 6, "val": 2}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from helpers.jobs import texts_in
+from helpers.runs import losses_of
 from helpers.toy import desk
 from penstock.cli import main
-from penstock.train.metrics import read_metrics
 
 SMALL = ["--model.width", "32", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "64"]
 # Every sample has as many words to tell, so that the mean over ranks is that of one process.
@@ -23,11 +23,6 @@ def _words(folder: Path, machine: str, plan: str) -> list[str]:
     settings = ["--plan", plan, "--recipe.steps", "4", "--recipe.warmup_steps", "1", "--recipe.lr", "1e-3"]
     settings += ["--device", "cpu", "--log_every", "1"]
     return ["train", *JOB, *SMALL, *settings, "--machine", machine, "--output", str(folder)]
-
-
-def _losses(folder: Path) -> list[float]:
-    records = read_metrics(folder / "metrics.jsonl")
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
 @pytest.mark.slow
@@ -51,7 +46,7 @@ def test_torchrun_starts_ranks_that_train_as_one_process_does(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert main(_words(single, machine, "micro_batch=8 accumulate=2")) == 0
-    ours, theirs = _losses(several), _losses(single)
+    ours, theirs = losses_of(several), losses_of(single)
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-5)
     assert (several / "export").exists()

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers.cpus import pretend
-from helpers.cut import cut_in_step
 from helpers.equality import images, micro_batches, whole_weights
+from helpers.runs import cut_in_step
 from helpers.spawn import spawn
 from penstock.build import Built, build
 from penstock.cli import main

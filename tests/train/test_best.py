@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from helpers.runs import events_of
 from helpers.toy import desk
 from penstock import checkpoint
 from penstock.checkpoint.reader import open_verified
@@ -38,11 +39,6 @@ def config(tmp_path: Path) -> RunConfig:
         device="cpu", checkpoint_every=100, log_every=2,
         recipe=Recipe(steps=8, lr=3e-3, warmup_steps=2, ema_decay=0.9, augment=Augment(flip=0.0)),
     )  # fmt: skip
-
-
-def events(config: RunConfig) -> list[tuple[str, int]]:
-    records = read_metrics(Path(config.output) / "metrics.jsonl")
-    return [(record["event"], record["step"]) for record in records]
 
 
 @pytest.fixture
@@ -103,7 +99,7 @@ def test_patience_ends_a_run_and_the_same_command_adds_nothing(
     patient = replace(scored, recipe=replace(scored.recipe, patience=1))
     result = train(patient)
     assert (result.steps, result.exported, result.evaluation.top1) == (6, 4, 0.5)
-    assert ("patience", 6) in events(patient)
+    assert ("patience", 6) in events_of(patient.output)
     again = train(patient)
     assert (again.resumed_at, again.steps, again.exported) == (6, 6, 4)
     score_evaluations(monkeypatch, (0.9,))

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.images import write_folder
+from helpers.runs import records_of
 from helpers.toy import desk
 from penstock.cli import main
 from penstock.data import Batch
 from penstock.tasks import ImageClassification
 from penstock.train.evaluate import evaluate
-from penstock.train.metrics import read_metrics
 
 TASK = ImageClassification()
 
@@ -115,7 +115,7 @@ def _evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any
 
 
 def _last(run: str) -> dict[str, Any]:
-    return [one for one in read_metrics(Path(run, "metrics.jsonl")) if one["event"] == "evaluation"][-1]
+    return records_of(run, "evaluation")[-1]
 
 
 def test_a_run_its_export_and_its_checkpoint_are_evaluated_alike(

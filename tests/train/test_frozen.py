@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from helpers.cut import cut_in_step
+from helpers.runs import train_into, train_whole_and_in_parts
 from helpers.toy import desk
-from penstock.cli import main
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
 from penstock.infer.load import loaded
-from penstock.train.metrics import read_metrics
 
 SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
 ADAPTERS = "--recipe.lora.rank 4 --recipe.lora.base int4 --recipe.lr 3e-2 --recipe.steps 8"
-
-
-def _train(output: str, *words: str, code: int = 0) -> list[float]:
-    given = " ".join((*words, ADAPTERS, SHARED)).split()
-    assert main(["train", *given, "--output", output]) == code
-    path = Path(output) / "metrics.jsonl"
-    records: list[dict[str, Any]] = read_metrics(path) if path.exists() else []
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
 def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
@@ -47,13 +36,8 @@ def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
     chats = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(240)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     given = "--from qwen --task chat --data text:chats.jsonl --data.tokenizer bytes --model.sequence 96"
-    whole = _train("whole", given)
+    whole = train_whole_and_in_parts(monkeypatch, 7, given, ADAPTERS, SHARED)
     assert whole[-1] < whole[0] - 0.3
-    with cut_in_step(monkeypatch, 7):
-        _train("parts", given, code=130)
-    assert _train("parts", given) == whole
-    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert one == other
 
     # The export is a plain folder, of transformers' names, of the values beside which adapters learned.
     theirs = transformers.AutoModelForCausalLM.from_pretrained("whole/export").eval()
@@ -67,8 +51,7 @@ def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
 
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(240)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    preferred = _train(
-        "preferred", "--from whole --task preferences --data text:pairs.jsonl --model.sequence 96"
-    )
+    given = "--from whole --task preferences --data text:pairs.jsonl --model.sequence 96"
+    preferred = train_into("preferred", given, ADAPTERS, SHARED)
     assert preferred[0] == pytest.approx(0.693147, abs=1e-5)
     assert preferred[-1] < 0.6

@@ -13,6 +13,7 @@ import torch
 
 from helpers.families import ENROLLED, OTHERS, batches, loss
 from helpers.rank_pool import pool
+from helpers.runs import cut_in_step, records_of
 from helpers.toy import desk
 from penstock.build import build
 from penstock.cli import main
@@ -24,9 +25,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.models import create
 from penstock.models.experts import MixtureOfExperts
 from penstock.planner.loads import MOST_WINDOWS, LoadRecord, imbalance, read_loads
-from penstock.step import TrainStep
 from penstock.train.meters import LoadMeter
-from penstock.train.metrics import read_metrics
 
 _LABELS = ("sw", "yo", "am")
 
@@ -128,22 +127,13 @@ def test_a_run_keeps_its_record(
     monkeypatch.chdir(tmp_path)
     whole = _train("whole")
     record = read_loads(whole)
-    steps = [one for one in read_metrics(whole / "metrics.jsonl") if one["event"] == "steps"]
+    steps = records_of(whole, "steps")
     assert [one["step"] for one in steps] == [window.until for window in record.windows] == [1, 2, 3, 4, 5, 6]
     for one, window in zip(steps, record.windows):
         assert one["expert_load"] == [imbalance(row) for row in window.counts]
 
-    called, step = 0, TrainStep.__call__
-
-    def cut(self: TrainStep, given: Any) -> Any:
-        nonlocal called
-        called += 1
-        if called == 4:
-            raise KeyboardInterrupt
-        return step(self, given)
-
-    monkeypatch.setattr(TrainStep, "__call__", cut)
-    _train("cut", code=130)
+    with cut_in_step(monkeypatch, 4):
+        _train("cut", code=130)
     assert read_loads(Path("cut")).windows[-1].until == 2
     assert read_loads(_train("cut")) == record, "a run that goes on counts nothing twice and loses nothing"
 
@@ -213,7 +203,7 @@ def test_a_label_chooses_the_expert_in_training_and_evaluation(
     assert record.labels == ("en", "sw", "yo")
     for layer in record.counts:
         assert [[place for place, visits in enumerate(row) if visits] for row in layer] == [[0], [1], [0]]
-    evaluation = [e for e in read_metrics(Path("given/metrics.jsonl")) if e["event"] == "evaluation"][-1]
+    evaluation = records_of("given", "evaluation")[-1]
     assert 0.0 <= evaluation["chrf"] <= 100.0
     words = words.replace("names:en,sw,yo", "numbers:en,de")
     assert main(["train", *words.split(), "--machine", "machine.json", "--output", "none"]) != 0

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.runs import events_of, losses_of, records_of
 from helpers.sweeps import sweep
 from helpers.toy import desk
 from penstock import checkpoint
@@ -42,7 +43,7 @@ from penstock.train import loop, train
 from penstock.train.callbacks import Callback, Record, trackers
 from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
-from penstock.train.metrics import Records, read_metrics
+from penstock.train.metrics import Records
 
 MODEL = ViTConfig(
     image_size=8, patch_size=4, channels=1, width=16, depth=2, heads=2, mlp_width=32, classes=10,
@@ -80,16 +81,6 @@ def cut() -> None:
     raise Cut
 
 
-def losses(config: RunConfig) -> list[float]:
-    records = read_metrics(Path(config.output) / "metrics.jsonl")
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
-
-
-def events(config: RunConfig) -> list[tuple[str, int]]:
-    records = read_metrics(Path(config.output) / "metrics.jsonl")
-    return [(record["event"], record["step"]) for record in records]
-
-
 def final_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
     folder = Path(config.output) / "checkpoints" / f"step-{config.recipe.steps}"
     files = sorted(folder.glob("*.safetensors"))
@@ -113,8 +104,8 @@ def test_a_cut_run_resumes_bit_for_bit_under_every_plan(config: RunConfig, line:
     with pytest.raises(Cut):
         train(broken, display=At(4, cut))
     assert train(broken).resumed_at == 3
-    assert losses(broken) == losses(whole)
-    assert len(losses(whole)) == 8
+    assert losses_of(broken.output) == losses_of(whole.output)
+    assert len(losses_of(whole.output)) == 8
     ours, theirs = final_tensors(broken), final_tensors(whole)
     assert ours.keys() == theirs.keys()
     assert {name.split("/")[0] for name in ours} >= {"weights", "ema", "optimizer", "random"}
@@ -125,8 +116,8 @@ def test_the_same_values_give_the_same_run_and_another_seed_another(config: RunC
     train(config)
     train(replace(config, output=f"{config.output}-again"))
     train(replace(config, output=f"{config.output}-other", seed=6))
-    assert losses(config) == losses(replace(config, output=f"{config.output}-again"))
-    assert losses(config) != losses(replace(config, output=f"{config.output}-other"))
+    assert losses_of(config.output) == losses_of(f"{config.output}-again")
+    assert losses_of(config.output) != losses_of(f"{config.output}-other")
 
 
 def test_what_a_run_leaves(config: RunConfig) -> None:
@@ -145,15 +136,15 @@ def test_what_a_run_leaves(config: RunConfig) -> None:
     expected += [
         ("steps", 6), ("checkpoint", 6), ("steps", 8), ("evaluation", 8), ("checkpoint", 8), ("summary", 8),
     ]  # fmt: skip
-    assert events(config) == expected
+    assert events_of(config.output) == expected
     assert (result.steps, result.resumed_at) == (8, 0)
-    assert result.loss == pytest.approx(sum(losses(config)[-2:]) / 2)
+    assert result.loss == pytest.approx(sum(losses_of(config.output)[-2:]) / 2)
 
 
 def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig) -> None:
     train(config)
-    records = read_metrics(Path(config.output) / "metrics.jsonl")
-    steps = next(record for record in records if record["event"] == "steps")
+    records = records_of(config.output)
+    steps = records_of(config.output, "steps")[0]
     names = (
         "samples_per_second", "step_seconds_median", "step_seconds_p95", "model_flops_per_second", "mfu", "hfu",
     )  # fmt: skip
@@ -164,7 +155,7 @@ def test_records_hold_speed_utilisation_memory_and_predictions(config: RunConfig
     assert start["plan"] == config.plan.line()
     assert config.machine is not None
     prediction = predict(config.model, load_machine(config.machine), config.plan)
-    before = next(record for record in records if record["event"] == "prediction")
+    (before,) = records_of(config.output, "prediction")
     for name in ("iteration_seconds", "samples_per_second", "memory_bytes", "mfu", "hfu"):
         assert summary["predicted"][name] == before[name] == getattr(prediction, name)
     assert summary["measured"]["step_seconds_median"] > 0
@@ -192,22 +183,22 @@ def test_the_exported_model_is_the_one_that_was_evaluated(config: RunConfig) -> 
 
 def test_a_finished_run_has_nothing_left_to_do(config: RunConfig) -> None:
     first = train(config)
-    told = events(config)
+    told = events_of(config.output)
     again = train(config)
     assert (again.steps, again.resumed_at, again.loss, again.evaluation) == (
         8, 8, first.loss, first.evaluation,
     )  # fmt: skip
-    assert [event for event in events(config) if event[0] not in ("resume", "prediction")] == [
+    assert [event for event in events_of(config.output) if event[0] not in ("resume", "prediction")] == [
         event for event in told if event[0] != "prediction"
     ]
 
 
 def test_starting_anew_deletes_nothing(config: RunConfig) -> None:
     train(config)
-    first = losses(config)
+    first = losses_of(config.output)
     train(replace(config, seed=8), resume=False)
-    assert len(losses(config)) == 8
-    assert losses(config) != first
+    assert len(losses_of(config.output)) == 8
+    assert losses_of(config.output) != first
     output = Path(config.output)
     assert checkpoint.steps(output / "checkpoints.before-1") == [6, 8]
     assert (output / "metrics.before-1.jsonl").exists()
@@ -259,7 +250,7 @@ def test_a_run_goes_on_with_another_plan(config: RunConfig, line: str, same: boo
         train(config, display=At(4, cut))
     plan = Plan.parse(f"micro_batch=16 accumulate=2 {line}")
     assert train(replace(config, plan=plan)).resumed_at == 3
-    expected, got = losses(whole), losses(config)
+    expected, got = losses_of(whole.output), losses_of(config.output)
     # With products in bf16, 2.5e-5 of a loss of 2.3 were measured.
     assert got == expected if same else got == pytest.approx(expected, rel=1e-5 if same is False else 1e-3)
 
@@ -308,21 +299,20 @@ def test_a_second_ctrl_c_ends_at_once(config: RunConfig, first: signal.Signals) 
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once(config: RunConfig) -> None:
     often = replace(config, recipe=replace(config.recipe, eval_every_epochs=4 * 32 / 1442))
     train(often)
-    assert [event for event in events(often) if event[0] == "evaluation"] == [
+    assert [event for event in events_of(often.output) if event[0] == "evaluation"] == [
         ("evaluation", 4),
         ("evaluation", 8),
     ]
     broken = replace(often, output=f"{often.output}-broken")
     with pytest.raises(SavedRequeue, match="after step 4"):
         train(broken, display=At(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
-    assert ("evaluation", 4) not in events(broken)
+    assert ("evaluation", 4) not in events_of(broken.output)
     with pytest.raises(Cut):
         train(broken, display=At(6, cut))
     train(broken)
 
     def told(config: RunConfig) -> list[Any]:
-        records = read_metrics(Path(config.output) / "metrics.jsonl")
-        return [(r["step"], r["top1"], r["loss"]) for r in records if r["event"] == "evaluation"]
+        return [(r["step"], r["top1"], r["loss"]) for r in records_of(config.output, "evaluation")]
 
     assert told(broken) == told(often)
 
@@ -338,7 +328,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(config: RunCo
     with pytest.raises(NumericError, match=r"By step 4, 3 steps in a row .* begins in the output"):
         train(wild)
     assert checkpoint.steps(Path(config.output) / "checkpoints") == []
-    assert {name for name, _ in events(wild)} == {"start", "prediction", "steps"}
+    assert {name for name, _ in events_of(wild.output)} == {"start", "prediction", "steps"}
 
 
 def test_weights_not_finite_are_not_saved(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,7 +447,7 @@ def test_tensorboard_and_a_profile_are_written_on_request(config: RunConfig) -> 
     )
     output = Path(config.output)
     assert list((output / "tensorboard").glob("events.out.tfevents.*"))
-    (record,) = [one for one in read_metrics(output / "metrics.jsonl") if one["event"] == "profile"]
+    (record,) = records_of(output, "profile")
     trace = json.loads(Path(record["trace"]).read_text())
     # What Perfetto reads: complete events ("X") with a start and a duration.
     spans = [
@@ -550,7 +540,7 @@ def test_no_step_waits_for_a_gpu(config: RunConfig, monkeypatch: pytest.MonkeyPa
     train(
         replace(config, device="cuda", machine=None, plan=plan, recipe=replace(config.recipe, ema_decay=0.9))
     )
-    assert len(losses(config)) == 8
+    assert len(losses_of(config.output)) == 8
 
 
 @pytest.mark.gpu
@@ -563,7 +553,7 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
     train(broken)
     # Kernels on a GPU may add in another order from run to run; the generators and the data must be the same.
     torch.testing.assert_close(
-        torch.tensor(losses(broken)), torch.tensor(losses(whole)), rtol=1e-4, atol=1e-5
+        torch.tensor(losses_of(broken.output)), torch.tensor(losses_of(whole.output)), rtol=1e-4, atol=1e-5
     )
 
 
@@ -579,7 +569,7 @@ def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(conf
     newest = checkpoint.steps(folder)[-1]
     assert newest >= 6
     assert train(beside).resumed_at == newest
-    assert losses(beside) == losses(config)
+    assert losses_of(beside.output) == losses_of(config.output)
     ours, theirs = final_tensors(beside), final_tensors(config)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
@@ -604,7 +594,7 @@ def test_no_file_of_a_run_is_written_through_a_link(config: RunConfig, tmp_path:
     assert Path("profile/trace.json") in parts
     (precious := tmp_path / "precious").mkdir()
     (precious / "trace.json").write_text("text")
-    for part in [*parts, Path("taught.npz"), Path("experts/loads.json"), Path("tracker.json")]:
+    for part in [*parts, Path("experts/loads.json"), Path("tracker.json")]:
         if part.name == "checkpoints":  # may lie on a larger disk: nothing that is there is written
             continue
         shutil.rmtree(output)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from helpers.marian import NUMBERS, write_files
+from helpers.runs import records_of
 from helpers.toy import desk
 from penstock.cli import main
 from penstock.data.text.marian import Marian
 from penstock.data.text.open import in_folder
 from penstock.models.convert import from_pretrained
-from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -55,8 +55,7 @@ def _train(start: str, output: str) -> dict[str, Any]:
     words = f"--from {start} --task translation --data pairs:rows.tsv --recipe.steps 2 --recipe.lr 1e-3"
     more = f"--recipe.warmup_share 0 --plan.micro_batch 4 --machine machine.json --output {output}"
     assert main(["train", "marian-base", *words.split(), *more.split()]) == 0
-    records = read_metrics(Path(output) / "metrics.jsonl")
-    return next(record for record in reversed(records) if record["event"] == "evaluation")
+    return records_of(output, "evaluation")[-1]
 
 
 def test_a_run_goes_from_opus_mt_to_exports_and_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,23 +9,12 @@ from typing import Any
 
 import pytest
 
-from helpers.cut import cut_in_step
+from helpers.runs import records_of, train_into, train_whole_and_in_parts
 from helpers.toy import desk
 from penstock.cli import main
-from penstock.train.metrics import read_metrics
 
 SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
 TINY = "--model.width 32 --model.depth 1 --model.heads 2 --model.mlp_width 48 --model.sequence 96"
-
-
-def _train(output: str, *words: str, code: int = 0) -> list[dict[str, Any]]:
-    assert main(["train", *words, *SHARED.split(), "--output", output]) == code
-    path = Path(output) / "metrics.jsonl"
-    return read_metrics(path) if path.exists() else []
-
-
-def _losses(records: list[dict[str, Any]]) -> list[float]:
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
 
 
 def test_a_run_by_preferences(
@@ -37,18 +26,13 @@ def test_a_run_by_preferences(
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     chats = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(240)]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    _train(
-        "base", "gpt-tiny", "--task", "chat", "--data", "text:chats.jsonl", *TINY.split(), "--recipe.steps=4"
-    )
+    train_into("base", "gpt-tiny --task chat --data text:chats.jsonl --recipe.steps=4", TINY, SHARED)
 
-    beside = [
-        "--task", "preferences", "--data", "text:pairs.jsonl", "--recipe.steps", "8", "--recipe.lr", "2e-3",
-    ]  # fmt: skip
-    given = ["--from", "base", *beside]
-    records = _train("whole", *given)
-    whole = _losses(records)
+    beside = "--task preferences --data text:pairs.jsonl --recipe.steps 8 --recipe.lr 2e-3"
+    # Cut off in the seventh step, after the checkpoint of the fourth.
+    whole = train_whole_and_in_parts(monkeypatch, 7, "--from base", beside, SHARED)
     assert whole[0] == pytest.approx(0.693147, abs=1e-5)
-    (evaluation,) = (record for record in records if record["event"] == "evaluation")
+    (evaluation,) = records_of("whole", "evaluation")
     assert evaluation["accuracy"] == 1.0
     assert evaluation["margin"] > 0.05
     assert evaluation["loss"] < 0.68
@@ -57,34 +41,27 @@ def test_a_run_by_preferences(
         Path("whole/export/tokenizer_config.json").read_text()
     )
 
-    # Cut off in the seventh step, after the checkpoint of the fourth.
-    with cut_in_step(monkeypatch, 7):
-        _train("parts", *given, code=130)
-    assert _losses(_train("parts", *given)) == whole
-    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert one == other
-
     # Few prompts, of whose pairs none may be in both splits: all are trained on.
     same = [{"prompt": f"{n % 4}?", "chosen": f"yes {n}", "rejected": "no"} for n in range(300)]
     Path("same.jsonl").write_text("\n".join(map(json.dumps, same)))
-    few = ["--from", "base", "--task", "preferences", "--data", "text:same.jsonl", "--recipe.steps", "2"]
+    few = "--from base --task preferences --data text:same.jsonl --recipe.steps 2"
     capsys.readouterr()
-    records = _train("few", *few, "--recipe.warmup_steps", "0")
+    train_into("few", few, "--recipe.warmup_steps 0", SHARED)
     out = capsys.readouterr()
     assert "too few different prompts" in caplog.text
     assert "share one stay together" in caplog.text
     assert "done: 2 steps, without a validation split" in out.out
-    assert "evaluation" not in {record["event"] for record in records}
+    assert not records_of("few", "evaluation")
     assert "no validation split" in Path("few/export/README.md").read_text()
     assert main(["report", "few", "--output", "few.html"]) == 0
 
     def refusal(*words: str, output: str = "whole") -> str:
         capsys.readouterr()
-        _train(output, *words, code=2)
+        train_into(output, *words, SHARED, code=2)
         return " ".join(capsys.readouterr().err.split())
 
     shutil.copytree("base/export", "other")
-    assert "init_from is 'other'" in refusal("--from", "other", *beside)
-    assert "will overwrite it" in refusal(*given, output="base")
-    assert "recipe.patience counts evaluations" in refusal(*few, "--recipe.patience", "1", output="waits")
-    assert "name them with --from" in refusal("gpt-tiny", *beside, output="new")
+    assert "init_from is 'other'" in refusal("--from other", beside)
+    assert "will overwrite it" in refusal("--from base", beside, output="base")
+    assert "recipe.patience counts evaluations" in refusal(few, "--recipe.patience 1", output="waits")
+    assert "name them with --from" in refusal("gpt-tiny", beside, output="new")

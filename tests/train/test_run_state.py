@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.runs import losses_of, records_of
 from helpers.toy import desk
 from penstock.checkpoint.tree import pack, unpack
 from penstock.config.load import load
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.train import train
-from penstock.train.metrics import read_metrics
 from penstock.train.run_state import random_state, set_random_state
 
 # Stopped at step 4 of 8 by SIGTERM under version 0.1.0 (commit b2c6164), as were the numbers below taken there.
@@ -40,11 +40,10 @@ def test_a_run_of_the_version_before_goes_on(tmp_path: Path, monkeypatch: pytest
     torch.set_num_threads(1)
     result = train(replace(config, output=str(output), machine=str(stored)))
     assert result.resumed_at == 4
-    records = read_metrics(output / "metrics.jsonl")
-    losses = [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+    losses = losses_of(output)
     assert len(losses) == 8
     assert losses[4:] == pytest.approx(LOSSES, rel=1e-5)  # bit for bit on the machine where they were taken
-    evaluations = [(one["step"], one["samples"]) for one in records if one["event"] == "evaluation"]
+    evaluations = [(one["step"], one["samples"]) for one in records_of(output, "evaluation")]
     assert evaluations == [(2, 355), (4, 355), (6, 355), (8, 355)]
     assert result.evaluation.top1 == pytest.approx(TOP1, abs=0.003)
     assert result.evaluation.loss == pytest.approx(LOSS, rel=1e-5)

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
+from helpers.runs import train_into, train_whole_and_in_parts
 from helpers.toy import desk
 from helpers.trained_tokenizers import LINES, trained_tokenizer
 from penstock.cli import main
@@ -24,7 +24,6 @@ from penstock.data.text.tokenizers import LibraryTokenizer
 from penstock.infer.encode import Classifier, read_images
 from penstock.models import create
 from penstock.models.convert import from_pretrained, model_in, save_pretrained
-from penstock.train.metrics import read_metrics
 
 pytest.importorskip("tokenizers")
 
@@ -35,10 +34,7 @@ MORE = (
 
 
 def _train(output: str, *words: str, code: int = 0) -> list[float]:
-    given = [*WORDS.split(), *MORE.split(), "--output", output, *words]
-    assert main(["train", "gpt-tiny", *given]) == code
-    records: list[dict[str, Any]] = read_metrics(Path(output) / "metrics.jsonl")
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+    return train_into(output, "gpt-tiny", WORDS, MORE, *words, code=code)
 
 
 def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,25 +42,13 @@ def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     desk(tmp_path)
     sizes = (
-        "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --model.classifier token "
-        "--recipe.steps 4"
+        "vit-digits --model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --recipe.steps 4"
     )
-
-    def train(output: str, *words: str, code: int = 0) -> list[float]:
-        given = [*sizes.split(), *MORE.split(), "--output", output, *words]
-        assert main(["train", "vit-digits", *given]) == code
-        records: list[dict[str, Any]] = read_metrics(Path(output) / "metrics.jsonl")
-        return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
-
-    train("teacher")
-    beside = ("--model.distilled", "true", "--recipe.teacher", "teacher", "--recipe.teacher_targets", "hard")
-    whole = train("whole", *beside)
-    assert whole != train("alone", *beside[:2])
-    with cut_in_step(monkeypatch, 4):
-        train("parts", *beside, code=130)
-    assert train("parts", *beside) == whole
-    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert one == other
+    words = (sizes, "--model.classifier token", MORE)
+    train_into("teacher", *words)
+    distilled, taught = "--model.distilled true", "--recipe.teacher teacher --recipe.teacher_targets hard"
+    whole = train_whole_and_in_parts(monkeypatch, 4, *words, distilled, taught)
+    assert whole != train_into("alone", *words, distilled)
 
     model: Any = from_pretrained("whole").eval()
     images = [Path("zero.png"), Path("noise.png")]
@@ -85,15 +69,9 @@ def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.chdir(tmp_path)
     _train("teacher", "--model.width", "48")
     beside = ("--model.width", "32", "--recipe.teacher", "teacher")
-    whole = _train("whole", *beside)
-    assert whole != _train("alone", "--model.width", "32")
-
     # Cut off in the fourth step, after the checkpoint of the second.
-    with cut_in_step(monkeypatch, 4):
-        _train("parts", *beside, code=130)
-    assert _train("parts", *beside) == whole
-    one, other = (Path(name, "export", "model.safetensors").read_bytes() for name in ("whole", "parts"))
-    assert one == other
+    whole = train_whole_and_in_parts(monkeypatch, 4, "gpt-tiny", WORDS, MORE, *beside)
+    assert whole != _train("alone", "--model.width", "32")
 
     # What is saved is as large as without the teacher, and says where it is.
     sizes = []

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from helpers.cut import cut_in_step
 from helpers.jobs import texts_in
+from helpers.runs import cut_in_step, losses_of
 from helpers.sweeps import sweep
 from helpers.toy import desk
 from penstock.checkpoint import rewrite
@@ -79,20 +79,17 @@ def _train(name: str, output: str, *words: str, code: int = 0, batch: int = 4) -
     return read_metrics(Path(output) / "metrics.jsonl")
 
 
-def _losses(records: list[dict[str, Any]]) -> list[float]:
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
-
-
 @pytest.mark.parametrize("line", ["loss=chunked", "padding=remove", "recompute=budget budget=0.0001"])
 def test_a_job_goes_on_with_another_plan(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, options = "bert-tiny", ("--data.packed", "false", "--model.dropout", "0")
-    losses = _losses(_train(name, "whole", *options))
+    _train(name, "whole", *options)
+    losses = losses_of("whole")
     with cut_in_step(monkeypatch, 4):
         _train(name, "cut", *options, code=130)
     changed = [word for each in line.split() for word in (f"--plan.{each.split('=')[0]}", each.split("=")[1])]
     again = _train(name, "cut", *options, *changed)
     assert any(record["event"] == "resume" and record["step"] == 2 for record in again)
-    assert _losses(again) == (losses if "recompute" in line else pytest.approx(losses, rel=1e-5))
+    assert losses_of("cut") == (losses if "recompute" in line else pytest.approx(losses, rel=1e-5))
 
 
 @pytest.mark.parametrize("name", sweep(ENROLLED, USUAL))
@@ -101,7 +98,7 @@ def test_a_job_trains_resumes_exactly_and_is_read_by_transformers(
 ) -> None:
     options = ("--plan.precision", "O1", "--recipe.ema_decay", "0.5")
     records = _train(name, "whole", *options)
-    losses = _losses(records)
+    losses = losses_of("whole")
     assert len(losses) == 6
     found = next(record for record in reversed(records) if record["event"] == "evaluation")
     assert found["sample"]
@@ -112,7 +109,7 @@ def test_a_job_trains_resumes_exactly_and_is_read_by_transformers(
         _train(name, "cut", *options, code=130)
     again = _train(name, "cut", *options)
     assert any(record["event"] == "resume" and record["step"] == 2 for record in again)
-    assert _losses(again) == losses
+    assert losses_of("cut") == losses
     for file in ("export/model.safetensors", "export/config.json"):
         assert (Path("cut") / file).read_bytes() == (Path("whole") / file).read_bytes()
 
@@ -184,7 +181,7 @@ def test_a_run_learns_the_same_however_its_steps_are_cut(name: str, folder: Path
         words = [*dropout, "--recipe.augment.label_smoothing", "0.1", "--plan.accumulate", str(8 // size)]
         records = _train(name, f"run-{size}", *words, batch=size)
         found.append({
-            "losses": _losses(records),
+            "losses": losses_of(f"run-{size}"),
             "norms": [record["grad_norm"] for record in records if record["event"] == "steps"],
             **{key: [r[key] for r in records if r["event"] == "evaluation"] for key in ("loss", "perplexity")},
         })  # fmt: skip

@@ -84,6 +84,13 @@ def _write(rows: list[dict[str, Any]], folder: Path, name: str = "chat.jsonl") -
     return DataConfig(source=f"text:{folder / name}", packed=False)
 
 
+def _first(source: Any) -> Any:
+    """The first sample, (1,)."""
+    sample = np.zeros(1, source.sample)
+    source.load(0, sample[0])
+    return sample
+
+
 def _shown(
     rows: list[dict[str, Any]], folder: Path, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> str:
@@ -92,9 +99,7 @@ def _shown(
     give_template(tokenizer, "auto")
     data = _write(rows * -(-5 // len(rows)), folder)
     data = DataConfig(source=data.source, packed=False, **settings)
-    source = open_conversations(data, tokenizer, "train", length=400)
-    sample = np.zeros(1, source.sample)
-    source.load(0, sample[0])
+    sample = _first(open_conversations(data, tokenizer, "train", length=400))
     words, text, inside = tokenizer.words(), "", False
     for token, learned in zip(sample["tokens"][0][sample["document"][0] >= 0], sample["learned"][0]):
         if learned != inside:
@@ -248,8 +253,7 @@ def test_columns_beside_are_read_in_tables_and_others_are_named_once(
 ) -> None:
     (tmp_path / "a.csv").write_text("id,system,question,answer\n" + "7,S,a,b\n" * 10)
     source = open_conversations(DataConfig(source=f"text:{tmp_path}/a.csv"), _plain(), "train", length=99)
-    sample = np.zeros(1, source.sample)
-    source.load(0, sample[0])
+    sample = _first(source)
     assert Bytes().decode(sample["tokens"][0].tolist()).startswith("<|system|>\nS")
     rows = [{"messages": _pair("a", "b"), "id": n} for n in range(9)] + [
         {"messages": _pair("a", "b"), "extra": 1}
@@ -329,8 +333,7 @@ def test_nulls_of_a_table_of_arrow_do_not_reach_the_template(tmp_path: Path) -> 
     rows = [{"messages": _pair("q", "", tool_calls=[call])} for call in calls * 10]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     source = open_conversations(DataConfig(source=f"text:{tmp_path}/a.parquet"), _plain(), "train", length=99)
-    sample = np.zeros(1, source.sample)
-    source.load(0, sample[0])
+    sample = _first(source)
     text = Bytes().decode(sample["tokens"][0].tolist())
     assert "null" not in text
     assert '"arguments": {"a": "1"}' in text

@@ -29,21 +29,8 @@ def named(name: object, init_from: str | None = None) -> Tokenizer:
 def word_piece(folder: Path) -> Path:
     """A small tokenizer of BERT's kind, as transformers writes it, which cuts and pads unless told not to."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        "play",
-        "##ing",
-        "the",
-        "un",
-        "##known",
-        "[",
-        "]",
-        "sep",
-    ]
+    listed = "[PAD] [UNK] [CLS] [SEP] [MASK] play ##ing the un ##known [ ] sep"
+    words = listed.split()
     made = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]")
     )
@@ -94,13 +81,8 @@ def test_a_library_tokenizer_cuts_and_fills_nothing_and_takes_text_for_text(tmp_
     tokenizer = named("auto", str(folder))
     assert tokenizer.encode(["playing the unknown"])[0].tolist() == [5, 6, 7, 8, 9]
     assert tokenizer.encode(["[SEP]", ""])[0].tolist() == [10, 12, 11]
-    assert (tokenizer.pad, tokenizer.unknown, tokenizer.classify, tokenizer.separator, tokenizer.mask) == (
-        0,
-        1,
-        2,
-        3,
-        4,
-    )
+    special = (tokenizer.pad, tokenizer.unknown, tokenizer.classify, tokenizer.separator, tokenizer.mask)
+    assert special == tuple(range(5))
     assert (tokenizer.begin, tokenizer.end) == (None, 3)
     assert tokenizer.word_starts().tolist() == [True] * 6 + [False] + [True] * 2 + [False] + [True] * 3
     again = pickle.loads(pickle.dumps(tokenizer))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import foreign
 from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.fused import FUSED
@@ -63,25 +64,14 @@ def test_ours_compute_the_same_fused(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(_gradients(model, inputs), before))
 
 
-SIZES = {
-    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-    "vocab_size": 60,
+CHANGES: dict[str, dict[str, Any]] = {
+    "bert": {}, "gpt2": {}, "llama": {}, "marian": {"activation_function": "swish"},
+    "vit": {"hidden_act": "quick_gelu"},
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {
-    "Bert": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 60, "n_positions": 32, "resid_pdrop": 0.0,
-             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "Marian": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
-               "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 60,
-               "pad_token_id": 0, "dropout": 0.0, "activation_function": "swish"},
-    "Llama": {**SIZES, "num_key_value_heads": 1},
-    "ViT": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
-            "image_size": 8, "patch_size": 4, "hidden_act": "quick_gelu"},
-}  # fmt: skip
-"""Small models of transformers, without dropout."""
+"""Small models of transformers, without dropout, by the options that make them use other activations."""
 PLACES = {
-    "Bert": {"residual_norm": 4, "bias_activation": 2}, "GPT2": {"bias_activation": 2},
-    "Marian": {"bias_activation": 4}, "Llama": {"bias_activation": 2}, "ViT": {"bias_activation": 2},
+    "bert": {"residual_norm": 4, "bias_activation": 2}, "gpt2": {"bias_activation": 2},
+    "marian": {"bias_activation": 4}, "llama": {"bias_activation": 2}, "vit": {"bias_activation": 2},
     "timm": {"bias_activation": 2},
 }  # fmt: skip
 """Where operators fit: norms only behind modules that add to the stream themselves."""
@@ -95,16 +85,14 @@ def _foreign(name: str, **changes: Any) -> tuple[nn.Module, tuple[Any, ...]]:
         except Exception as error:  # without a torchvision that fits
             pytest.skip(f"timm cannot be imported: {error}")
         return timm.create_model("vit_tiny_patch16_224", depth=2), (torch.randn(1, 3, 224, 224),)
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(**SMALL[name], **changes)
-    model = getattr(transformers, f"{name}Model")(config)
-    tokens = torch.randint(1, 60, (2, 9))
-    images = torch.randn(2, 3, 8, 8)
-    return _FirstOutput(model), (images if name == "ViT" else tokens, *[tokens] * (name == "Marian"))
+    pytest.importorskip("transformers")
+    whole = foreign.create(name, **CHANGES[name], **changes)
+    given, _ = foreign.batches(name, 0, 2)
+    return _FirstOutput(whole.base_model), (given, *[given] * (name == "marian"))
 
 
 def test_an_activation_without_a_kernel_is_refused() -> None:
-    model, _ = _foreign("GPT2", activation_function="tanh")
+    model, _ = _foreign("gpt2", activation_function="tanh")
     assert isinstance(model, _FirstOutput)
     with pytest.raises(ConfigError, match="fuse=bias_activation fits nowhere in GPT2Model"):
         fuse(model.inner, ("bias_activation",))

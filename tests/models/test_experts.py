@@ -17,7 +17,7 @@ from helpers.watched import ProductDtypes
 from penstock.apply import compile_model
 from penstock.build import Built, build
 from penstock.config.decoding import Weights
-from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig
+from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe
@@ -286,23 +286,6 @@ def test_gradients_of_balance_are_those_of_the_published_losses() -> None:
     torch.testing.assert_close(quiet, torch.autograd.grad(_reference(mixture, x).square().sum(), learned))
 
 
-def test_the_worst_balance_of_each_layer_is_seen_layer_by_layer() -> None:
-    """Layer 0 all on one expert and layer 1 all on the other: pooled over layers this would look perfect."""
-    for best in (0, 1):
-        mixture = _mixture(experts=2, experts_per_token=1, balance=1.0)
-        assert mixture.router is not None
-        logits = torch.zeros(1, 6, 2, dtype=torch.float64)
-        logits[..., best] = 20.0
-        gradient = mixture._balance(
-            logits[0], torch.tensor([6, 0]) if best == 0 else torch.tensor([0, 6]), None
-        )
-        softmax = logits[0].softmax(1)
-        f = torch.eye(2, dtype=torch.float64)[best]
-        assert float(2 * (f * softmax.mean(0)).sum()) == pytest.approx(2.0)
-        wanted = softmax * (2 * f - (softmax * 2 * f).sum(1, keepdim=True)) / 6
-        torch.testing.assert_close(gradient, wanted)
-
-
 def test_what_has_no_room_is_dropped_in_training_alone() -> None:
     mixture = _mixture(experts=2, experts_per_token=1, router="given", capacity=0.5)
     x = torch.randn(4, 2, 16, dtype=torch.float64)
@@ -316,22 +299,6 @@ def test_what_has_no_room_is_dropped_in_training_alone() -> None:
     shares = torch.tensor([[0.0, 0.25]]).expand(4, 2)
     padded = mixture(x, shares, routes)
     torch.testing.assert_close(padded, whole * torch.tensor([[0, 1], [0, 0], [0, 0], [0, 1]])[..., None])
-
-
-def test_given_routes_choose_the_expert_of_a_sample() -> None:
-    config = DecoderConfig(
-        width=16, depth=1, heads=2, mlp_width=32, vocabulary=13, sequence=8, experts=2, router="given"
-    )
-    torch.manual_seed(0)
-    model = create(config)
-    tokens = torch.randint(0, 13, (3, 5))
-    made = model(tokens, routes=torch.tensor([0, 1, 0]))
-    alone = model(tokens[1:2], routes=torch.tensor([1]))
-    torch.testing.assert_close(made[1:2], alone)
-    assert not torch.allclose(alone, model(tokens[1:2], routes=torch.tensor([0])), atol=1e-3)
-    with pytest.raises(ConfigError, match="pass it routes"):
-        model(tokens)
-    assert not any("router" in name for name, _ in model.named_parameters())
 
 
 def test_biases_of_sigmoid_routers_follow_the_loads() -> None:

@@ -121,13 +121,6 @@ def _matrix(world: int) -> Iterator[str]:
             yield f"micro_batch=2 {layout} recompute={recompute} precision={precision} accumulate={accumulate}"
 
 
-@pytest.mark.sweep
-# Each level on some numbers of ranks; fp64 is held on all of them.
-@pytest.mark.parametrize(("precision", "world"), [("O0", 1), ("O1", 1), ("O2", 2), ("O1", 4)])
-def test_every_layout_equals_one_process(world: int, precision: str) -> None:
-    _check(world, [line for line in _matrix(world) if precision in line], timeout=280)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", sweep([1, 2, 4], [4]))
 def test_every_layout_equals_one_process_in_fp64(world: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import ConfigError, NumericError
 from penstock.precision import gradient_histogram, recommend
-from penstock.precision.histogram import LOW, Histogram, Meter, power_of_two
+from penstock.precision.histogram import LOW, Histogram, Meter
 
 INF, NAN = math.inf, math.nan
 PLANTED = [
@@ -127,13 +127,6 @@ def test_the_recommended_scale() -> None:
     assert recommend(histogram(values), headroom=1.0).scale == 2.0**23
     assert recommend(histogram(values), headroom=100.0).scale == 2.0**17
     assert recommend(histogram([40000.0])).scale == 0.5  # such a loss must be scaled down
-
-
-@pytest.mark.parametrize(
-    ("value", "power"), [(1.0, 1.0), (1.5, 1.0), (0.999, 0.5), (65504.0, 2.0**15), (2.0**-30, 2.0**-30)]
-)
-def test_powers_of_two(value: float, power: float) -> None:
-    assert power_of_two(value) == power
 
 
 def test_what_no_scale_mends_is_refused() -> None:

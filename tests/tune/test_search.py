@@ -62,8 +62,6 @@ class World:
     """Further factors of words that come together."""
     started: list[str] = field(default_factory=list)
     alive: int = 0
-    late: float = 1.0
-    """Factor of everything but the script as it is, once many turns have been taken."""
 
 
 class Fake:
@@ -74,7 +72,7 @@ class Fake:
     def __init__(self, command: ScriptCommand, line: str, seed: int, log: Path, timeout: float) -> None:
         self.line, self.seed = line, seed
         self.losses: list[float | None] = []
-        self.memory, self.steps, self.turns = None, 0, 0
+        self.memory, self.steps = None, 0
         self.words = frozenset(line.split())
         self._random = random.Random(f"{line} {seed}")
         for word, (status, why) in self.world.fails.items():
@@ -96,14 +94,11 @@ class Fake:
 
     def turn(self, steps: int) -> float:
         self._advance(steps)
-        self.turns += 1
         seconds = 0.01
         for word in self.words:
             seconds /= self.world.gains.get(word, 1.0)
         for words, gain in self.world.together.items():
             seconds /= gain if words <= self.words else 1.0
-        if self.words and self.turns > 20:
-            seconds /= self.world.late
         return seconds * (1 + self._random.uniform(-self.world.noise, self.world.noise))
 
     def facts(self) -> tuple[Facts, dict[str, Any]]:
@@ -189,13 +184,6 @@ def test_where_nothing_is_beyond_the_noise_the_script_stays(tuned: Callable[...,
     assert words.startswith("Same results: Nothing beyond ±")
     assert "may be chance" in words
     assert command == report.train_command
-
-
-def test_a_gain_that_does_not_last_is_not_called_kept(tuned: Callable[..., LadderReport]) -> None:
-    """It is faster while it is tried, and slower in the last race: all rounds together decide."""
-    report = tuned(World(gains={"optimizer=fused": 1.04}, late=0.6, noise=0.001), rounds=9)
-    assert report.plan == "the script as it is"
-    assert _statuses(report)["optimizer-fused"] != "kept"
 
 
 def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., LadderReport]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -64,15 +63,10 @@ def test_the_type_and_device_are_chosen_by_the_reader(tmp_path: Path) -> None:
     assert from_pretrained(tmp_path, device="cpu", dtype=torch.bfloat16).head.weight.dtype == torch.bfloat16
 
 
-def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    path = tmp_path / "model.bin"
-    torch.save({"w": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match=r"model.bin is no safetensors file.*unpickling"):
-        read_state_dict(path)
-    disguised = tmp_path / "model.safetensors"
-    disguised.write_bytes(pickle.dumps({"w": 1}))
-    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read as safetensors"):
-        read_state_dict(disguised)
+def test_a_type_that_no_weight_has_is_refused_by_name(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="'w' is of dtype 'C64'"):
+        read_state_dict(tmp_path)
 
 
 def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -122,25 +116,6 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     with pytest.raises(CheckpointError, match=r"one.safetensors holds 'a', which is in"):
         read_state_dict(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "words"),
-    [
-        *(
-            (dtype, f"head.weight is of {dtype}, but the model's is")
-            for dtype in (torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn)
-        ),
-        (torch.complex64, "'classifier.weight' is of dtype 'C64'"),
-    ],
-)  # fmt: skip
-def test_weights_of_types_that_are_none_are_refused(tmp_path: Path, dtype: torch.dtype, words: str) -> None:
-    save_pretrained(Model(TINY), tmp_path)
-    state = read_state_dict(tmp_path)
-    state["classifier.weight"] = state["classifier.weight"].to(dtype)
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises((CheckpointError, ConfigError), match=words):
-        from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(

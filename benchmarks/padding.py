@@ -27,11 +27,11 @@ from penstock.config.plan import AttentionBackend, Plan
 from penstock.kernels.attention import Scores, split_heads, token_attention
 from penstock.kernels.choices import UNPADDED_MEAN
 from penstock.kernels.documents import Documents
-from penstock.kernels.padding import Real, Unpadded
+from penstock.kernels.padding import Real, Unpadded, within
 from penstock.ladder.measure import Bench
 from penstock.ladder.own import subject_of
 from penstock.ladder.settings import LadderConfig
-from penstock.models.positions import added, within
+from penstock.models.masks import added
 from penstock.planner.prediction import predict_workload
 from penstock.probe import machine_for
 from penstock.report.record import environment

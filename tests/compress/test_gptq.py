@@ -21,9 +21,9 @@ from penstock.config.quantise import QuantiseOptions, StoredFormat
 from penstock.errors import ConfigError
 from penstock.ladder.trace import TensorMemory
 from penstock.models import create
-from penstock.models.attention import ZeroCentredNorm
 from penstock.models.convert import save_pretrained
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
+from penstock.models.sublayers import ZeroCentredNorm
 
 
 def _reference(weight: Tensor, hessian: Tensor, grid: RoundedWeight) -> Tensor:

@@ -16,10 +16,15 @@ from penstock.errors import ConfigError
 from penstock.kernels import bias_activation as activations
 from penstock.kernels import native
 from penstock.kernels import residual_norm as norms
-from penstock.kernels.bias_activation import _SigmoidForm, bias_activation, gelu_tanh, gelu_tanh_in_inference
+from penstock.kernels.bias_activation import (
+    _SigmoidForm,
+    activate,
+    bias_activation,
+    gelu_tanh,
+    gelu_tanh_in_inference,
+)
 from penstock.kernels.dropout import dropout
 from penstock.kernels.residual_norm import add_norm, residual_norm
-from penstock.models.perceptron import activate
 
 FORMS = pytest.mark.parametrize("form", [pytest.param("native", marks=needs_compiler), "python"])
 

@@ -17,8 +17,8 @@ from penstock.kernels.choices import CAUSAL_BLOCK
 from penstock.kernels.documents import Documents
 from penstock.kernels.windows import Windows
 from penstock.models import create, stack
+from penstock.models.masks import added, visible
 from penstock.models.model import Model
-from penstock.models.positions import added, visible
 
 TOKENS = 333
 DEVICE = torch.device("cpu")

@@ -17,7 +17,7 @@ from penstock.config.plan import Plan
 from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.experts import MixtureOfExperts
-from penstock.models.perceptron import MLP
+from penstock.models.sublayers import MLP
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload

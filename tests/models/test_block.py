@@ -9,9 +9,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from penstock.config.activations import ACTIVATIONS, Mlp
-from penstock.kernels.bias_activation import bias_activation
+from penstock.kernels.bias_activation import activate, bias_activation
 from penstock.models.block import drop_path
-from penstock.models.perceptron import activate
 
 
 def test_both_activations_are_their_formulas() -> None:

@@ -24,11 +24,11 @@ from penstock.config.run import Recipe
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.infer.load import loaded
+from penstock.kernels.bias_activation import activate
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
 from penstock.models.convert import save_pretrained
 from penstock.models.experts import UNIT, MixtureOfExperts, balance, mixtures_of
-from penstock.models.perceptron import activate
 from penstock.models.router import Router
 
 SIZES = Stack(width=16, heads=2, mlp_width=24, mlp="swiglu", experts=4, experts_per_token=2, depth=2)

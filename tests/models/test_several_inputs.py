@@ -23,7 +23,7 @@ from penstock.kernels.attention import Scores, attention
 from penstock.kernels.documents import AlikeSamples, Batches
 from penstock.models import create
 from penstock.models.inputs import RunInputs
-from penstock.models.positions import visible
+from penstock.models.masks import visible
 from penstock.planner.describe import describe, totals
 
 TINY: Any = small("universal-tiny", head="both")

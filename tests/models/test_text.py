@@ -18,8 +18,8 @@ from penstock.kernels.choices import LOSS_BUDGET, UNPADDED_MEAN
 from penstock.kernels.documents import Documents
 from penstock.models import create
 from penstock.models.anatomy import set_switch
+from penstock.models.masks import visible
 from penstock.models.model import Model
-from penstock.models.positions import visible
 
 SIZES: dict[str, Any] = {"width": 32, "depth": 2, "heads": 4, "mlp_width": 48}
 TEXT: dict[str, Any] = {"vocabulary": 50, "sequence": 12}

@@ -19,8 +19,8 @@ from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import AttentionBackend, TokenOrder
 from penstock.errors import ConfigError
 from penstock.models import Model, create
+from penstock.models.embeddings import PatchStem
 from penstock.models.inputs import Inputs
-from penstock.models.stems import PatchStem
 from penstock.planner.describe import totals
 
 VITS = [name for name, preset in PRESETS.items() if isinstance(preset, ViTConfig) and not preset.experts]

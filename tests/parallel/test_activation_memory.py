@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
-from penstock.models.attention import Attention
 from penstock.models.block import Block
+from penstock.models.sublayers import Attention
 from penstock.parallel.recompute import _Recomputed
 from penstock.planner.describe import describe
 from penstock.planner.recompute import Recompute, kept_by

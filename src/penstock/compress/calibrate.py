@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from penstock.config.quantise import Limit
 from penstock.errors import ConfigError, NumericError
+from penstock.kernels.padding import is_real
 from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.inputs import counts_of
 from penstock.models.model import Model
-from penstock.models.positions import is_real
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
 

@@ -25,10 +25,10 @@ from penstock.config.graph import Run
 from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of
-from penstock.models.attention import ZeroCentredNorm
 from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Norm, Perceptron
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
+from penstock.models.sublayers import ZeroCentredNorm
 
 _COLUMNS = 128
 """Columns whose errors are applied together (B in the paper)."""

@@ -22,7 +22,7 @@ from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sh
 from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
-from penstock.models.positions import is_real
+from penstock.kernels.padding import is_real
 
 _SWEEP = 16
 """Steps between two removals of the columns that no beam attends to any more."""

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from penstock.config.plan import AttentionBackend
 from penstock.decode.looks import Continuing, grouped_attention
 from penstock.kernels.attention import Scores, attention
+from penstock.kernels.padding import within
 from penstock.models.anatomy import ELSEWHERE
-from penstock.models.positions import within
 
 NEVER = 1 << 30
 """The position of a column that no token may attend to."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from penstock.config.plan import AttentionBackend
 from penstock.kernels.attention import Scores, attention, type_of_scores
+from penstock.models.embeddings import Rotation, alibi, rotations
 from penstock.models.inputs import Context, Continued
-from penstock.models.positions import Rotation, alibi, rotations
 
 
 class Continuing:

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from penstock.decode.kv_cache import NEVER, Columns, KVCache
 from penstock.errors import ConfigError
 from penstock.export.onnx_file import Run, write_onnx
+from penstock.models.embeddings import Rotation, rotations
 from penstock.models.model import Model
-from penstock.models.positions import Rotation, rotations
 
 Pairs = list[tuple[Tensor, Tensor]]
 DECODER, ENCODER = "decoder_with_past_model.onnx", "encoder_model.onnx"

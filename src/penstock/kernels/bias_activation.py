@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.activations import ACTIVATIONS, Mlp
+from penstock.config.activations import ACTIVATIONS, UNGATED, Mlp
 from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.native import TYPES, address, direct, direct_function, library, sizes, threads_for
@@ -106,6 +106,20 @@ def apply_activation(x: Tensor, activation: str) -> Tensor:
     positive = F.relu(x)
     # No power: autocast would widen it.
     return positive * positive if activation == "relu2" else positive
+
+
+def activate(x: Tensor, activation: Mlp) -> Tensor:
+    """The elementwise activation; for gated ones (Shazeer, 2020), the activation of the first half times the second
+    half."""
+    if activation == "gelu_tanh" and (made := gelu_tanh_in_inference(x)) is not None:
+        return made
+    if activation not in UNGATED:
+        return apply_activation(x, activation)
+    gate, x = x.chunk(2, dim=-1)
+    limit = ACTIVATIONS[activation].limit
+    if limit is not None:
+        gate, x = gate.clamp(max=limit), x.clamp(-limit, limit) + 1.0
+    return apply_activation(gate, UNGATED[activation]) * x
 
 
 def _forward(

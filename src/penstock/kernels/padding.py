@@ -181,3 +181,13 @@ class _Put(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (rows,) = ctx.saved_tensors
         return grad.index_select(0, rows), None, None
+
+
+def is_real(lengths: Tensor, tokens: int) -> Tensor:
+    """Mask of the non-padding tokens, (B, N)."""
+    return torch.arange(tokens, device=lengths.device) < lengths[:, None]
+
+
+def within(lengths: Tensor, tokens: int) -> Tensor:
+    """Mask of the non-padding tokens in the shape of scores, (B, 1, 1, N)."""
+    return is_real(lengths, tokens)[:, None, None]

@@ -1,7 +1,7 @@
 """Sliding-window attention, in blocks of queries that attend only to the keys around them.
 
 N tokens with a window of W take N·W time and memory instead of N². Beltagy et al. (2020, "Longformer", section 3.1)
-split sequences in this way. The reference is `attention` with the N × N mask of `penstock.models.positions.visible`.
+split sequences in this way. The reference is `attention` with the N × N mask of `penstock.models.masks.visible`.
 
 Shapes: B samples, H heads, G KV heads, N tokens, K features per head; n blocks of C tokens, which attend to S =
 `before` + C + `after` keys.
@@ -39,7 +39,7 @@ class Windows(NamedTuple):
         lengths: Tensor | None = None, documents: Tensor | None = None,
     ) -> Windows | None:  # fmt: skip
         """The blocks of a window, or None if they would compute no less than full attention. For the arguments see
-        `penstock.models.positions.visible`."""
+        `penstock.models.masks.visible`."""
         cut = window_blocks(window, tokens, causal=causal)
         if cut is None:
             return None

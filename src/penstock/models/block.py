@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from penstock.config.layer import Layer
 from penstock.config.stack import Stack
 from penstock.kernels.dropout import Dropout
-from penstock.models.attention import Attention, CrossAttention, LatentAttention, make_norm, norm_in_its_type
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.inputs import ALONE, Context
-from penstock.models.perceptron import MLP
+from penstock.models.sublayers import (
+    MLP,
+    Attention,
+    CrossAttention,
+    LatentAttention,
+    make_norm,
+    norm_in_its_type,
+)
 from penstock.models.wrap import Around
 
 _RATE_UNIT = 2.0**-24

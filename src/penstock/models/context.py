@@ -18,8 +18,8 @@ from penstock.kernels.context import Shared, SharedMemories
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
+from penstock.models.embeddings import alibi, places_of, rotations
 from penstock.models.inputs import Context, Inputs
-from penstock.models.positions import alibi, places_of, rotations
 from penstock.models.stack import TokenStack, shares_of
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from penstock.config.graph import Graph, Init, TokenInput, WordHead
-from penstock.models.attention import Attention, CrossAttention, HeadShift, Sinks
 from penstock.models.block import Branch, ZeroLinear
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.heads import AttentionPool, UnitVectors
+from penstock.models.sublayers import Attention, CrossAttention, HeadShift, Sinks
 
 
 @contextmanager

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from penstock.config.layer import Layer
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+from penstock.kernels.bias_activation import activate
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.padding import put_rows
 from penstock.models.balance_loss import add_gradient
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.perceptron import MLP, activate
 from penstock.models.router import Router, recomputing, repeated
+from penstock.models.sublayers import MLP
 from penstock.models.visits import loads_of, merged, permuted, places_of, spread
 
 Facts = list[Tensor | None]

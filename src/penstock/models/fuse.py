@@ -27,12 +27,11 @@ from penstock.errors import ConfigError
 from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.residual_norm import residual_norm
 from penstock.models.anatomy import ELSEWHERE, Anatomy, anatomy_of, uncompiled
-from penstock.models.attention import ZeroCentredNorm
 from penstock.models.block import Block, Branch
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.inputs import ALONE, Context
-from penstock.models.perceptron import MLP
 from penstock.models.roles import Norm, Perceptron
+from penstock.models.sublayers import MLP, ZeroCentredNorm
 from penstock.models.wrap import restore, swap
 
 _log = logging.getLogger(__name__)

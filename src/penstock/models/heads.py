@@ -18,6 +18,7 @@ from penstock.config.graph import Condition, VectorHead
 from penstock.config.stack import Stack
 from penstock.dtypes import widened
 from penstock.kernels.attention import autocasts
+from penstock.kernels.bias_activation import activate
 from penstock.kernels.choices import loss_budget
 from penstock.kernels.cross_entropy import capped
 from penstock.kernels.distil import Taught
@@ -25,9 +26,8 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
-from penstock.models.attention import CrossAttention, make_norm
 from penstock.models.inputs import Context
-from penstock.models.perceptron import MLP, activate
+from penstock.models.sublayers import MLP, CrossAttention, make_norm
 
 TIME_STEPS = 1000.0
 """A time of 1 is embedded as the last of DDPM's 1,000 steps."""

@@ -16,8 +16,7 @@ from torch import Tensor
 from penstock.config.graph import Graph, Run, TokenInput, WordHead
 from penstock.kernels.attention import AttentionMask
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.kernels.padding import Real
-from penstock.models.positions import is_real, within
+from penstock.kernels.padding import Real, is_real, within
 
 Described = Tensor | Mapping[str, Tensor] | None
 

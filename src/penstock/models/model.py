@@ -32,10 +32,10 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
-from penstock.models.attention import make_norm
 from penstock.models.block import ZeroLinear, modulate
 from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
+from penstock.models.embeddings import ConvStem, PatchStem, images_of
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.heads import AttentionPool, Conditioner, Pooler, Transform, UnitVectors, Vocabulary
 from penstock.models.inputs import (
@@ -52,7 +52,7 @@ from penstock.models.inputs import (
     texts_of,
 )
 from penstock.models.stack import TokenStack, shares_of
-from penstock.models.stems import ConvStem, PatchStem, images_of
+from penstock.models.sublayers import make_norm
 
 
 class Model(nn.Module):

@@ -17,28 +17,13 @@ from penstock.dtypes import format_of
 from penstock.errors import ConfigError
 from penstock.kernels.attention import AttentionMask, type_of_scores
 from penstock.kernels.choices import knows_lengths
-from penstock.kernels.documents import AlikeSamples, Batches, Documents
 from penstock.kernels.dropout import Dropout
-from penstock.kernels.padding import Real, Unpadded
-from penstock.kernels.varlen import Varlen
-from penstock.kernels.windows import Windows
-from penstock.models.attention import make_norm
+from penstock.kernels.padding import Real, Unpadded, is_real, within
 from penstock.models.block import Block, ExpertSamples, ModulatedBlock
+from penstock.models.embeddings import Learned, Relative, Sinusoidal, alibi, places_of, rotations, turns_of
 from penstock.models.inputs import NOTHING, Context, RunInputs
-from penstock.models.positions import (
-    Learned,
-    Relative,
-    Sinusoidal,
-    added,
-    alibi,
-    biased,
-    is_real,
-    places_of,
-    rotations,
-    turns_of,
-    visible,
-    within,
-)
+from penstock.models.masks import added, masks_of
+from penstock.models.sublayers import make_norm
 from penstock.models.wrap import put_around
 
 
@@ -213,77 +198,12 @@ class TokenStack(nn.Module):
         described = (given.lengths, given.prefixes, given.documents, unpadded, bias)
         mask = near = None  # the kernel's own causal mask, or none, is enough
         if any(self.windows) or len(given.batches) > 1 or any(one is not None for one in described):
-            mask, near = self._masks(x, tokens, given, unpadded or given.documents, bias, causal=causal)
+            mask, near = masks_of(
+                self.windows, sizes.window, tokens, given, unpadded or given.documents, bias, causal=causal,
+                varlen=self._knows_lengths(x), samples=x.shape[0], device=x.device, dtype=type_of_scores(x),
+            )  # fmt: skip
         context = Context(mask=mask, near=near, causal=causal if given.batches else None, **turns)
         return context if given.memory is None else self._beside(context, given.memory, given, x)
-
-    def _masks(
-        self, x: Tensor, tokens: int, given: RunInputs, documents: Tensor | Unpadded | None, bias: Tensor | None,
-        *, causal: bool,
-    ) -> tuple[Tensor | AttentionMask | None, Tensor | AttentionMask | None]:  # fmt: skip
-        """The masks of blocks that attend to all tokens, and of those with a window."""
-        lengths, prefixes = given.lengths, given.prefixes
-        known: dict[str, Any] = {
-            "varlen": self._knows_lengths(x), "samples": x.shape[0], "device": x.device,
-            "dtype": type_of_scores(x), "lengths": lengths, "prefixes": prefixes,
-        }  # fmt: skip
-
-        def seen(window: int | None) -> Tensor | AttentionMask | None:
-            if len(given.batches) < 2:
-                return self._sight(tokens, window, bias, documents, causal=causal, **known)
-            assert not isinstance(documents, Unpadded)
-            sights, first = [], 0
-            for samples, hides in given.batches:
-                some = slice(first, first + samples)
-                first += samples
-                own = None if lengths is None or hides else lengths[some]
-                inside = None if documents is None else documents[some]
-                alone = {**known, "samples": samples, "lengths": own}
-                alone["prefixes"] = None if prefixes is None or not hides else prefixes[some]
-                sight = self._sight(tokens, window, bias, inside, causal=hides, **alone)
-                sights.append(AlikeSamples(samples, hides, sight))
-            return Batches(sights)
-
-        near = seen(self.sizes.window) if any(self.windows) else None
-        return seen(None) if 0 in self.windows else None, near
-
-    def _sight(
-        self, tokens: int, window: int | None, bias: Tensor | None, documents: Tensor | Unpadded | None = None,
-        *, causal: bool, dtype: torch.dtype, varlen: bool = False, prefixes: Tensor | None = None, **known: Any,
-    ) -> Tensor | AttentionMask | None:  # fmt: skip
-        """The attention mask, in the form that needs the least memory here."""
-        if prefixes is not None:
-            assert not isinstance(documents, Unpadded)  # its tokens are not causal
-            given = {"lengths": known["lengths"], "documents": documents, "prefixes": prefixes}
-            mask = visible(tokens, known["device"], causal=causal, window=window, **given)
-            return added(mask if bias is None else biased(bias, mask, causal=causal), dtype)
-        if varlen and isinstance(documents, Unpadded):
-            return Varlen(*documents.starts(rest=True), causal=causal, window=window)
-        if varlen and known["lengths"] is None and (documents is not None or window is not None):
-            where = {name: known[name] for name in ("samples", "device")}
-            alone: Varlen = Varlen.of(documents, tokens=tokens, causal=causal, window=window, **where)
-            return alone
-        if documents is not None and (causal or known["lengths"] is None):
-
-            def within_one(length: int) -> Tensor | AttentionMask | None:
-                inside = None if bias is None else bias[..., :length, :length]
-                alone = {**known, "samples": 1, "lengths": None}
-                return self._sight(length, window, inside, causal=causal, dtype=dtype, **alone)
-
-            more = window is not None or bias is not None
-            separate: Documents | None = Documents.of(
-                documents, causal=causal, mask=within_one if more else None
-            )
-            if separate is not None:
-                return separate
-        assert not isinstance(documents, Unpadded)  # `Documents` serves those
-        if window is not None and bias is None and not torch.compiler.is_exporting():
-            near = Windows.of(window, causal=causal, tokens=tokens, documents=documents, dtype=dtype, **known)
-            if near is not None:
-                return near
-        device, lengths = known["device"], known["lengths"]
-        seen = visible(tokens, device, causal=causal, window=window, lengths=lengths, documents=documents)
-        return added(seen if bias is None else biased(bias, seen, causal=causal), dtype)
 
 
 def shares_of(counts: Tensor, tokens: int) -> Tensor:

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
+from penstock.kernels.bias_activation import activate
 from penstock.kernels.padding import put_rows
 from penstock.models.experts import Compute, MixtureOfExperts, mixtures_of
-from penstock.models.perceptron import activate
 from penstock.parallel.dims import ParallelDims
 from penstock.parallel.experts import Visits
 from penstock.shards import EXPERT

@@ -18,10 +18,9 @@ from penstock.kernels.documents import Documents
 from penstock.kernels.native import direct
 from penstock.kernels.native_blocks import VECTOR, BlockKernel, computes_blocks
 from penstock.kernels.native_integers import InputScale, PackedInt8
-from penstock.models.attention import Attention, ZeroCentredNorm
 from penstock.models.block import Block, ExpertSamples
 from penstock.models.inputs import ALONE, Context
-from penstock.models.perceptron import MLP
+from penstock.models.sublayers import MLP, Attention, ZeroCentredNorm
 from penstock.models.wrap import Around, find, put_around
 from penstock.products.integers import Int8
 from penstock.products.rounded import RoundedInt8

@@ -30,14 +30,14 @@ from penstock.config.recipes import INSIDE, require_alike
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.kernels.distil import Taught, divergences, relation_divergence, score_difference
+from penstock.kernels.padding import is_real
 from penstock.models.anatomy import uncompiled
-from penstock.models.attention import Attention
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
 from penstock.models.inputs import lengths_of
 from penstock.models.model import Model
-from penstock.models.positions import is_real
 from penstock.models.stack import TokenStack
+from penstock.models.sublayers import Attention
 from penstock.parallel.fsdp import shard_frozen
 from penstock.parallel.sharded_init import made_in_rows
 from penstock.tasks.embedding import Embedding, vectors

@@ -20,7 +20,7 @@ from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts, sharded
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
-from penstock.models.positions import is_real
+from penstock.kernels.padding import is_real
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (

@@ -16,9 +16,9 @@ from penstock.config.theirs.names import Names, WeightPlaces, stack_of
 from penstock.config.theirs.text import library_of, write_text_config
 from penstock.dtypes import FLOATS
 from penstock.errors import ConfigError
+from penstock.models.embeddings import Sinusoidal
 from penstock.models.experts import UNIT
 from penstock.models.model import Model
-from penstock.models.positions import Sinusoidal
 from penstock.tensorfile import Pending
 
 

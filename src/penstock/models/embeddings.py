@@ -1,9 +1,10 @@
-"""Positions of tokens (tables, rotation, and biases of scores by distance), and masks of attention.
+"""Stems, which map images to the vectors of their patches (Dosovitskiy et al., ICLR 2021, "An Image is Worth 16x16
+Words"), and positions of tokens: tables, rotation, and biases of scores by distance.
 
-Shapes: B samples, N tokens as queries, M tokens as keys, D width, H heads, K features per head. `places` are the
-positions of tokens: (N,), or (B, N) where documents are packed into samples.
+Shapes: B samples, C channels, N patches, or tokens as queries, M tokens as keys, D width, H heads, K features per head.
+`places` are the positions of tokens: (N,), or (B, N) where documents are packed into samples.
 
-Nothing here is kept as a buffer, which a cast of the model to half precision would round: angles are computed again in
+No positions are kept as a buffer, which a cast of the model to half precision would round: angles are computed again in
 fp32 once per pass, and all blocks share them.
 """
 
@@ -20,6 +21,60 @@ from penstock.config.graph import Input, PatchInput
 from penstock.config.layer import Rotary
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
+
+
+class PatchStem(nn.Module):
+    """One linear map per patch (Dosovitskiy et al., ICLR 2021, eq. 1): (B, C, S, S) → (B, N, D).
+
+    A convolution whose stride is its kernel is this matrix product, and the product is faster; the weight is
+    (D, C·P·P), the convolution's kernel flattened.
+    """
+
+    def __init__(self, images: PatchInput, width: int, **where: Any) -> None:
+        super().__init__()
+        self.patch = images.patch_size
+        self.proj = nn.Linear(images.channels * images.patch_size**2, width, bias=images.bias, **where)
+
+    def forward(self, images: Tensor) -> Tensor:
+        batch, channels, height, width = images.shape
+        p = self.patch
+        patches = images.view(batch, channels, height // p, p, width // p, p)
+        rows = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * p * p)
+        return self.proj(rows)  # type: ignore[no-any-return]
+
+
+def images_of(patches: Tensor, images: PatchInput) -> Tensor:
+    """The inverse of `PatchStem`'s split of images: patches (B, N, C·P·P) to images (B, C, S, S)."""
+    p, side = images.patch_size, images.image_size // images.patch_size
+    pixels = patches.view(-1, side, side, images.channels, p, p)
+    return pixels.permute(0, 3, 1, 4, 2, 5).reshape(-1, images.channels, side * p, side * p)
+
+
+class ConvStem(nn.Module):
+    """Stride-2 3×3 convolutions with batch norm and ReLU, then one linear map (Xiao et al., NeurIPS 2021,
+    §4).
+
+    There is one convolution per halving of the image, log₂(patch) in all; widths double up to D.
+    """
+
+    def __init__(self, images: PatchInput, width: int, **where: Any) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = images.channels
+        for wider in images.stem_widths(width):
+            layers += [
+                nn.Conv2d(channels, wider, 3, stride=2, padding=1, bias=False, **where),
+                nn.BatchNorm2d(wider, **where),
+                nn.ReLU(),
+            ]
+            channels = wider
+        self.layers = nn.Sequential(*layers)
+        self.proj = nn.Linear(channels, width, bias=images.bias, **where)
+
+    def forward(self, images: Tensor) -> Tensor:
+        maps = self.layers(images).flatten(2)  # (B, C', N)
+        # Contiguous, so that the product is one matrix product of all rows and its bias is added inside.
+        return self.proj(maps.transpose(1, 2).contiguous())  # type: ignore[no-any-return]
 
 
 class Learned(nn.Embedding):
@@ -215,72 +270,3 @@ def places_of(tokens: int, documents: Tensor | None, device: torch.device) -> Te
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return places - torch.where(first, places, 0).cummax(dim=1).values
-
-
-def visible(
-    tokens: int, device: torch.device, *, causal: bool, window: int | None = None,
-    lengths: Tensor | None = None, documents: Tensor | None = None, prefixes: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """The attention mask, true where a token attends to another, broadcastable to (B, 1, N, N); None if the kernel's
-    own causal mask, or no mask, is enough.
-
-    `lengths` (B,) are the numbers of non-padding tokens of the samples. Padding comes last, so a causal mask hides it
-    already. Otherwise a mask of lengths is (B, 1, 1, N). Only a window or packed documents need N² memory, if no other
-    form applies: see `penstock.kernels.windows` and `documents`. `prefixes` (B,) are the numbers of first tokens of
-    each sample that attend to each other even under a causal mask.
-    """
-    mask: Tensor | None = None
-    ordered: Tensor | None = None
-    if causal and (documents is not None or prefixes is not None):
-        ordered = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
-    if ordered is not None and prefixes is not None:
-        ordered = ordered | within(prefixes, tokens)
-    # An exported program accepts any number of tokens.
-    any_number = torch.compiler.is_exporting()
-    limited = window is not None and (any_number or (window if causal else window // 2) < tokens)
-    if limited and window is not None:
-        places = torch.arange(tokens, device=device)
-        behind = places[:, None] - places
-        mask = behind.abs() < window if causal else behind.abs() <= window // 2
-        mask = mask[None, None]
-        if causal:
-            mask = mask & ((behind >= 0)[None, None] if ordered is None else ordered)
-    if documents is not None:
-        same = documents[:, None, :, None] == documents[:, None, None, :]
-        mask = same if mask is None else mask & same
-    if ordered is not None and not limited:
-        mask = ordered if mask is None else mask & ordered
-    if lengths is not None and not causal:
-        real = within(lengths, tokens)
-        # Padding attends to itself: a row of only −∞ would yield NaN, which spreads.
-        mask = real if mask is None else (mask & real) | torch.eye(tokens, dtype=torch.bool, device=device)
-    return mask
-
-
-def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as values to add to scores of this type, computed once for all blocks. Learned biases keep their own type,
-    in which their gradients are summed.
-    """
-    if mask is None or mask.requires_grad:
-        return mask
-    if mask.is_floating_point():
-        return mask.to(dtype)
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-
-
-def is_real(lengths: Tensor, tokens: int) -> Tensor:
-    """Mask of the non-padding tokens, (B, N)."""
-    return torch.arange(tokens, device=lengths.device) < lengths[:, None]
-
-
-def within(lengths: Tensor, tokens: int) -> Tensor:
-    """Mask of the non-padding tokens in the shape of scores, (B, 1, 1, N)."""
-    return is_real(lengths, tokens)[:, None, None]
-
-
-def biased(bias: Tensor, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """A bias of scores, with −∞ where `mask`, or else a causal mask, hides a token."""
-    if mask is None and causal:
-        tokens = bias.shape[-1]
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=bias.device).tril()
-    return bias if mask is None else bias.masked_fill(~mask, -math.inf)

@@ -1,4 +1,5 @@
-"""Norms, and attention: self-attention with keys and values per head or with latents, and cross attention to a memory.
+"""The sub-layers of a Transformer block and their norms: self-attention with keys and values per head or with latents,
+cross attention to a memory, and the MLP.
 
 Shapes: B samples, N tokens, D width, H heads, K features per head, G KV heads. Tokens come as (B, N, D), or as
 (N, B, D) where `sequence_first` is set.
@@ -27,6 +28,8 @@ from penstock.kernels.attention import (
     split_heads,
     token_attention,
 )
+from penstock.kernels.bias_activation import activate
+from penstock.kernels.dropout import Dropout
 from penstock.models.inputs import ALONE, Context, Continued
 
 
@@ -305,3 +308,25 @@ class CrossAttention(_Attending):
         k, v = self.kv(context.memory).unflatten(-1, (-1, 2, self.head_width)).unbind(dim=3)
         q, k = self.normed(q, k, v)
         return self.out(self.mix(q, k, v, context.memory_mask))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """down(activation(up(x))), with dropout after the activation. The gate's rows come first in `up`. `hidden` is the
+    hidden width, by default that of the layer.
+    """
+
+    def __init__(self, sizes: Stack, layer: Layer, *, hidden: int | None = None, **where: Any) -> None:
+        super().__init__()
+        self.activation = layer.perceptron.activation
+        self.activated = False
+        """Whether `up` applies the activation itself (`penstock.models.fuse`)."""
+        hidden = hidden or layer.perceptron.width
+        rows = hidden * (2 if layer.perceptron.gated else 1)
+        self.up = nn.Linear(sizes.width, rows, bias=layer.bias, **where)
+        self.dropout = Dropout(sizes.hidden_dropout) if sizes.hidden_dropout else None
+        self.down = nn.Linear(hidden, sizes.width, bias=layer.bias, **where)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        hidden = hidden if self.activated else activate(hidden, self.activation)
+        return self.down(hidden if self.dropout is None else self.dropout(hidden))  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from penstock.kernels.padding import is_real
 from penstock.models.anatomy import anatomy_of, evaluating
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.experts import MixtureOfExperts
-from penstock.models.inputs import counts_of
+from penstock.models.inputs import Inputs, counts_of
 from penstock.models.model import Model
 from penstock.models.roles import Attention
 from penstock.models.rounded import MOST
@@ -109,7 +109,7 @@ def real_tokens(model: nn.Module, arguments: tuple[Any, ...]) -> dict[str, Tenso
     generates, a sample ends with its last target, if the arguments have targets."""
     if not isinstance(model, Model):
         return {}
-    given, masks = model.given(arguments), dict[str, Tensor | None]()
+    given, masks = Inputs.of(model.graph, arguments), dict[str, Tensor | None]()
     for run in model.graph.runs:
         values = given.tensors[model.graph.input_of(run).name]
         counts = counts_of(model.graph, run, given, values.shape[1])

@@ -19,8 +19,8 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real
 from penstock.kernels.token_cut import Cut
 from penstock.models.embeddings import alibi, places_of, rotations
-from penstock.models.inputs import Context, Inputs
-from penstock.models.stack import TokenStack, shares_of
+from penstock.models.inputs import Context, Inputs, shares_of
+from penstock.models.stack import TokenStack
 
 
 class Shares:

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.activations import UNGATED
-from penstock.config.graph import Condition, VectorHead
+from penstock.config.graph import (
+    ClassHead,
+    Condition,
+    Graph,
+    Head,
+    PatchInput,
+    PixelHead,
+    VectorHead,
+    WordHead,
+)
 from penstock.config.stack import Stack
 from penstock.dtypes import widened
 from penstock.kernels.attention import autocasts
@@ -22,10 +31,12 @@ from penstock.kernels.bias_activation import activate
 from penstock.kernels.choices import loss_budget
 from penstock.kernels.cross_entropy import capped
 from penstock.kernels.distil import Taught
+from penstock.kernels.dropout import Dropout
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
+from penstock.models.block import ZeroLinear
 from penstock.models.inputs import Context
 from penstock.models.sublayers import MLP, CrossAttention, make_norm
 
@@ -182,3 +193,39 @@ class UnitVectors(nn.Linear):
             learned = self.learned.to(x.dtype)
             x, last = x * learned[0].clamp(max=math.log(self.MOST)).exp(), learned[1:]
         return x if self.offset is None else torch.cat([x, last.expand(len(x), 1)], dim=1)
+
+
+def parts_of_head(graph: Graph, head: Head, **where: Any) -> dict[str, nn.Module]:
+    """The modules of a head, by their names in the model."""
+    sizes, parts = graph.run(head.run).stack, dict[str, nn.Module]()
+    if isinstance(head, WordHead):
+        if head.transform:
+            parts[part_of(head, "transform")] = Transform(sizes, **where)
+        words = parts[head.name] = Vocabulary(sizes.width, head.vocabulary, bias=head.bias, **where)
+        words.cap = head.cap
+    elif isinstance(head, ClassHead):
+        if head.before == "norm":
+            parts[part_of(head, "norm")] = make_norm(sizes.norm_kind, sizes.width, **where)
+        elif head.before != "none":
+            pooler = Pooler if head.before == "tanh" else Transform
+            parts[part_of(head, "pooler")] = pooler(sizes, **where)
+        if head.pool == "attention":
+            parts[part_of(head, "attention_pool")] = AttentionPool(sizes, **where)
+        if head.dropout:
+            parts[part_of(head, "dropout")] = Dropout(head.dropout)
+        parts |= {name: nn.Linear(head.vectors * sizes.width, head.classes, **where) for name in head.linears}
+    elif isinstance(head, PixelHead):
+        plain, one = graph.condition is None, graph.input_of(graph.run(head.run))
+        assert isinstance(one, PatchInput)
+        parts[part_of(head, "norm")] = make_norm(sizes.norm_kind, sizes.width, affine=plain, **where)
+        if not plain:
+            parts[part_of(head, "modulation")] = ZeroLinear(sizes.width, 2 * sizes.width, **where)
+        parts[head.name] = ZeroLinear(sizes.width, one.channels * one.patch_size**2, **where)
+    elif isinstance(head, VectorHead):
+        parts[head.name] = UnitVectors(head, sizes.width, **where)
+    return parts
+
+
+def part_of(head: Head, part: str) -> str:
+    """The name of a part before a head's last linear."""
+    return part if head.name == "head" else f"{head.name}_{part}"

@@ -5,7 +5,7 @@ Shapes: B samples, N tokens, M tokens of a memory, D width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.config.graph import Graph, Run, TokenInput, WordHead
+from penstock.config.graph import Graph, Input, Run, TokenInput, WordHead
+from penstock.errors import ConfigError
 from penstock.kernels.attention import AttentionMask
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import Real, is_real, within
@@ -61,6 +62,19 @@ class Inputs:
     al., CVPR 2023, "ERNIE-ViLG 2.0", section 2.2)."""
     by_sample: bool = False
     """Whether the last head for words returns the sum for each sample, (B,); needs `rows` to be None."""
+
+    @classmethod
+    def of(cls, graph: Graph, args: Sequence[Any], **named: Any) -> Inputs:
+        """Collect a model's positional arguments, in the order of `graph.arguments`, and named ones."""
+        names = graph.arguments
+        every = [*zip(names, args), *named.items()]
+        given = {name: value for name, value in every if value is not None}
+        others = given.keys() - {*names}
+        if others or len(args) > len(names):
+            more = ", ".join(sorted(others))
+            raise TypeError(f"The model takes {', '.join(names)}, not {len(args)} values and {more}.")
+        tensors = {one.name: given.pop(one.name) for one in graph.inputs if one.name in given}
+        return cls(tensors=tensors, **given)
 
 
 class RunInputs(NamedTuple):
@@ -309,3 +323,34 @@ def mean_of(x: Tensor, lengths: Tensor | None) -> Tensor:
         return x.mean(1)
     real = is_real(lengths, x.shape[1])[..., None]
     return x.masked_fill(~real, 0.0).sum(1) / lengths[:, None].to(x.dtype)
+
+
+def shares_of(counts: Tensor, tokens: int) -> Tensor:
+    """Equal shares (B, N) of the first `counts` tokens of each sample, which sum to 1 / B; see `Context.shares`."""
+    return is_real(counts, tokens).double() / (len(counts) * counts.clamp(min=1))[:, None]
+
+
+def balance_of(
+    graph: Graph, run: Run, given: Inputs, x: Tensor, cut: Any, *, training: bool
+) -> dict[str, Tensor | None]:
+    """The `shares` and `order` of a run's inputs, for the tokens x (B, N, D) that this rank computes; `cut` is its
+    `penstock.models.context.Shares`, None if it computes whole samples."""
+    tokens = x.shape[1] if cut is None else cut.tokens(run).count
+    counts, order = counts_of(graph, run, given, tokens), None
+    if cut is not None:
+        shares = cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
+    else:
+        shares = None if counts is None else shares_of(counts, tokens)
+    if run.stack.capacity is not None and training:
+        own = torch.arange(tokens, device=x.device) if cut is None else cut.numbers(run, x.device)
+        length = x.shape[1] if cut is None else x.shape[1] * cut.cut.size
+        order = torch.arange(len(x), device=x.device)[:, None] * length + own
+    return {"shares": shares, "order": order}
+
+
+def same_length(parts: list[Tensor], inputs: list[Input]) -> Tensor:
+    """Concatenate the samples of several inputs. Raises ConfigError unless all samples have the same length."""
+    if any(part.shape[1] != parts[0].shape[1] for part in parts):
+        lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
+        raise ConfigError(f"Samples that one run computes are equally long, but have {lengths} tokens.")
+    return torch.cat(parts)

@@ -5,7 +5,6 @@ Shapes: B samples, N tokens, M tokens of a memory, D width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -30,29 +29,28 @@ from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, ExpertProducts, LossForm, Padding, TokenOrder
 from penstock.errors import ConfigError
 from penstock.kernels.attention import BACKENDS
-from penstock.kernels.dropout import Dropout
 from penstock.kernels.token_cut import Cut
-from penstock.models.block import ZeroLinear, modulate
+from penstock.models.block import modulate
 from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.embeddings import ConvStem, PatchStem, images_of
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.heads import AttentionPool, Conditioner, Pooler, Transform, UnitVectors, Vocabulary
+from penstock.models.heads import Conditioner, Vocabulary, part_of, parts_of_head
 from penstock.models.inputs import (
     Described,
     Inputs,
     RunInputs,
     TokenCache,
-    counts_of,
+    balance_of,
     for_head,
     lengths_of,
     mean_of,
     memory_of,
+    same_length,
     samples_of,
     texts_of,
 )
-from penstock.models.stack import TokenStack, shares_of
-from penstock.models.sublayers import make_norm
+from penstock.models.stack import TokenStack
 
 
 class Model(nn.Module):
@@ -114,39 +112,8 @@ class Model(nn.Module):
             stack.begins = run.name not in {later.name for later in graph.written[1:]}
             setattr(self, run.name, stack)
         for head in graph.heads:
-            self._build_head(head, **where)
-
-    def _build_head(self, head: Head, **where: Any) -> None:
-        sizes = self.graph.run(head.run).stack
-        if isinstance(head, WordHead):
-            if head.transform:
-                setattr(self, part_of(head, "transform"), Transform(sizes, **where))
-            setattr(self, head.name, Vocabulary(sizes.width, head.vocabulary, bias=head.bias, **where))
-            getattr(self, head.name).cap = head.cap
-        elif isinstance(head, ClassHead):
-            if head.before == "norm":
-                setattr(self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, **where))
-            elif head.before != "none":
-                pooler = Pooler if head.before == "tanh" else Transform
-                setattr(self, part_of(head, "pooler"), pooler(sizes, **where))
-            if head.pool == "attention":
-                setattr(self, part_of(head, "attention_pool"), AttentionPool(sizes, **where))
-            if head.dropout:
-                setattr(self, part_of(head, "dropout"), Dropout(head.dropout))
-            for name in head.linears:
-                setattr(self, name, nn.Linear(head.vectors * sizes.width, head.classes, **where))
-        elif isinstance(head, PixelHead):
-            plain, one = self.graph.condition is None, self.graph.input_of(self.graph.run(head.run))
-            assert isinstance(one, PatchInput)
-            setattr(
-                self, part_of(head, "norm"), make_norm(sizes.norm_kind, sizes.width, affine=plain, **where)
-            )
-            if not plain:
-                modulation = ZeroLinear(sizes.width, 2 * sizes.width, **where)
-                setattr(self, part_of(head, "modulation"), modulation)
-            setattr(self, head.name, ZeroLinear(sizes.width, one.channels * one.patch_size**2, **where))
-        elif isinstance(head, VectorHead):
-            setattr(self, head.name, UnitVectors(head, sizes.width, **where))
+            for name, part in parts_of_head(graph, head, **where).items():
+                setattr(self, name, part)
 
     def _part(self, head: Head, part: str) -> Any:
         return getattr(self, part_of(head, part), None)
@@ -165,8 +132,8 @@ class Model(nn.Module):
 
         Raises TypeError for arguments that the model does not have.
         """
-        given = self.given(
-            args, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
+        given = Inputs.of(
+            self.graph, args, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
             documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
             sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
         )  # fmt: skip
@@ -184,18 +151,6 @@ class Model(nn.Module):
         there = (head for head in heads if head.run in outputs)
         results = {head.name: self._read(head, outputs, given, shares) for head in there}
         return next(iter(results.values())) if len(graph.heads) == 1 else results
-
-    def given(self, args: Sequence[Any], **named: Any) -> Inputs:
-        """Collect positional arguments, in the order of `graph.arguments`, and named ones as `Inputs`."""
-        names = self.graph.arguments
-        every = [*zip(names, args), *named.items()]
-        given = {name: value for name, value in every if value is not None}
-        others = given.keys() - {*names}
-        if others or len(args) > len(names):
-            more = ", ".join(sorted(others))
-            raise TypeError(f"The model takes {', '.join(names)}, not {len(args)} values and {more}.")
-        tensors = {one.name: given.pop(one.name) for one in self.graph.inputs if one.name in given}
-        return Inputs(tensors=tensors, **given)
 
     def _compute(
         self, run: Run, given: Inputs, outputs: dict[str, Tensor], shares: Shares | None = None
@@ -215,7 +170,7 @@ class Model(nn.Module):
         if run.stack.experts:
             facts["routes"] = given.routes
             if run.stack.mixes:
-                facts |= {"shares": self._shares(run, given, x, shares), "order": self._order(run, x, shares)}
+                facts |= balance_of(graph, run, given, x, shares, training=self.training)
         if run.modulated and graph.condition is not None:
             facts["condition"] = outputs[graph.condition.name]
         outputs[run.name] = getattr(self, run.name)(x, RunInputs(**facts))
@@ -233,7 +188,7 @@ class Model(nn.Module):
         if not there:
             return None
         parts = [self.embed(given.tensors[one.name], one, given.segments) for one in there]
-        x = parts[0] if len(parts) == 1 else _beside(parts, there)
+        x = parts[0] if len(parts) == 1 else same_length(parts, there)
         cut = None if shares is None or not isinstance(there[0], PatchInput) else shares.cut_of(there[0])
         return x if cut is None else cut.take(x, 1)
 
@@ -246,23 +201,6 @@ class Model(nn.Module):
                 f"{'none' if times is None else tuple(times.shape)}."
             )
         return getattr(self, name)(times, given.classes)  # type: ignore[no-any-return]
-
-    def _shares(self, run: Run, given: Inputs, x: Tensor, cut: Shares | None) -> Tensor | None:
-        """`Context.shares` for the tokens x (B, N, D) of a run."""
-        if cut is not None:
-            tokens = cut.tokens(run).count
-            counts = counts_of(self.graph, run, given, tokens)
-            return cut.balance(run, x.new_full(x.shape[:1], tokens) if counts is None else counts)
-        counts = counts_of(self.graph, run, given, x.shape[1])
-        return None if counts is None else shares_of(counts, x.shape[1])
-
-    def _order(self, run: Run, x: Tensor, cut: Shares | None) -> Tensor | None:
-        """`Context.places` for the tokens x (B, N, D) of a run."""
-        if run.stack.capacity is None or not self.training:
-            return None
-        tokens = torch.arange(x.shape[1], device=x.device) if cut is None else cut.numbers(run, x.device)
-        length = x.shape[1] if cut is None else x.shape[1] * cut.cut.size
-        return torch.arange(len(x), device=x.device)[:, None] * length + tokens
 
     # -- the ends
 
@@ -316,7 +254,7 @@ class Model(nn.Module):
         if isinstance(head, PixelHead):
             condition = self.graph.condition
             return self.pixels(x, head, None if condition is None else outputs[condition.name])
-        lengths = lengths_of(self.graph, self.graph.run(head.run), given)
+        lengths = None if given.lengths is None else lengths_of(self.graph, self.graph.run(head.run), given)
         if isinstance(head, VectorHead):
             if head.pool == "last":
                 last = x.new_full(x.shape[:1], x.shape[1], dtype=torch.int64) if lengths is None else lengths
@@ -457,16 +395,3 @@ class Model(nn.Module):
     def init_weights(self) -> None:
         """Initialise all weights as `graph.init` says: biases to 0, norms to 1, convolutions by He et al."""
         draw_weights(self, self.graph)
-
-
-def part_of(head: Head, part: str) -> str:
-    """The name of a part before a head's last linear."""
-    return part if head.name == "head" else f"{head.name}_{part}"
-
-
-def _beside(parts: list[Tensor], inputs: list[Input]) -> Tensor:
-    """Concatenate the samples of several inputs. Raises ConfigError unless all samples have the same length."""
-    if any(part.shape[1] != parts[0].shape[1] for part in parts):
-        lengths = " and ".join(f"{one.name} {part.shape[1]}" for one, part in zip(inputs, parts))
-        raise ConfigError(f"Samples that one run computes are equally long, but have {lengths} tokens.")
-    return torch.cat(parts)

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.attention import AttentionMask, type_of_scores
 from penstock.kernels.choices import knows_lengths
 from penstock.kernels.dropout import Dropout
-from penstock.kernels.padding import Real, Unpadded, is_real, within
+from penstock.kernels.padding import Real, Unpadded, within
 from penstock.models.block import Block, ExpertSamples, ModulatedBlock
 from penstock.models.embeddings import Learned, Relative, Sinusoidal, alibi, places_of, rotations, turns_of
 from penstock.models.inputs import NOTHING, Context, RunInputs
@@ -204,11 +204,6 @@ class TokenStack(nn.Module):
             )  # fmt: skip
         context = Context(mask=mask, near=near, causal=causal if given.batches else None, **turns)
         return context if given.memory is None else self._beside(context, given.memory, given, x)
-
-
-def shares_of(counts: Tensor, tokens: int) -> Tensor:
-    """Equal shares (B, N) of the first `counts` tokens of each sample, which sum to 1 / B; see `Context.shares`."""
-    return is_real(counts, tokens).double() / (len(counts) * counts.clamp(min=1))[:, None]
 
 
 def _samples(x: Tensor, shape: torch.Size, documents: Tensor | None) -> Tensor:

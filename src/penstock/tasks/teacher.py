@@ -34,7 +34,7 @@ from penstock.kernels.padding import is_real
 from penstock.models.anatomy import uncompiled
 from penstock.models.convert import from_pretrained
 from penstock.models.heads import Vocabulary
-from penstock.models.inputs import lengths_of
+from penstock.models.inputs import Inputs, lengths_of
 from penstock.models.model import Model
 from penstock.models.stack import TokenStack
 from penstock.models.sublayers import Attention
@@ -85,7 +85,7 @@ class Teacher:
         with _looking(self.model, compared) as teacher, _looking(uncompiled(model), compared) as student:
             loss = self._outputs_loss(task, model, batch)
             plain: Any = uncompiled(model)
-            arguments = plain.given(task.inputs(batch))
+            arguments = Inputs.of(plain.graph, task.inputs(batch))
             hidden, attention, scores = list[Tensor](), list[Tensor](), list[Tensor]()
             for name, run in student.items():
                 lengths = lengths_of(self.model.graph, self.student.run(name), arguments)

@@ -26,8 +26,9 @@ from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copie
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.former_names import renamed
 from penstock.models.frozen import plain_places
+from penstock.models.heads import part_of
 from penstock.models.lora import without_adapters
-from penstock.models.model import Model, part_of
+from penstock.models.model import Model
 from penstock.models.rounded import CLIP, clip_of, plain_state, rounded_in
 from penstock.planner.describe import totals
 

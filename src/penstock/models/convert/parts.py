@@ -21,7 +21,8 @@ from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
 from penstock.models.convert.names import misfit
 from penstock.models.convert.pretrained import from_pretrained
-from penstock.models.model import Model, part_of
+from penstock.models.heads import part_of
+from penstock.models.model import Model
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from penstock.config.graph import Head as GraphHead
 from penstock.config.layer import ExpertMixture, FeedForward, Layer
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
-from penstock.models.model import Model, part_of
+from penstock.models.heads import part_of
+from penstock.models.model import Model
 from penstock.models.roles import (
     Attention,
     Dropout,

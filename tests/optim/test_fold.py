@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.optim import contiguous, learning_rate, set_learning_rate
-from penstock.optim.fold import fused_sgd_works, loses_updates, spoils_momentum, steps_by_sgd
+from penstock.optim.clip import fused_sgd_works, loses_updates, spoils_momentum, steps_by_sgd
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -11,8 +11,8 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.optim import clipped_step, make_optimizer, parameter_groups
+from penstock.optim.clip import fused_sgd_works
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.fold import fused_sgd_works
 
 FORMS = ("loop", "foreach", "fused", "contiguous")
 

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
+from penstock.optim.clip import folded
 from penstock.optim.flat import Bucket, Segment, buckets_of
-from penstock.optim.fold import folded
 from penstock.optim.tensors import flat_like, local, loss_of, whole
 
 _log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class Contiguous(Optimizer):
                     if parameter.grad is not None:
                         parameter.grad = gradient
 
-    def gradients(self) -> list[Tensor]:
+    def flat_gradients(self) -> list[Tensor]:
         """Flat gradients of everything that the next step will update; other gradients are moved in first."""
         self._collect()
         return [

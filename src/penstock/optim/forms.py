@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from penstock.config.optimizers import OPTIMIZERS, Algorithm, OptimizerForm, form_problems
 from penstock.errors import ConfigError
+from penstock.optim.clip import loses_updates
 from penstock.optim.contiguous import contiguous, in_own_form
-from penstock.optim.fold import loses_updates
 from penstock.optim.lion import Lion
 from penstock.optim.muon import Muon
 from penstock.optim.one_pass import OnePassAdamW, takes_one_pass

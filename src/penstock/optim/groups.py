@@ -20,11 +20,6 @@ from penstock.models.roles import Embedding, Linear, Role
 from penstock.optim.tensors import mesh_of
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters that an optimizer trains."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def parameter_groups(
     model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0, matrices: bool = False
 ) -> list[dict[str, Any]]:

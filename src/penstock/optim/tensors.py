@@ -12,13 +12,19 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from penstock.shards import cut_like
 from penstock.shards import room as padded_room
 
 MOVED = "_penstock_moved"
 """Attribute of a sharded parameter: a function to call with its new storage, flat and padded, when its rows move."""
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters that an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _sharded(tensor: Tensor) -> Any:

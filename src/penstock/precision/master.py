@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.groups import parameters_of
 from penstock.optim.one_pass import Copies, OnePassAdamW
+from penstock.optim.tensors import parameters_of
 from penstock.precision.copies import (
     Fp32State,
     HalfWeight,

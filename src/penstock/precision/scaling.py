@@ -17,9 +17,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import ConfigError
-from penstock.optim.clip import clip_gradients, grad_norm, gradients_of, guarded_update, overflow_of, unscale_
-from penstock.optim.fold import folds
-from penstock.optim.groups import parameters_of
+from penstock.optim.clip import (
+    clip_gradients,
+    folds,
+    grad_norm,
+    gradients_of,
+    guarded_update,
+    overflow_of,
+    unscale_,
+)
+from penstock.optim.tensors import parameters_of
 from penstock.precision.scaler import LossScaler
 from penstock.precision.session import Session
 

@@ -25,9 +25,9 @@ from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
 from penstock.models.anatomy import uncompiled
 from penstock.models.balance_loss import weighed
+from penstock.optim.clip import loses_updates
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.fold import loses_updates
-from penstock.optim.groups import parameters_of
+from penstock.optim.tensors import parameters_of
 from penstock.precision import scaling
 from penstock.precision.copies import is_half, strip, widen
 from penstock.precision.forward import already, precision_on, unwrapped

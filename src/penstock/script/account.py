@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from penstock.config.numerics import Numerics
 from penstock.dtypes import HALVES
-from penstock.optim.groups import parameters_of
+from penstock.optim.tensors import parameters_of
 from penstock.precision.settings import auto_dtype
 from penstock.script.backward import nodes_behind
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import ConfigError
 from penstock.optim.clip import unscale_
-from penstock.optim.groups import parameters_of
+from penstock.optim.tensors import parameters_of
 from penstock.precision.copies import is_half
 from penstock.precision.scaling import Gradients
 from penstock.precision.stepping import gradients_beside

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
-from penstock.optim.groups import parameters_of
+from penstock.optim.tensors import parameters_of
 from penstock.precision.copies import is_half
 from penstock.precision.forward import (
     living,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.containers import tensors as tensors_in
-from penstock.optim.groups import parameters_of
-from penstock.optim.tensors import local
+from penstock.optim.tensors import local, parameters_of
 from penstock.step.train_step import StepResult, TrainStep
 
 

@@ -34,7 +34,7 @@ from penstock.ladder.trace import trace
 from penstock.launch.local import Closed, JsonLink
 from penstock.models.anatomy import anatomy_of, inner_model
 from penstock.models.fuse import places_for
-from penstock.optim.groups import parameters_of
+from penstock.optim.tensors import parameters_of
 from penstock.planner.operators import Workload
 from penstock.planner.prediction import predict_workload
 from penstock.precision.copies import is_half

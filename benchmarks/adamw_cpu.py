@@ -22,12 +22,12 @@ import torch
 
 from penstock.config.model import PRESETS
 from penstock.cpu import this_cpu
-from penstock.host_memory import set_host_memory
 from penstock.kernels import adamw
 from penstock.models import create
 from penstock.optim import EMA, clipped_step, make_optimizer, parameter_groups
 from penstock.optim.one_pass import Copies
 from penstock.precision import MasterWeights
+from penstock.process import set_host_memory
 from penstock.report.record import environment
 
 MODEL = "vit-s16"

@@ -34,11 +34,11 @@ import torch
 from torch import nn
 
 from penstock.config.model import PRESETS, stacks
-from penstock.host_memory import set_host_memory
 from penstock.kernels.native_grouped import takes_grouped
 from penstock.models import expert_linear as products
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.sublayers import MLP
+from penstock.process import set_host_memory
 from penstock.report.record import environment
 
 EXPERTS, TOKENS = (4, 16, 64, 128), (64, 512, 4096, 8192)

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from penstock import host_memory
+from penstock import process
 from penstock.errors import EnvironmentProblem
 
 _COUNT_FAULTS = """
 import resource, sys, torch
-from penstock.host_memory import keep_freed_memory
+from penstock.process import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -32,7 +32,7 @@ print(kept, released, faults())
 
 
 def test_kept_memory_is_mapped_once() -> None:
-    if host_memory.unavailable():
+    if process.unavailable():
         pytest.skip("this host's allocator is not glibc's")
     done = subprocess.run([sys.executable, "-c", _COUNT_FAULTS], capture_output=True, text=True, check=True)
     kept, released, kept_again = map(int, done.stdout.split())
@@ -43,15 +43,15 @@ def test_kept_memory_is_mapped_once() -> None:
 
 
 def test_other_allocators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_glibc", lambda: None)
+    monkeypatch.setattr(process, "_glibc", lambda: None)
     with pytest.raises(EnvironmentProblem, match="use 'release'"):
-        host_memory.keep_freed_memory(True)
+        process.keep_freed_memory(True)
 
 
 def test_settling_acts_only_on_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
-    monkeypatch.setattr(host_memory, "_kept", False)
-    monkeypatch.setattr(host_memory, "keep_freed_memory", calls.append)
-    changes = [host_memory.set_host_memory(keep=keep) for keep in (False, True, True, False, False)]
+    monkeypatch.setattr(process, "_kept", False)
+    monkeypatch.setattr(process, "keep_freed_memory", calls.append)
+    changes = [process.set_host_memory(keep=keep) for keep in (False, True, True, False, False)]
     assert changes == [False, True, False, True, False]
     assert calls == [True, False]

@@ -44,14 +44,13 @@ ALLOWED: dict[str, set[str]] = {
     "report": BASE | {"schedules"},
     "choices": BASE,
     "planner": BASE | {"choices", "report", "schedules"},
-    "host_memory": BASE,
     "containers": set(),
     "shards": set(),
     "tensorfile": {"boundary", "config", "disk", "errors", "leftovers"},
     "cpu": set(),
     "dtypes": {"config"},
-    "matmul": BASE,
-    "probe": BASE | ASKED | {"cpu", "host_memory", "kernels", "matmul", "products"},
+    "process": BASE,
+    "probe": BASE | ASKED | {"cpu", "kernels", "process", "products"},
     "doctor": BASE | ASKED | {"dtypes", "probe", "products"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},
@@ -68,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     "products": BASE | {"cpu", "dtypes", "kernels", "models"},
     "precision": BASE
     | ASKED
-    | {"cpu", "containers", "dtypes", "kernels", "matmul", "models", "optim", "products"},
+    | {"cpu", "containers", "dtypes", "kernels", "models", "optim", "process", "products"},
     "parallel": BASE
     | ASKED
     | {"cpu", "containers", "dtypes", "kernels", "models", "optim", "precision", "products", "shards"},
@@ -76,7 +75,7 @@ ALLOWED: dict[str, set[str]] = {
     "script": BASE | ASKED | {"apply", "containers", "dtypes", "models", "optim", "precision"},
     "step": BASE
     | ASKED
-    | {"containers", "dtypes", "host_memory", "kernels", "models", "optim", "parallel", "precision", "tasks"},
+    | {"containers", "dtypes", "kernels", "models", "optim", "parallel", "precision", "process", "tasks"},
     "build": BASE | ASKED | {"apply", "models", "precision", "optim", "parallel", "step", "tasks"},
     "checkpoint": BASE | ASKED | {"disk", "kernels", "models", "shards", "tensorfile"},
 }

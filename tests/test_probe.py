@@ -33,11 +33,11 @@ from penstock.config.plan import Plan
 from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem
 from penstock.kernels.native_blocks import computes_blocks
-from penstock.matmul import matmul_precision
 from penstock.planner.price import gather_seconds, group_of, reduce_seconds, send_seconds
 from penstock.planner.rates import rates_of
 from penstock.probe import keep, machine_for, machine_name, probe, products, rates, resolve_device
 from penstock.probe.rates import alone_speedup, measure_link, page_seconds, seconds, shared
+from penstock.process import matmul_precision
 from penstock.products.integers import Int4, Int8, Int8Weights
 from penstock.products.stored import OneDnn
 

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 import torch
 
 from penstock.build import Built
-from penstock.host_memory import set_host_memory
 from penstock.ladder.contender import LossRun, Timing
 from penstock.ladder.rung import Setting
 from penstock.ladder.subject import Subject, close
 from penstock.parallel.agree import average, slowest
 from penstock.probe.rates import wait
+from penstock.process import set_host_memory
 from penstock.step.memory import step_with_memory
 
 WARM_UP_STEPS = 3

@@ -16,9 +16,9 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import AttentionBackend, Recompute
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
-from penstock.host_memory import unavailable
 from penstock.kernels.choices import attention_kernel
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
+from penstock.process import unavailable
 
 
 def _needless_fp16(setting: Setting, situation: Situation) -> str | None:

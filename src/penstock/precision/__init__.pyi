@@ -1,4 +1,3 @@
-from penstock.matmul import matmul_precision as matmul_precision
 from penstock.precision.copies import plain as plain
 from penstock.precision.forward import apply_precision as apply_precision
 from penstock.precision.histogram import GradientHistogram as GradientHistogram
@@ -14,6 +13,7 @@ from penstock.precision.scaler import LossScaler as LossScaler
 from penstock.precision.scaler import agree_over as agree_over
 from penstock.precision.settings import listed_numerics as listed_numerics
 from penstock.precision.settings import properties_of as properties_of
+from penstock.process import matmul_precision as matmul_precision
 from penstock.script.accelerate import accelerate as accelerate
 from penstock.script.accelerate import clip_grad_norm_ as clip_grad_norm_
 from penstock.script.accelerate import master_parameters as master_parameters

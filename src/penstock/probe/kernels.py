@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.fused import FusedName
-from penstock.host_memory import set_host_memory
 from penstock.kernels.bias_activation import apply_activation, bias_activation
 from penstock.kernels.residual_norm import add_norm
+from penstock.process import set_host_memory
 
 WARM_UP = 2
 TYPES = (torch.float32, torch.bfloat16)

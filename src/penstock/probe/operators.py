@@ -22,8 +22,8 @@ from penstock.config.plan import Matmul
 from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.dropout import dropout
 from penstock.kernels.native_blocks import attend_samples, computes_blocks
-from penstock.matmul import matmul_precision
 from penstock.probe.rates import seconds
+from penstock.process import matmul_precision
 from penstock.products.int8 import rounded
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from penstock.config.machine import GemmSample, KernelSample, ProductForm
 from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
-from penstock.matmul import matmul_precision
 from penstock.probe.rates import agreed, seconds, wait
+from penstock.process import matmul_precision
 from penstock.products.convert import STORED
 from penstock.products.fp8 import E4M3, scaled_product
 from penstock.products.int8 import integer_product

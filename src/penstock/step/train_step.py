@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.host_memory import set_host_memory
 from penstock.kernels.sdpa import Switch, switch_of
 from penstock.models.anatomy import evaluating
 from penstock.models.balance_loss import weighed
@@ -30,6 +29,7 @@ from penstock.parallel.agree import average
 from penstock.parallel.data import add_up_all
 from penstock.parallel.dims import LOSS
 from penstock.precision import LossScaler, MasterWeights, Overflow, OverflowTrace, matmul_precision
+from penstock.process import set_host_memory
 from penstock.tasks import Loss, Task, classification_loss
 
 Count = Tensor | float

@@ -20,10 +20,9 @@ from penstock.config.numerics import numerics_of
 from penstock.config.plan import OptimizerForm, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
-from penstock.host_memory import set_host_memory
-from penstock.matmul import matmul_precision
 from penstock.models.anatomy import inner_model
 from penstock.optim.forms import form_flags, keep_form
+from penstock.process import matmul_precision, set_host_memory
 
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""

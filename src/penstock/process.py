@@ -1,20 +1,25 @@
-"""Controls whether the host's allocator keeps freed memory or returns it to the kernel.
+"""Two settings of the whole process that a training step makes, and that Plans taking turns in one process change: the
+precision of fp32 matrix products, and whether the host's allocator keeps freed memory.
 
-A training step on a CPU frees its activations and allocates the same sizes again a moment later. By default
-glibc returns large blocks to the kernel, which then clears and maps every 4 KiB page again on the next touch.
-These are tens of thousands of page faults per step, paid by the operator that touches a page first. If the
-memory is kept, each page is mapped only once. The price is that the process's resident size stays at its
-maximum.
-
-The names and numbers are those of `mallopt(3)`.
+A training step on a CPU frees its activations and allocates the same sizes again a moment later. By default glibc
+returns large blocks to the kernel, which then clears and maps every 4 KiB page again on the next touch. These are tens
+of thousands of page faults per step, paid by the operator that touches a page first. If the memory is kept, each page
+is mapped only once. The price is that the process's resident size stays at its maximum. The names and numbers are those
+of `mallopt(3)`.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
+import torch
+
+from penstock.config.plan import Matmul
 from penstock.errors import EnvironmentProblem
 
 _M_TRIM_THRESHOLD = -1
@@ -76,3 +81,27 @@ def keep_freed_memory(keep: bool) -> None:
         )
     if not keep:
         library.malloc_trim(0)
+
+
+@contextmanager
+def matmul_precision(setting: Matmul) -> Iterator[None]:
+    """Inside, fp32 products have the given precision; afterwards the former one is restored, even after an error.
+
+    `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
+    baseline would be faster than its name says. `high` and `medium` allow it.
+    """
+    before = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    # torch also stores the choice per library, and setting the word does not restore a library's initial "none".
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+    choices = [getattr(library, "fp32_precision", None) for library in libraries]
+    torch.set_float32_matmul_precision(setting)
+    torch.backends.cudnn.allow_tf32 = setting != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
+        for library, choice in zip(libraries, choices):
+            if choice is not None:
+                library.fp32_precision = choice

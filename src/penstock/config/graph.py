@@ -196,8 +196,7 @@ class ClassHead:
     @property
     def linears(self) -> tuple[str, ...]:
         """Names of the modules of its last linears: the vector's, then the distilled one."""
-        second = "distil_head" if self.name == "head" else f"{self.name}_distil_head"
-        return (self.name, second) if self.distilled else (self.name,)
+        return (self.name, part_of(self, "distil_head")) if self.distilled else (self.name,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +239,11 @@ class VectorHead:
 
 
 Head = WordHead | ClassHead | FeatureHead | PixelHead | VectorHead
+
+
+def part_of(head: Head, part: str) -> str:
+    """The name of a part before a head's last linear."""
+    return part if head.name == "head" else f"{head.name}_{part}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,9 +427,8 @@ class Graph:
     def padded(self) -> str:
         """The input that unnamed lengths belong to: the first whose padding would affect a run or a vector."""
         every = ((run, one) for run in self.runs for one in self.inputs_through(run))
-        looked = {name for run in self.runs for name in run.memories} | {
-            head.run for head in self.heads_of(VectorHead)
-        }
+        looked = {name for run in self.runs for name in run.memories}
+        looked |= {head.run for head in self.heads_of(VectorHead)}
         seen = (
             one for run, one in every
             if isinstance(one, TokenInput) and (run.name in looked or not self.hides_later(run, one))
@@ -441,7 +444,7 @@ class Graph:
             return "noisy images"
         kinds = [*(self.run(name) for name in run.memories), run]
         inputs = " and ".join(
-            "images" if isinstance(self.input_of(one), PatchInput) else "tokens" for one in kinds
+            "images" if isinstance(self.input_of(r), PatchInput) else "tokens" for r in kinds
         )
         inputs = f"causal {inputs}" if run.causal else inputs
         return f"{inputs} with {len(self.heads)} heads" if len(self.heads) > 1 else inputs
@@ -455,9 +458,7 @@ class Graph:
     def ranges(self) -> int:
         """Number of labels of samples if experts are given: equal ranges of times, for a model that denoises."""
         mixed = (run.stack for run in self.runs if run.stack.experts and run.stack.router == "given")
-        counts = (
-            one.labels or (one.router_groups if one.router_groups > 1 else one.experts) for one in mixed
-        )
+        counts = (s.labels or (s.router_groups if s.router_groups > 1 else s.experts) for s in mixed)
         return max(counts, default=max((run.stack.labels for run in self.runs), default=0))
 
     @cached_property
@@ -468,9 +469,8 @@ class Graph:
     @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The model's arguments in their order: its inputs, then their descriptions, then the choice of outputs."""
-        text = bool(self.inputs_of(TokenInput))
+        text, seen = bool(self.inputs_of(TokenInput)), bool(self.padded)
         crossed = any(run.memories for run in self.runs)
-        seen = bool(self.padded)
         return (
             *(one.name for one in self.inputs),
             *(() if self.condition is None else ("times", "classes")[: 1 + (self.condition.classes > 0)]),

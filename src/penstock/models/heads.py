@@ -23,6 +23,7 @@ from penstock.config.graph import (
     PixelHead,
     VectorHead,
     WordHead,
+    part_of,
 )
 from penstock.config.stack import Stack
 from penstock.dtypes import widened
@@ -74,7 +75,8 @@ class Vocabulary(nn.Linear):
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
         if targets is None:
-            return capped(linear(x, self.weight, self.bias), self.cap)
+            logits = linear(x, self.weight, self.bias)
+            return capped(logits, self.cap) if self.cap else logits
         most = loss_budget(x.device.type)
         if by_sample:
             assert self.share is None
@@ -224,8 +226,3 @@ def parts_of_head(graph: Graph, head: Head, **where: Any) -> dict[str, nn.Module
     elif isinstance(head, VectorHead):
         parts[head.name] = UnitVectors(head, sizes.width, **where)
     return parts
-
-
-def part_of(head: Head, part: str) -> str:
-    """The name of a part before a head's last linear."""
-    return part if head.name == "head" else f"{head.name}_{part}"

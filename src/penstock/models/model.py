@@ -24,6 +24,7 @@ from penstock.config.graph import (
     TokenInput,
     VectorHead,
     WordHead,
+    part_of,
 )
 from penstock.config.model import ModelConfig
 from penstock.config.plan import AttentionBackend, ExpertProducts, LossForm, Padding, TokenOrder
@@ -35,7 +36,7 @@ from penstock.models.context import Shares
 from penstock.models.draw import Undrawn, draw_weights
 from penstock.models.embeddings import ConvStem, PatchStem, images_of
 from penstock.models.expert_linear import ExpertLinear
-from penstock.models.heads import Conditioner, Vocabulary, part_of, parts_of_head
+from penstock.models.heads import Conditioner, Vocabulary, parts_of_head
 from penstock.models.inputs import (
     Described,
     Inputs,

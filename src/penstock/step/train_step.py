@@ -184,8 +184,7 @@ class Accumulate:
         self.mixed = bool(mixtures_of(model))
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
-        dims = ALONE if self.replicas is None else self.replicas.dims
-        step = StepLoss(self.loss, micro_batches, dims)
+        step = StepLoss(self.loss, micro_batches, None if self.replicas is None else self.replicas.dims)
         for index, batch in enumerate(micro_batches):
             self._one(batch, index, len(micro_batches), step)
         if self.replicas is not None:
@@ -224,10 +223,10 @@ class StepLoss:
     to its estimate.
     """
 
-    def __init__(self, loss: Loss, micro_batches: Sequence[Any], dims: ParallelDims) -> None:
+    def __init__(self, loss: Loss, micro_batches: Sequence[Any], dims: ParallelDims | None) -> None:
         self._parts = len(micro_batches)
-        self._dims = dims
-        self._alone = dims.degree(*LOSS) == 1
+        self._dims = None if dims is None or dims.degree(*LOSS) == 1 else dims
+        """None: there is one rank to average over."""
         self._losses: list[Tensor] = []
         self._counts: list[Count] | None = None
         """Targets of each micro-batch, known beforehand; None if they are not needed."""
@@ -237,7 +236,7 @@ class StepLoss:
         """(H,), this rank's part of each of several losses, after `result` was called."""
         self._total: Count = float(self._parts)
         """N, or its estimate."""
-        if isinstance(loss, Task) and not (self._alone and self._parts == 1):
+        if isinstance(loss, Task) and not (self._dims is None and self._parts == 1):
             self._counts = [loss.targets(batch) for batch in micro_batches]
             self._total = self._per_rank(sum(self._counts))
 
@@ -269,7 +268,7 @@ class StepLoss:
             self.parts = losses.mean(0) if self._counts is None else losses.sum(0)
             return self.parts.sum(), None
         if self._counted:
-            if self._alone and self._parts == 1:
+            if self._dims is None and self._parts == 1:
                 return losses[0] / _like(self._total, losses), None
             total = self._per_rank(sum(self._counted))
             divisor = total / self._total
@@ -283,14 +282,14 @@ class StepLoss:
     def _per_rank(self, count: Count) -> Count:
         """The mean of a count over the ranks whose gradients are averaged; 1 instead of 0, so that a loss without
         targets is 0."""
-        mesh = self._dims.mesh
+        mesh = None if self._dims is None else self._dims.mesh
         if isinstance(count, Tensor):
             device = count.device if mesh is None else mesh.device_type
             count = count.detach().to(device, torch.float64, non_blocking=True, copy=True)
         elif mesh is not None:
             count = torch.full((), count, dtype=torch.float64, device=mesh.device_type)
         if isinstance(count, Tensor):
-            count = average(count, self._dims)
+            count = count if self._dims is None else average(count, self._dims)
             return count.where(count > 0, 1.0)
         return count or 1.0
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.boundary.hub import local_weights
+from penstock.config.graph import part_of
 from penstock.config.model import ModelConfig, ViTConfig, stacks
 from penstock.config.theirs.backbones import backbone_in
 from penstock.errors import ConfigError, PenstockError
@@ -26,7 +27,6 @@ from penstock.models.convert.upcycle import Upcycling, dense_twin, require_copie
 from penstock.models.convert.vit import POSITIONS, from_hf, from_timm, resize_positions
 from penstock.models.former_names import renamed
 from penstock.models.frozen import plain_places
-from penstock.models.heads import part_of
 from penstock.models.lora import without_adapters
 from penstock.models.model import Model
 from penstock.models.rounded import CLIP, clip_of, plain_state, rounded_in

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from penstock.boundary.hub import local_weights
 from penstock.config.activations import PLAIN_NAMES
-from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput, VectorHead
+from penstock.config.graph import Graph, Input, PatchInput, Run, TokenInput, VectorHead, part_of
 from penstock.config.model import ModelConfig
 from penstock.config.theirs.read import read_json
 from penstock.errors import ConfigError
 from penstock.models.convert.files import read_state_dict
 from penstock.models.convert.names import misfit
 from penstock.models.convert.pretrained import from_pretrained
-from penstock.models.heads import part_of
 from penstock.models.model import Model
 
 log = logging.getLogger(__name__)

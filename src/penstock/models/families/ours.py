@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.config.graph import FeatureHead, Graph, Input, PatchInput, PixelHead, Run, VectorHead, WordHead
+from penstock.config.graph import (
+    FeatureHead,
+    Graph,
+    Input,
+    PatchInput,
+    PixelHead,
+    Run,
+    VectorHead,
+    WordHead,
+    part_of,
+)
 from penstock.config.graph import Head as GraphHead
 from penstock.config.layer import ExpertMixture, FeedForward, Layer
 from penstock.config.stack import Stack as Sizes
 from penstock.models.anatomy import Anatomy, Block, Family, Stack, Switches, enrol
-from penstock.models.heads import part_of
 from penstock.models.model import Model
 from penstock.models.roles import (
     Attention,

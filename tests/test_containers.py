@@ -70,25 +70,16 @@ def named(x: Tensor) -> Named:
 
 
 KINDS: dict[str, Callable[[Tensor], Any]] = {
-    "dict": lambda x: {"out": x},
-    "OrderedDict": lambda x: OrderedDict(out=x),
-    "defaultdict": lambda x: defaultdict(list, out=x),
-    "dict of one's own": named,
-    "UserDict": lambda x: UserDict(out=x),
-    "mapping of one's own": lambda x: Own(out=x),
-    "proxy": lambda x: MappingProxyType({"out": x}),
-    "namespace": lambda x: SimpleNamespace(out=x, name="kept"),
-    "list": lambda x: [x, "text"],
-    "list of one's own": lambda x: Items([x]),
-    "UserList": lambda x: UserList([x]),
-    "deque": lambda x: deque([x], maxlen=3),
-    "tuple": lambda x: (x, None),
-    "tuple of one's own": lambda x: Triple([x, x, 1]),
-    "named tuple": lambda x: Pair(x, 1),
-    "torch's own": lambda x: torch.max(x, 0),
-    "dataclass": lambda x: Record(x),
+    "dict": lambda x: {"out": x}, "OrderedDict": lambda x: OrderedDict(out=x),
+    "defaultdict": lambda x: defaultdict(list, out=x), "dict of one's own": named,
+    "UserDict": lambda x: UserDict(out=x), "mapping of one's own": lambda x: Own(out=x),
+    "proxy": lambda x: MappingProxyType({"out": x}), "namespace": lambda x: SimpleNamespace(out=x, name="kept"),
+    "list": lambda x: [x, "text"], "list of one's own": lambda x: Items([x]), "UserList": lambda x: UserList([x]),
+    "deque": lambda x: deque([x], maxlen=3), "tuple": lambda x: (x, None),
+    "tuple of one's own": lambda x: Triple([x, x, 1]), "named tuple": lambda x: Pair(x, 1),
+    "torch's own": lambda x: torch.max(x, 0), "dataclass": lambda x: Record(x),
     "nested": lambda x: OrderedDict(a=[UserDict(b=deque([x]))]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -63,17 +63,8 @@ def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
 ) -> None:
     """KV heads that are copied to devices are planned only."""
     words = (
-        "plan",
-        "llama3-8b",
-        "--model.kv_heads",
-        "2",
-        "--machine",
-        "h100",
-        "--gpus",
-        "16",
-        "--global-batch",
-        "4",
-    )
+        "plan", "llama3-8b", "--model.kv_heads", "2", "--machine", "h100", "--gpus", "16", "--global-batch", "4",
+    )  # fmt: skip
     model: Any = replace(PRESETS["llama3-8b"], kv_heads=2)  # type: ignore[call-arg]
     _, out, _ = run(capsys, *words)
     best, runs = (
@@ -94,19 +85,8 @@ def test_the_fastest_layout_that_trains_today_is_named_beside_the_fastest(
 
 def test_images_are_counted_as_images_and_hours_as_hours(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
-        "plan",
-        "vit-l16",
-        "--gpus",
-        "8",
-        "--images",
-        "1.28e6",
-        "--epochs",
-        "90",
-        "--price",
-        "2",
-        "--top",
-        "1",
-    )
+        "plan", "vit-l16", "--gpus", "8", "--images", "1.28e6", "--epochs", "90", "--price", "2", "--top", "1",
+    )  # fmt: skip
     _, out, _ = run(capsys, *words)
     assert "images/s/GPU" in out
     assert "tokens/s" not in out
@@ -241,17 +221,8 @@ def test_a_second_machine_is_set_beside_at_its_own_price(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = (
-        "plan",
-        "gpt2",
-        "--machine",
-        "a100-80g",
-        "--gpus",
-        "2",
-        "--base",
-        "tp=1 micro_batch=8",
-        "--tokens",
-        "1e9",
-    )
+        "plan", "gpt2", "--machine", "a100-80g", "--gpus", "2", "--base", "tp=1 micro_batch=8", "--tokens", "1e9",
+    )  # fmt: skip
     words += ("--price", "2", "--against", "h100", "--against-price", "5")
     page = ("--html", str(tmp_path / "page.html"))
     _, out, _ = run(capsys, *words, "--json", *page)

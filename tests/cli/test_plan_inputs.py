@@ -25,26 +25,13 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 @pytest.mark.parametrize(
     "words",
     [
-        ("--tokens", "-1"),
-        ("--tokens", "0"),
-        ("--tokens", "nan"),
-        ("--tokens", "inf"),
-        ("--tokens", "1e9", "--epochs", "0"),
-        ("--tokens", "1e9", "--epochs", "nan"),
-        ("--tokens", "1e9", "--price", "-2"),
-        ("--tokens", "1e9", "--price", "inf"),
-        ("--global-batch", "0"),
-        ("--global-batch", "-8"),
-        ("--gpus", "0"),
-        ("--gpus", "8.5"),
-        ("--gpus", "inf"),
-        ("--global-batch", "8.5"),
-        ("--model.sequence", "0"),
-        ("--top", "0"),
-        ("--top", "1.5"),
-        ("--top", "nonsense"),
+        ("--tokens", "-1"), ("--tokens", "0"), ("--tokens", "nan"), ("--tokens", "inf"),
+        ("--tokens", "1e9", "--epochs", "0"), ("--tokens", "1e9", "--epochs", "nan"),
+        ("--tokens", "1e9", "--price", "-2"), ("--tokens", "1e9", "--price", "inf"), ("--global-batch", "0"),
+        ("--global-batch", "-8"), ("--gpus", "0"), ("--gpus", "8.5"), ("--gpus", "inf"), ("--global-batch", "8.5"),
+        ("--model.sequence", "0"), ("--top", "0"), ("--top", "1.5"), ("--top", "nonsense"),
     ],
-)
+)  # fmt: skip
 def test_numbers_that_cannot_be_are_refused(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
@@ -141,17 +128,8 @@ def test_what_a_search_without_layouts_would_overwrite_stays(
 def test_days_are_of_the_tokens_that_the_rate_counts(capsys: pytest.CaptureFixture[str], model: str) -> None:
     """An encoder–decoder counts its decoder's tokens, whatever its encoder reads."""
     words = (
-        "--model.sequence",
-        "256",
-        "--gpus",
-        "8",
-        "--global-batch",
-        "64",
-        "--tokens",
-        "1e9",
-        "--top",
-        "1",
-    )
+        "--model.sequence", "256", "--gpus", "8", "--global-batch", "64", "--tokens", "1e9", "--top", "1",
+    )  # fmt: skip
     _, out, _ = run(capsys, "plan", model, *words, "--json")
     best = json.loads(out)["layouts"][0]
     seen = best["days"] * 86400 * best["tokens_per_second_per_gpu"] * best["gpus"]

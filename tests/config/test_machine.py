@@ -134,24 +134,15 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("device", "memory", "name"),
     [
-        ("NVIDIA A100-SXM4-40GB", 42.4e9, "a100-40g"),
-        ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80g"),
-        ("NVIDIA H100 80GB HBM3", 85.0e9, "h100"),
-        ("NVIDIA H200", 150.1e9, "h200"),
-        ("Tesla V100-SXM2-16GB", 16.9e9, "v100"),
-        ("AMD Instinct MI300X OAM", 206e9, "mi300x"),
-        ("NVIDIA B200", 191e9, "b200"),
-        ("NVIDIA GB200", 191e9, "gb200"),
-        ("NVIDIA GeForce RTX 3090", 25e9, "rtx-3090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 17e9, None),
-        ("NVIDIA GeForce RTX 3060", 12e9, None),
-        ("Tesla T4", 15.8e9, "t4"),
-        ("NVIDIA L4", 24e9, "l4"),
-        ("NVIDIA L40S", 48e9, "l40s"),
-        ("NVIDIA A10G", 24e9, None),
-        ("NVIDIA H20", 102e9, "h20"),
+        ("NVIDIA A100-SXM4-40GB", 42.4e9, "a100-40g"), ("NVIDIA A100-SXM4-80GB", 85.1e9, "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", 85.0e9, "h100"), ("NVIDIA H200", 150.1e9, "h200"),
+        ("Tesla V100-SXM2-16GB", 16.9e9, "v100"), ("AMD Instinct MI300X OAM", 206e9, "mi300x"),
+        ("NVIDIA B200", 191e9, "b200"), ("NVIDIA GB200", 191e9, "gb200"),
+        ("NVIDIA GeForce RTX 3090", 25e9, "rtx-3090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", 17e9, None),
+        ("NVIDIA GeForce RTX 3060", 12e9, None), ("Tesla T4", 15.8e9, "t4"), ("NVIDIA L4", 24e9, "l4"),
+        ("NVIDIA L40S", 48e9, "l40s"), ("NVIDIA A10G", 24e9, None), ("NVIDIA H20", 102e9, "h20"),
     ],
-)
+)  # fmt: skip
 def test_devices_are_known_by_their_names(device: str, memory: float, name: str | None) -> None:
     found = match_datasheet(device, memory)
     assert (found.name if found else None) == name

@@ -17,18 +17,10 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.errors import CheckpointError
 
 DTYPES: Final[Mapping[str, tuple[str, int]]] = {
-    "F64": ("float64", 8),
-    "F32": ("float32", 4),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "I64": ("int64", 8),
-    "I32": ("int32", 4),
-    "I16": ("int16", 2),
-    "I8": ("int8", 1),
-    "U8": ("uint8", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "F8_E4M3": ("float8_e4m3fn", 1),
     "BOOL": ("bool", 1),
-}
+}  # fmt: skip
 """Types by safetensors' name: torch's name, and bytes. Its others (float4, complex …) hold no weights here."""
 
 _HEADER = Bounds(bytes=1 << 24, values=1 << 21)

@@ -62,20 +62,10 @@ class Loader:
     """
 
     def __init__(
-        self,
-        source: Source,
-        prepare: Callable[[HostBatch, torch.device], Any],
-        *,
-        batch: int,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-        workers: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        position: int = 0,
-        endless: bool = True,
-        group: int = 0,
-    ) -> None:
+        self, source: Source, prepare: Callable[[HostBatch, torch.device], Any], *, batch: int, seed: int = 0,
+        device: torch.device | str = "cpu", workers: int = 0, rank: int = 0, world: int = 1, position: int = 0,
+        endless: bool = True, group: int = 0,
+    ) -> None:  # fmt: skip
         _check(source, batch, workers, rank, world)
         self.source = source
         self.batch = batch

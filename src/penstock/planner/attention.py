@@ -46,16 +46,8 @@ class _Attention:
     """One attention on this device: its sizes, and its operators by role."""
 
     def __init__(
-        self,
-        to: Lister,
-        block: BlockKind,
-        rows: float,
-        seen: int,
-        *,
-        cross: bool,
-        causal: bool,
-        computed: float,
-    ) -> None:
+        self, to: Lister, block: BlockKind, rows: float, seen: int, *, cross: bool, causal: bool, computed: float,
+    ) -> None:  # fmt: skip
         t, layer = to.terms, block.layer
         self.to, self.block, self.t, self.layer, self.c = to, block, t, layer, t.product
         self.rows, self.seen, self.computed, self.cross, self.causal = rows, seen, computed, cross, causal

@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "dtypes": {"config"},
     "process": BASE,
     "probe": BASE | ASKED | {"cpu", "kernels", "process", "products"},
-    "doctor": BASE | ASKED | {"dtypes", "probe", "products"},
+    "doctor": BASE | ASKED | {"dtypes", "products"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},
     "kernels": BASE | ASKED | {"cpu", "dtypes"},

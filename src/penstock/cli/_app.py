@@ -104,16 +104,11 @@ def _show_options(verb: Any, options: list[inspect.Parameter], first: tuple[str,
     verb.__signature__ = inspect.Signature(options)
     if first:
         needed = {*map(_identifier, first), "config"}
-        short = [option if option.name in needed else _hidden(option) for option in options]
+        short = [option for option in options if option.name in needed]
         verb.pages = (inspect.Signature(short), inspect.Signature(options))
     del verb.__wrapped__  # or its signature would be read instead
     # For readers of the function's annotations, who do not ask for its signature.
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
-
-
-def _hidden(option: inspect.Parameter) -> inspect.Parameter:
-    """An option that no help page lists."""
-    return option.replace(annotation=Annotated[option.annotation, Parameter(show=False)])
 
 
 def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[str, Any]) -> Any:

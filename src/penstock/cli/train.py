@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from penstock.cli._app import configured
 from penstock.cli._options import Flag
 from penstock.config.model import ModelConfig
-from penstock.config.recipes import load_run
 from penstock.config.run import RunConfig
-from penstock.config.trainable import task_name
 
 _TRACK = "Send the run's figures to tensorboard, wandb or mlflow; separate several by commas."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
@@ -50,6 +47,12 @@ def next_commands(task: str, run: Path) -> list[str]:
     return [f"penstock {use.format(run=folder)}" for use in ("evaluate {run}", *_USES[task])]
 
 
+def _load(*sources: Any, **named: Any) -> RunConfig:
+    from penstock.config.recipes import load_run
+
+    return load_run(*sources, model_in=_model_in, **named)
+
+
 def _model_in(weights: str) -> ModelConfig | None:
     from penstock.models.convert import model_in
 
@@ -70,7 +73,7 @@ def _model_in(weights: str) -> ModelConfig | None:
         "model", "data", "task", "init_from", "output", "recipe.epochs", "recipe.steps", "recipe.lr",
         "plan.micro_batch", "plan",
     ),
-    loader=partial(load_run, model_in=_model_in),
+    loader=_load,
 )  # fmt: skip
 def train(
     config: RunConfig,
@@ -93,6 +96,7 @@ def train(
         penstock train vit-digits --output runs/digits
         penstock train vit-s16 --data imagefolder:/data/flowers --epochs 30
     """
+    from penstock.config.trainable import task_name
     from penstock.tasks import task_of
     from penstock.tasks.scores import chance_words
     from penstock.train import train as run

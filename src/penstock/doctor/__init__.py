@@ -147,10 +147,11 @@ def devices() -> Iterator[Finding]:
     """The processor and the GPUs, or why torch cannot use a GPU that is there."""
     import torch
 
-    from penstock.probe import cpu_name
+    from penstock.report.record import processor
 
+    name = f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
     threads, cores = torch.get_num_threads(), os.cpu_count()
-    yield Finding("devices", "cpu", "ok", f"{cpu_name()}, {threads} threads on {cores} cores")
+    yield Finding("devices", "cpu", "ok", f"{name}, {threads} threads on {cores} cores")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             gpu = torch.cuda.get_device_properties(index)

@@ -42,7 +42,7 @@ from penstock.probe.rates import (
 )
 from penstock.report.record import processor
 
-__all__ = ["cpu_name", "keep", "machine_for", "machine_name", "probe", "resolve_device"]
+__all__ = ["keep", "machine_for", "machine_name", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
 
@@ -199,15 +199,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def machine_name(device: torch.device) -> str:
-    """The name of a measured Machine of this device: the chip, and for a CPU the number of threads used."""
+    """The name of a measured Machine of this device: the chip, and for a CPU its vector instructions that torch uses,
+    and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def cpu_name() -> str:
-    """The CPU's own name, with the vector instructions that torch uses on it."""
-    return f"{processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{processor()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _with_datasheet(machine: Machine, device: torch.device) -> Machine:

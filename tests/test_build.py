@@ -5,19 +5,22 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from helpers.families import ENROLLED
-from penstock.apply import compile_model
+from penstock.apply import SCRIPT, Setup, apply, compile_model
 from penstock.build import Built, build
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.errors import ConfigError
+from penstock.optim import set_learning_rate
+from penstock.step import TrainStep
 from penstock.tasks.text import TextBatch
 
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
@@ -67,6 +70,29 @@ def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
         torch.testing.assert_close(other.model(batch()[0]), plain.model(batch()[0]))
     for a, b in zip(plain.model.parameters(), other.model.parameters()):
         torch.testing.assert_close(a, b)
+
+
+def test_recorded_passes_are_asked_of_torch_and_hold_what_later_steps_overwrite() -> None:
+    plan = Plan(compile="graphs")
+    with pytest.raises(ConfigError, match="steps that Penstock runs itself, on a GPU"):
+        build(TINY, plan)
+    with pytest.raises(ConfigError, match="steps that Penstock runs itself, on a GPU"):
+        apply(nn.Linear(1, 1), Setup(purpose=SCRIPT, plan=plan, device=torch.device("cuda")), "compile")
+    built = build(TINY, Plan())
+    with mock.patch.object(torch, "compile", wraps=torch.compile) as asked:  # which refuses unknown options
+        compile_model(built.model, plan)
+    assert asked.call_args.kwargs["options"].items() >= {
+        ("triton.cudagraphs", True),
+        ("triton.cudagraph_or_error", True),
+    }
+
+    output = nn.Parameter(torch.ones(()))  # stands for memory that each step overwrites
+    optimizer = torch.optim.SGD([output], lr=0.5)
+    step = TrainStep(nn.Identity(), optimizer, plan=plan, device="cpu", loss=lambda *_: output.view(()))
+    first = step([0]).loss
+    assert (first, step([0]).loss) == (1.0, 0.5)
+    with pytest.raises(ConfigError, match="overwrites the gradients of the micro-batch before"):
+        step([0, 0])
 
 
 @pytest.mark.sweep
@@ -269,6 +295,34 @@ def test_trains_on_a_gpu(line: str) -> None:
     for _ in range(30):
         last = built.step([(images, targets)]).loss
     assert last < first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "line", ["optimizer=fused", "precision=O1 optimizer=contiguous", "precision=O2 optimizer=fused"]
+)
+def test_recorded_passes_equal_those_that_are_launched_on_a_gpu(line: str) -> None:
+    recipe = Recipe(lr=3e-3, clip_norm=0.5, ema_decay=0.9)
+    every = [
+        build(TINY, Plan.parse(f"{line} compile={compiled}"), device="cuda", recipe=recipe)
+        for compiled in ("whole", "graphs")
+    ]
+    losses: dict[int, list[Tensor]] = {0: [], 1: []}
+    for seed in range(8):  # torch records in the second step, and replays from the third
+        images, targets = (torch.roll(tensor, seed, 0).cuda() for tensor in batch())
+        for index, built in enumerate(every):
+            set_learning_rate(built.optimizer, 3e-3 / (1 + seed))
+            losses[index].append(built.step([(images, targets)]).loss)
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    assert manager is not None, "nothing was recorded"
+    assert list(manager.get_roots()), "nothing was recorded"
+    torch.testing.assert_close(torch.stack(losses[1]), torch.stack(losses[0]))
+    for plain, recorded in zip(every[0].model.parameters(), every[1].model.parameters()):
+        torch.testing.assert_close(recorded, plain)
+    with every[0].inference(), every[1].inference():
+        torch.testing.assert_close(every[1].model(images), every[0].model(images))
 
 
 @pytest.mark.parametrize("line", ["baseline", "precision=O2 optimizer=fused"])

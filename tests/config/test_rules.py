@@ -24,6 +24,7 @@ BROKEN = {
         "algorithm=muon optimizer=contiguous", "gpt2", "h100", "flat buffers hold no matrices",
     ),
     "matrices_are_whole": ("algorithm=adafactor tp=2", "gpt2", "h100", "means of whole rows and columns"),
+    "recorded_passes_repeat": ("compile=graphs accumulate=2", "vit-s16", "h100", "plan.accumulate=2 does not"),
     "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
@@ -54,9 +55,7 @@ BROKEN = {
     "host_memory_matters_on_cpus": ("host_memory=keep", "vit-s16", "h100", "no effect on a GPU's step"),
     "native_attention_multiplies_bf16": ("attention=native", "vit-s16", "cpu", "multiplies bf16 only"),
     "attention_backend_exists": ("attention=flash", "vit-s16", "h100", "in half precision only"),
-    "activations_leave_a_gpu": (
-        "offload=activations", "vit-s16", "cpu", "to host memory, where a CPU such as",
-    ),
+    "settings_are_of_gpus": ("offload=activations", "vit-s16", "cpu", "to host memory, where a CPU such as"),
     "offloaded_blocks_run_eagerly": (
         "offload=activations recompute=full", "vit-s16", "h100", "which plan.recompute=full chooses itself",
     ),
@@ -125,6 +124,17 @@ def test_products_in_eight_bits_stand_on_bf16(products: str) -> None:
     assert bool(problems(Plan.parse(f"precision=O2 products={products}"), machine=measured)) == (
         "fp8" in products
     )
+
+
+def test_recorded_passes_are_for_training_on_one_gpu() -> None:
+    for line, model, machine, words in (
+        ("dp=2", "vit-s16", "h100", "plan.dp=2 does not"), ("padding=remove", "bert-base", "h100", "remove does not"),
+        ("", "mixtral-8x7b", "h100", "are counted outside of it"), ("", "vit-s16", "cpu", "is no GPU; use compile"),
+    ):  # fmt: skip
+        found = problems(Plan.parse(f"compile=graphs {line}"), PRESETS[model], _machine(machine), run=True)
+        assert any(words in problem for problem in found), found
+    assert not problems(Plan.parse("compile=graphs"), PRESETS["gpt2"], load_machine("h100"), run=True)
+    assert "records training; use compile=whole" in inference_problems(Plan.parse("compile=graphs"))[0]
 
 
 def test_learned_clips_stand_on_fp32_weights() -> None:

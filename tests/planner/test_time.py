@@ -214,6 +214,8 @@ def test_a_gpu_hides_launches_behind_work() -> None:
     slow = replace(gpu, launch_seconds=1e-4)
     launches = _seconds(_work(*[ONE_COPY] * 200), slow, Plan(optimizer="fused"))
     assert sum(launches.values()) == pytest.approx(202 * 1e-4)  # 200 operators, the norm and the update
+    recorded = _seconds(_work(*[ONE_COPY] * 200), slow, Plan(optimizer="fused", compile="graphs"))
+    assert sum(recorded.values()) == pytest.approx(4 * 1e-4)  # both passes, the norm and the update
 
 
 def test_measured_products_decide_the_rate() -> None:

@@ -330,8 +330,10 @@ def _host_memory_matters_on_cpus(plan: Plan, machine: Machine) -> Iterator[str]:
 
 
 @LAYOUT_RULES.of("types")
-def _activations_leave_a_gpu(plan: Plan, machine: Machine) -> Iterator[str]:
-    """`offload=activations` affects only GPUs."""
+def _settings_are_of_gpus(plan: Plan, machine: Machine) -> Iterator[str]:
+    """`offload=activations` and `compile=graphs` are for GPUs."""
+    if plan.compile == "graphs" and machine.device != "cuda":
+        yield f"plan.compile=graphs records CUDA graphs, and machine {machine.name} is no GPU; use compile=whole."
     if plan.offload == "activations" and machine.device == "cpu":
         yield (
             f"plan.offload=activations moves activations to host memory, where a CPU such as {machine.name} has them "

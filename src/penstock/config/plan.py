@@ -28,7 +28,7 @@ WITH_SINKS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "plain")
 LossForm = Literal["whole", "chunked"]
 Padding = Literal["keep", "remove"]
 ExpertProducts = Literal["grouped", "loop"]
-Compile = Literal["none", "blocks", "whole"]
+Compile = Literal["none", "blocks", "whole", "graphs"]
 HostMemory = Literal["release", "keep"]
 Sharding = Literal["ddp", "zero1", "zero2", "fsdp", "hsdp"]
 ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -113,8 +113,8 @@ class Plan(Checked, where="plan"):
     """Operators that are fused by kernels of Penstock's own, separated by commas: `auto` chooses those that were
     measured to be faster on this kind of machine."""
     compile: Compile = field(default="none", metadata=_ROUNDING)
-    """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), or the whole
-    model."""
+    """Scope of torch.compile: nothing, each repeated block (`blocks`; they share one compilation), the whole model, or
+    the whole model with its forward and backward passes recorded as CUDA graphs (`graphs`)."""
     host_memory: HostMemory = field(default="release", metadata=_NOTHING)
     """Whether memory that a step frees on a CPU is returned to the kernel or stays mapped for the next
     step."""
@@ -274,6 +274,11 @@ class Plan(Checked, where="plan"):
     def gpus(self) -> int:
         """Number of devices of the plan. Expert parallel groups are inside the data parallel ones."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def compiles_whole(self) -> bool:
+        """Whether the whole model is compiled, with recorded passes or without."""
+        return self.compile in ("whole", "graphs")
 
     @property
     def replicas(self) -> int:

@@ -170,10 +170,10 @@ def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"recipe.{block_settings[0]} compares the features of each token, which plan.padding=remove joins; use "
             "padding=keep."
         )
-    if plan.compile == "whole":
+    if plan.compiles_whole:
         yield (
-            "plan.compile=whole compiles the student's head, whose loss changes with each batch of recipe.teacher; use "
-            "compile=blocks."
+            f"plan.compile={plan.compile} compiles the student's head, whose loss changes with each batch of "
+            "recipe.teacher; use compile=blocks."
         )
 
 
@@ -190,10 +190,10 @@ def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str
         yield (
             f"plan.{name}={degree} splits the model, which task=preferences compares with a whole copy; use {name}=1."
         )
-    if plan.compile == "whole":
+    if plan.compiles_whole:
         yield (
-            "plan.compile=whole compiles the model's head, which task=preferences makes the logits of again in the "
-            "backward pass; use compile=blocks."
+            f"plan.compile={plan.compile} compiles the model's head, which task=preferences makes the logits of again "
+            "in the backward pass; use compile=blocks."
         )
     if recipe.z_loss:
         yield (

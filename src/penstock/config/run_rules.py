@@ -73,13 +73,16 @@ def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
-    """A pipeline does not allow `compile=whole`, and `zero_bubble` needs plain linears and whole weights."""
+    """A pipeline does not compile the whole model, and `zero_bubble` needs plain linears and whole weights."""
     if plan.pp == 1:
         if plan.schedule != "1f1b":
             yield f"plan.schedule={plan.schedule} orders the stages of a pipeline, but plan.pp=1; leave schedule out."
         return
-    if plan.compile == "whole":
-        yield f"plan.compile=whole cannot be run with plan.pp={plan.pp}, which cuts the model; use compile=blocks."
+    if plan.compiles_whole:
+        yield (
+            f"plan.compile={plan.compile} cannot be run with plan.pp={plan.pp}, which cuts the model; use "
+            "compile=blocks."
+        )
     if plan.schedule == "zero_bubble":
         whole = {"products": "plain", "sharding": "ddp"}
         for name, value in whole.items():
@@ -88,6 +91,18 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
                     "plan.schedule=zero_bubble splits the backward pass of linears, which is not possible with "
                     f"plan.{name}={word(getattr(plan, name))}; use {name}={word(value)}, or schedule=1f1b."
                 )
+
+
+@RUN_RULES.of("run")
+def _recorded_passes_repeat(plan: Plan) -> Iterator[str]:
+    """`compile=graphs` needs one GPU, `accumulate=1` and `padding=keep`."""
+    for name in ("dp", "tp", "pp", "cp", "accumulate", "padding") if plan.compile == "graphs" else ():
+        value, default = getattr(plan, name), getattr(Plan(), name)
+        if value != default:
+            yield (
+                "plan.compile=graphs replays the same work of one GPU in each step, and its gradients overwrite those "
+                f"of the pass before, which plan.{name}={value} does not allow; use {name}={default}, or compile=whole."
+            )
 
 
 @RUN_RULES.of("run")
@@ -141,9 +156,9 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 @RUN_RULES.of("run")
 def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Mixtures of experts are compiled if each rank has them whole, with `products=plain`; routing that depends on all
-    tokens of a sample needs them on one rank. Experts that are whole blocks are compiled with `compile=blocks`, and in
-    models of texts they need whole texts, `cp=1` and `padding=keep`."""
+    """Mixtures of experts are compiled if each rank has them whole, with `products=plain`, but not as `graphs`; routing
+    that depends on all tokens of a sample needs them on one rank. Experts that are whole blocks are compiled with
+    `compile=blocks`, and in models of texts they need whole texts, `cp=1` and `padding=keep`."""
     yield from mixture_problems(plan, model)
 
 
@@ -164,7 +179,9 @@ def _tokens_are_made_one_at_a_time(plan: Plan) -> Iterator[str]:
 
 @INFER_RULES.of("infer")
 def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
-    """For generation, `compile` does not allow `tp`, `pp` or `ep`."""
+    """For generation, `compile` does not allow `tp`, `pp` or `ep`, and is not `graphs`."""
+    if plan.compile == "graphs":
+        yield "plan.compile=graphs records training; use compile=whole, whose steps are recorded on a GPU already."
     degrees = " and ".join(
         f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp", "ep") if getattr(plan, name) > 1
     )

@@ -62,10 +62,15 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
         return
     setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"
     whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
-    if whole and plan.compile == "whole":
+    if whole and plan.compiles_whole:
         yield (
-            f"plan.compile=whole cannot compile {whole[0]}.experts_in=block in one piece, because an expert has other "
-            "samples in each step; use compile=blocks."
+            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because an expert "
+            "has other samples in each step; use compile=blocks."
+        )
+    if plan.compile == "graphs":
+        yield (
+            f"plan.compile=graphs replays work on the GPU alone, and the experts of {setting} are counted outside of "
+            "it; use compile=whole."
         )
     texts = bool(whole) and bool(model.graph.inputs_of(TokenInput))
     for name, plain in (("padding", "keep"), ("cp", 1)) if texts else ():

@@ -70,7 +70,7 @@ def stopped_at(end: float, what: str) -> Iterator[None]:
 
 T = TypeVar("T")
 
-COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0}
+COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0, "graphs": 30.0}
 """Expected seconds of compiling, from ViT-Ti/16 on one core; measured ones replace it."""
 AGAIN = 0.3
 """Time to compile a form again, as a share of the first time: torch's cache already holds its kernels."""

@@ -45,7 +45,7 @@ def describe(
     terms = OpTerms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.products,
-        plan.attention, numerics.compute, avx512, plan.compile != "none", plan.compile == "whole",
+        plan.attention, numerics.compute, avx512, plan.compile != "none", plan.compiles_whole,
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0,
         gathers_keys=plan.cp_exchange == "gather", uneven=uneven.get(plan.ep, 1.0), loops=plan.experts == "loop",

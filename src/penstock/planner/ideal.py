@@ -51,7 +51,7 @@ def least_of_step(
     rates = rates_of(machine, plan)
     least: defaultdict[str, Least] = defaultdict(Least)
     for part in work.parts:
-        compiled = plan.compile == "whole" or (plan.compile == "blocks" and part.block is not None)
+        compiled = plan.compiles_whole or (plan.compile == "blocks" and part.block is not None)
         for op in (*part.forward, *part.backward):
             if op.kind not in COLLECTIVE:
                 row, times = row_of(op, compiled=compiled), part.count * plan.accumulate / plan.pp

@@ -216,7 +216,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     # At the very end the gradients of a table that is used twice are added: two gradients, and also their sum where the
     # whole step is compiled, except with a chunked loss, which stays an operator of its own. On a CPU a compiled step
     # adds the rows of the embedding to the gradient of the logits in place.
-    whole_step = plan.compile == "whole"
+    whole_step = plan.compiles_whole
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
     added = shared_table(work) * gradient * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, share))

@@ -335,11 +335,13 @@ def _host(
     software: Software,
 ) -> tuple[float, float]:  # fmt: skip
     """Seconds that the host adds to the device's by launching and by mapping pages. A CPU launches and computes in
-    turn; a GPU's launches run ahead."""
+    turn; a GPU's launches run ahead, and recorded passes are one launch each."""
     launches = plan.accumulate / plan.pp * launched
     matrices = orthogonal_tensors(work, plan) / plan.pp
     updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu, matrices=matrices)
     if not rates.cpu:
+        if plan.compile == "graphs":
+            return max(0.0, (2 + updates) * rates.machine.launch_seconds - device), 0.0
         own = plan.accumulate / plan.pp * work.depth * software.block_host_seconds
         return max(0.0, own + (launches + updates) * rates.machine.launch_seconds - device), 0.0
     machine = rates.machine

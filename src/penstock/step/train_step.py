@@ -84,13 +84,23 @@ class TrainStep:
         Set by the training loop; see `penstock.optim.clip.can_refuse`."""
 
     def __call__(self, micro_batches: Sequence[Any]) -> StepResult:
-        """Take one step. Raises ConfigError if there is no micro-batch."""
+        """Take one step. Raises ConfigError if there is no micro-batch, or more than the Plan can run."""
         if not micro_batches:
             raise ConfigError("A training step received no micro-batch; pass it at least one.")
+        recorded = self.plan.compile == "graphs"
+        if recorded and len(micro_batches) > 1:
+            raise ConfigError(
+                "A step with plan.compile=graphs overwrites the gradients of the micro-batch before; pass it one, or "
+                "use compile=whole."
+            )
         set_host_memory(keep=self.plan.host_memory == "keep")
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             loss = self.runner(micro_batches)
+            if recorded:
+                loss = (
+                    loss.clone()
+                )  # a model that returns its loss returns a tensor that the next step overwrites
             if self._unused is not None:
                 self._tell_unused(self._unused)
             refuse = None if self.skips is None else partial(self.skips, loss)

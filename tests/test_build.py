@@ -74,9 +74,9 @@ def test_compiling_changes_neither_names_nor_results(compiled: Any) -> None:
 
 def test_recorded_passes_are_asked_of_torch_and_hold_what_later_steps_overwrite() -> None:
     plan = Plan(compile="graphs")
-    with pytest.raises(ConfigError, match="steps that Penstock runs itself, on a GPU"):
+    with pytest.raises(ConfigError, match="is for steps that Penstock runs on a GPU"):
         build(TINY, plan)
-    with pytest.raises(ConfigError, match="steps that Penstock runs itself, on a GPU"):
+    with pytest.raises(ConfigError, match="is for steps that Penstock runs on a GPU"):
         apply(nn.Linear(1, 1), Setup(purpose=SCRIPT, plan=plan, device=torch.device("cuda")), "compile")
     built = build(TINY, Plan())
     with mock.patch.object(torch, "compile", wraps=torch.compile) as asked:  # which refuses unknown options

@@ -162,17 +162,15 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
     """Compile as `plan.compile` says, in place, so that no name in the state dict changes.
 
     `blocks` compiles each repeated block of the model's Anatomy: they share compiled code, so one compilation is enough
-    and takes a fraction of the time of `whole`. `graphs` is `whole` with torch's CUDA graph trees: inputs are copied to
-    where the recorded passes read them, and outputs and gradients are overwritten by the next step. `options` go to
-    torch.compile. Raises ConfigError when the blocks of a foreign model cannot be found.
+    and takes a fraction of the time of `whole`. `graphs` is `whole` with torch's CUDA graph trees: the next step
+    overwrites outputs and gradients. `options` go to torch.compile. Raises ConfigError for unknown blocks.
     """
     if plan.compile == "none":
         return
     let_recompile()
     options = {"dynamic": False, **options}
     if plan.compiles_whole:
-        # late: Inductor takes a second to import
-        from penstock.kernels.embedding_gradient import AddTouchedRows
+        from penstock.kernels.embedding_gradient import AddTouchedRows  # late: Inductor takes a second
 
         if "backend" not in options and "mode" not in options:
             passes: dict[str, Any] = {"post_grad_custom_pre_pass": AddTouchedRows()}
@@ -282,12 +280,9 @@ def _fuse(model: nn.Module, setup: Setup) -> None:
 
 def _compile(model: nn.Module, setup: Setup) -> None:
     if setup.plan.compile == "graphs" and (setup.purpose == SCRIPT or setup.device.type != "cuda"):
-        raise ConfigError(
-            "plan.compile=graphs records CUDA graphs of steps that Penstock runs itself, on a GPU; use compile=whole."
-        )
+        raise ConfigError("plan.compile=graphs is for steps that Penstock runs on a GPU; use compile=whole.")
     # The lengths of a script's batches may vary: shapes that change are compiled as dynamic.
-    options = {"dynamic": None} if setup.purpose == SCRIPT else {}
-    compile_model(model, setup.plan, **options)
+    compile_model(model, setup.plan, **({"dynamic": None} if setup.purpose == SCRIPT else {}))
 
 
 def _store(model: nn.Module, setup: Setup) -> nn.Module:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from penstock.errors import ConfigError
 from penstock.optim import contiguous
-from penstock.optim.contiguous import Contiguous
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05}),
@@ -310,23 +309,16 @@ def test_a_dead_optimizer_lets_go() -> None:
     fresh.step()
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (torch.optim.LBFGS, "searches along a line"),
-        (torch.optim.SparseAdam, "sparse"),
-        (torch.optim.Adafactor, "factors"),
-    ],
-)
-def test_refuses_what_is_not_elementwise(cls: type[torch.optim.Optimizer], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        contiguous(cls, Net().parameters())
-
-
-def test_refuses_muon_and_strangers_but_takes_their_word() -> None:
-    if hasattr(torch.optim, "Muon"):
-        with pytest.raises(ConfigError, match="orthogonalises"):
-            contiguous(torch.optim.Muon, [nn.Parameter(torch.zeros(3, 3))])
+def test_refuses_what_is_not_elementwise_and_strangers_but_takes_their_word() -> None:
+    reasons = {
+        "LBFGS": "along a line",
+        "SparseAdam": "sparse",
+        "Adafactor": "factors",
+        "Muon": "orthogonalises",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(ConfigError, match=reason):
+            contiguous(getattr(torch.optim, name), Net().parameters())
 
     class Mine(torch.optim.SGD):
         pass
@@ -341,7 +333,6 @@ def test_refuses_muon_and_strangers_but_takes_their_word() -> None:
 
 def test_cannot_be_copied_by_mistake() -> None:
     optimizer = contiguous(torch.optim.AdamW, Net().parameters(), lr=0.1)
-    assert isinstance(optimizer, Contiguous)
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(optimizer)
 

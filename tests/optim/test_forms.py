@@ -100,14 +100,6 @@ def test_state_moves_between_forms(source: str, target: str) -> None:
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
 
 
-def test_rates_follow_their_scale() -> None:
-    model = model_of()
-    groups = parameter_groups(model, weight_decay=0.1, layer_decay=1.0)
-    groups[0]["lr_scale"] = 0.5
-    optimizer = make_optimizer(groups, "loop", lr=0.1)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
-
-
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(ConfigError, match="choose one of loop, foreach, fused, contiguous"):
         make_optimizer(model_of().parameters(), "flat", lr=1e-3)  # type: ignore[arg-type]

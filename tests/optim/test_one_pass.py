@@ -26,11 +26,8 @@ pytestmark = pytest.mark.skipif(not adamw.has_adamw(), reason="there is no C++ c
 def net() -> nn.Module:
     torch.manual_seed(0)
     # A weight in another order of memory, and a norm.
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(72, 8), nn.LayerNorm(8), nn.Linear(8, 72)
-    )
-    model[4].weight = Parameter(model[4].weight.detach())
-    return model.to(memory_format=torch.channels_last)
+    parts = nn.Conv2d(3, 8, 2), nn.Flatten(), nn.Linear(72, 8), nn.LayerNorm(8), nn.Linear(8, 72)
+    return nn.Sequential(*parts).to(memory_format=torch.channels_last)
 
 
 def give_gradients(models: list[nn.Module], step: int) -> None:

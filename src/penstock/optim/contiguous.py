@@ -60,8 +60,6 @@ def contiguous(
         raise ConfigError(
             f"contiguous cannot hold {name}: {why}; {remedy}. It can hold {', '.join(sorted(_ELEMENTWISE))}."
         )
-    if reason := getattr(optimizer_class, "NOT_CONTIGUOUS", ""):
-        raise ConfigError(f"contiguous cannot hold {name}: {reason}")
     if options.get("differentiable"):
         raise ConfigError(
             "contiguous updates weights in place, so differentiable=True cannot work; leave it out."

@@ -16,11 +16,11 @@ from penstock.optim.lion import Lion
 from penstock.optim.muon import Muon
 from penstock.optim.one_pass import OnePassAdamW, takes_one_pass
 
-_FLAGS: dict[OptimizerForm, dict[str, bool]] = {
+FORM_FLAGS: dict[OptimizerForm, dict[str, bool]] = {
     "loop": {"foreach": False, "fused": False}, "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True}, "contiguous": {"foreach": False, "fused": True},
 }  # fmt: skip
-
+"""The options of torch's optimizers that select a form."""
 _OWN: dict[Algorithm, type[Optimizer]] = {"muon": Muon, "lion": Lion}
 
 
@@ -39,8 +39,8 @@ def make_optimizer(
     file's form). Raises ConfigError for an unknown form, or one that the parameters' device or the algorithm does not
     support.
     """
-    if form not in _FLAGS:
-        raise ConfigError(f"There is no optimizer form {form!r}; choose one of {', '.join(_FLAGS)}.")
+    if form not in FORM_FLAGS:
+        raise ConfigError(f"There is no optimizer form {form!r}; choose one of {', '.join(FORM_FLAGS)}.")
     listed: list[Any] = list(groups)
     if not listed:
         raise ConfigError("The optimizer was given no parameters; is every part of the model frozen?")
@@ -79,12 +79,7 @@ def make_optimizer(
 
 def _flags(algorithm: Algorithm, form: OptimizerForm) -> dict[str, Any]:
     """The options of an optimizer that select a form."""
-    return dict(_FLAGS[form]) if "fused" in OPTIMIZERS[algorithm].forms else {"foreach": form != "loop"}
-
-
-def form_flags(form: OptimizerForm) -> dict[str, bool]:
-    """The options of torch's optimizers that select a form."""
-    return dict(_FLAGS[form])
+    return FORM_FLAGS[form] if "fused" in OPTIMIZERS[algorithm].forms else {"foreach": form != "loop"}
 
 
 def keep_form(optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.cpu import this_cpu
-from penstock.optim.tensors import adamw_step, local, loss_of
+from penstock.optim.tensors import adamw_step, local, loss_of, step_scalar
 from penstock.shards import cuts, gather_to, scatter_from
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -90,7 +90,8 @@ class Muon(torch.optim.AdamW):
             for parameter, direction in zip(turn, _orthogonalised(turn, updates)):
                 rate = group["lr"] * RMS * math.sqrt(max(parameter.shape[-2:]))
                 decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
-                weight, stops = local(parameter), self._scalar("found_inf", parameter)
+                weight = local(parameter)
+                stops = step_scalar(self, "found_inf", weight.device)
                 if stops is not None:
                     decay = torch.where(stops > 0, 1.0, decay)
                     direction = direction * (stops == 0)
@@ -103,7 +104,7 @@ class Muon(torch.optim.AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)  # type: ignore[arg-type]
         gradient, mean = local(parameter.grad), local(state["momentum_buffer"])  # type: ignore[arg-type]
-        scale, stops = self._scalar("grad_scale", parameter), self._scalar("found_inf", parameter)
+        scale, stops = (step_scalar(self, name, mean.device) for name in ("grad_scale", "found_inf"))
         gradient = gradient if scale is None else gradient / scale
         if stops is None:
             mean.lerp_(gradient, 1 - momentum)
@@ -111,11 +112,6 @@ class Muon(torch.optim.AdamW):
             gradient = torch.where(stops > 0, 0.0, gradient)
             mean.lerp_(gradient, (1 - momentum) * (stops == 0).to(mean.dtype))
         return gradient.lerp(mean, momentum).bfloat16()
-
-    def _scalar(self, name: str, parameter: Tensor) -> Tensor | None:
-        """A scalar that GradScaler or `clipped_step` sets during a step, on the parameter's device, if it is set."""
-        value: Tensor | None = getattr(self, name, None)
-        return None if value is None else value.to(local(parameter).device, torch.float32).view(())
 
 
 def _owners(parameter: Any) -> int:

@@ -62,18 +62,11 @@ class OnePassAdamW(torch.optim.AdamW):
         with torch.no_grad():
             for group in self.param_groups:
                 for batch in self._batches(group):
-                    scalars = {name: self._scalar(name, batch) for name in ("grad_scale", "found_inf")}
+                    device, names = batch.weights[0].device, ("grad_scale", "found_inf")
+                    scalars = {name: tensors.step_scalar(self, name, device) for name in names}
                     part = 0.0 if self.averages is None else self.averages.part
                     adamw_(batch, _hyper(group), form=self.form, average_part=part, **scalars)
         return loss
-
-    def _scalar(self, name: str, batch: Batch) -> Tensor | None:
-        """A scalar that GradScaler or `clipped_step` sets during a step, on the batch's device, if it is set."""
-        value: Tensor | None = getattr(self, name, None)
-        device = batch.weights[0].device
-        # A value that is copied from a GPU to the host must have arrived before a kernel reads it.
-        waits = device.type == "cpu"
-        return value if value is None else value.to(device, torch.float32, non_blocking=not waits).view(())
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, batched by device and presence of average and copy."""
@@ -151,23 +144,18 @@ def takes_one_pass(groups: Iterable[Any]) -> bool:
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ConfigError for settings that the kernels do not support."""
-    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay") if name in group}
-    betas = group.get("betas", (0.0, 0.0))
+    numbers = [(name, group.get(name)) for name in ("lr", "eps", "weight_decay")]
+    numbers += [("betas", beta) for beta in group.get("betas", ())]
     problems = []
     if group.get("amsgrad"):
         problems.append("AdamW in one pass has no amsgrad; set amsgrad=False, or use torch.optim.AdamW.")
     if group.get("differentiable"):
         problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
-    every = [*numbers.items(), *(("betas", beta) for beta in betas)]
     problems += [
         f"AdamW in one pass needs {name} as a number, not as a tensor; pass a float."
-        for name, value in every
+        for name, value in numbers
         if isinstance(value, Tensor)
     ]
-    if not problems and not all(0.0 <= beta < 1.0 for beta in betas):
-        problems.append(f"betas are {betas}, but each must be at least 0 and below 1.")
-    if not problems:
-        problems = [f"{name} is {n}, but must be at least 0." for name, n in numbers.items() if not n >= 0.0]
     if problems:
         raise ConfigError(problems)
 

@@ -117,9 +117,8 @@ def whole_norm(tensors: Sequence[Tensor], norm: Callable[[list[Tensor]], Tensor]
         if kind is not None:
             first = _sharded(alike[0])
             for dimension, placement in enumerate(first.placements):
-                if (
-                    not placement.is_replicate()
-                ):  # `is_shard` is false for rows sharded over two mesh dimensions
+                # `is_shard` is false for rows sharded over two mesh dimensions.
+                if not placement.is_replicate():
                     distributed.all_reduce(square, group=first.device_mesh.get_group(dimension))
         squares.append(square)
     device = squares[0].device
@@ -150,6 +149,14 @@ def ordered(gradient: Tensor, weight: Tensor) -> Tensor:
         return gradient
     same = all(g == w for size, g, w in zip(weight.shape, gradient.stride(), weight.stride()) if size > 1)
     return gradient if same else torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
+
+
+def step_scalar(optimizer: Any, name: str, device: torch.device) -> Tensor | None:
+    """A scalar that GradScaler or `clipped_step` sets on an optimizer during a step, on a device, if it is set."""
+    value: Tensor | None = getattr(optimizer, name, None)
+    # A value that is copied from a GPU to the host must have arrived before it is read.
+    waits = device.type == "cpu"
+    return value if value is None else value.to(device, torch.float32, non_blocking=not waits).view(())
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -137,7 +137,7 @@ class LossMonitor:
 
     def unsettled(self) -> bool:
         """Whether the latest steps were not finite, so that the weights may be bad. Waits for the device."""
-        return self.skipper is not None and self.skipper.bad_in_a_row() > 0
+        return self.skipper is not None and self.skipper.bad_in_a_row.item() > 0
 
     def count_rewind(self) -> int:
         """Count one more return to a checkpoint and return their number; raises NumericError after `MAX_REWINDS`."""
@@ -160,7 +160,7 @@ class LossMonitor:
         """Restore the state of `state_dict`; when `rewinding`, the number of returns is kept."""
         if self.skipper and state["guard"]:
             self.skipper.load_state_dict(state["guard"])
-            self._skipped = self.skipper.skipped()
+            self._skipped = int(state["guard"]["skipped"])
         self._detector.load_state_dict(state["spikes"])
         if not rewinding:
             self._rewinds = state["rewinds"]
@@ -185,7 +185,8 @@ class StepSkipper:
         self, device: torch.device | str, *, average: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._average = average
-        self._bad_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
+        self.bad_in_a_row = torch.zeros((), dtype=torch.float32, device=device)
+        """Number of latest steps in a row that were not finite."""
         self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self._limit: Tensor | None = None
 
@@ -195,16 +196,16 @@ class StepSkipper:
 
         `norm` is None if gradients that are not finite are already skipped by other means, such as a loss scale.
         """
-        value = loss.detach().to(self._bad_in_a_row.device, torch.float32)
+        value = loss.detach().to(self.bad_in_a_row.device, torch.float32)
         if norm is not None:
             # NaN if the norm is not finite
             value = torch.add(value, norm.to(value.device, torch.float32) * 0.0)
         if self._average is not None:
             value = self._average(value.clone() if norm is None else value)
         bad = (~value.isfinite()).float()
-        self._bad_in_a_row.add_(bad)
-        skip = torch.maximum(bad, (self._bad_in_a_row >= PATIENCE).float())
-        self._bad_in_a_row.mul_(skip)
+        self.bad_in_a_row.add_(bad)
+        skip = torch.maximum(bad, (self.bad_in_a_row >= PATIENCE).float())
+        self.bad_in_a_row.mul_(skip)
         if self._limit is not None:
             skip = torch.maximum(skip, (value > self._limit).float())
         self._skipped.add_(skip)
@@ -213,7 +214,7 @@ class StepSkipper:
     def skip_above(self, limit: float) -> None:
         """From now on skip steps with a loss above `limit`. Does not wait for the device."""
         if self._limit is None:
-            self._limit = torch.zeros_like(self._bad_in_a_row)
+            self._limit = torch.zeros_like(self.bad_in_a_row)
         self._limit.fill_(limit)
 
     def require_finite(self, step: int) -> int:
@@ -222,7 +223,7 @@ class StepSkipper:
         Raises:
             NumericError: `PATIENCE` steps in a row were not finite, and all later ones have been skipped.
         """
-        in_a_row, skipped = torch.stack([self._bad_in_a_row, self._skipped]).tolist()
+        in_a_row, skipped = torch.stack([self.bad_in_a_row, self._skipped]).tolist()
         if in_a_row >= PATIENCE:
             raise NumericError(
                 f"By step {step}, {PATIENCE} steps in a row had a loss or gradients that are not finite; they and all "
@@ -230,22 +231,14 @@ class StepSkipper:
             )
         return int(skipped)
 
-    def bad_in_a_row(self) -> int:
-        """Number of latest steps in a row that were not finite. Waits for the device."""
-        return int(self._bad_in_a_row.item())
-
-    def skipped(self) -> int:
-        """Number of steps skipped so far. Waits for the device."""
-        return int(self._skipped.item())
-
     def state_dict(self) -> dict[str, Tensor]:
         """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
-        limit = torch.full_like(self._bad_in_a_row, math.inf) if self._limit is None else self._limit
-        return {"row": self._bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
+        limit = torch.full_like(self.bad_in_a_row, math.inf) if self._limit is None else self._limit
+        return {"row": self.bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the state of `state_dict`."""
-        self._bad_in_a_row.copy_(state["row"])
+        self.bad_in_a_row.copy_(state["row"])
         self._skipped.copy_(state["skipped"])
         if state["limit"].isfinite():
             self.skip_above(float(state["limit"]))

@@ -146,9 +146,7 @@ class History:
     @property
     def step(self) -> int:
         """Number of optimizer steps recorded."""
-        return max(
-            (record["step"] for each in (self.logs, self.evaluations) for record in each[-1:]), default=0
-        )
+        return max((each[-1]["step"] for each in (self.logs, self.evaluations) if each), default=0)
 
     @property
     def total(self) -> int:

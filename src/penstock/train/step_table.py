@@ -55,13 +55,11 @@ _OWN = (
     (("aten::_foreach", "aten::linalg_vector_norm", "aten::_amp_", "aten::_fused_adam", "penstock::adamw"),
      "optimizer"),
     (("aten::empty", "aten::zero", "aten::fill_", "aten::resize_", "aten::new_"), ALLOCATION),
-    (("aten::as_strided", "aten::t", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::expand",
+    (("aten::as_strided", "aten::t$", "aten::transpose", "aten::view", "aten::_unsafe_view", "aten::expand",
       "aten::reshape", "aten::select", "aten::slice", "aten::unsqueeze", "aten::squeeze", "aten::detach",
       "aten::permute", "aten::alias", "aten::item", "aten::_local_scalar", "aten::lift", "aten::result_type"), HOST),
 )  # fmt: skip
-"""Prefixes of operators' names, and the row of their own time."""
-_EXACT = frozenset({"aten::t"})
-"""Names that must match exactly."""
+"""Prefixes of operators' names, where $ is the end of a name, and the row of their own time."""
 
 
 def step_table(trace: Path, least: Mapping[str, Least]) -> list[dict[str, Any]]:
@@ -158,11 +156,7 @@ def _row(name: str, computes: str, inside: str, *, backward: bool, compiled: boo
 
 def _first(table: Iterable[tuple[tuple[str, ...], str]], name: str) -> str:
     """The row of the first entry with a prefix of this name; "" if there is none."""
-    return next((row for starts, row in table if _starts(name, starts)), "")
-
-
-def _starts(name: str, starts: tuple[str, ...]) -> bool:
-    return any(name == start if start in _EXACT else name.startswith(start) for start in starts)
+    return next((row for starts, row in table if f"{name}$".startswith(starts)), "")
 
 
 def as_text(rows: list[dict[str, Any]]) -> str:

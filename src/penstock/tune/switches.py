@@ -21,7 +21,7 @@ from penstock.config.plan import OptimizerForm, Plan
 from penstock.config.rules import require
 from penstock.errors import ConfigError
 from penstock.models.anatomy import inner_model
-from penstock.optim.forms import form_flags, keep_form
+from penstock.optim.forms import FORM_FLAGS, keep_form
 from penstock.process import matmul_precision, set_host_memory
 
 PRECISION = ("precision", "dtype", "norms", "products")
@@ -82,7 +82,7 @@ class ScriptSwitches:
             return
         if problem := form_problem(optimizer, self.plan.optimizer):
             raise ConfigError(f"plan.optimizer={self.plan.optimizer} cannot be applied: {problem}.")
-        flags = form_flags(self.plan.optimizer)
+        flags = FORM_FLAGS[self.plan.optimizer]
         for options in (optimizer.defaults, *optimizer.param_groups):
             options.update({name: on for name, on in flags.items() if name in options})
         # torch's own loss scaler asks for this attribute, which the constructor of a fused optimizer sets.

@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -87,49 +87,51 @@ class Start(NamedTuple):
     """Of training, without end, or of the validation split."""
 
 
-def started(name: str, optimizer: str, rate: float, seed: int) -> Start:
-    """A job's model under an optimizer."""
+def started(
+    name: str, optimizer: str, rate: float, seed: int, fields: dict[str, Any] | None = None, **recipe: Any
+) -> Start:
+    """A job's model under an optimizer, with other fields of the model, or another recipe than the benchmark's."""
     job = JOBS[name]
-    config = load_run(overrides={"model": name})
+    config = load_run(overrides={"model": name, **(fields or {})})
     task = task_of(config.model, config.task)
     train, val = (task.open(config.data, config.model, split) for split in ("train", "val"))
     model = task.fit(config.model, train)
-    recipe = replace(
-        config.recipe,
-        optimizer=optimizer,
-        lr=rate,
-        schedule="constant",
-        warmup_steps=20,
-        warmup_share=None,
-        ema_decay=0.95,
-    )
+    usual = {"schedule": "constant", "warmup_steps": 20, "warmup_share": None, "ema_decay": 0.95}
+    learned = replace(config.recipe, optimizer=optimizer, lr=rate, **(recipe or usual))
     plan = replace(config.plan, optimizer="fused", micro_batch=job.size)
-    built = build(model, plan, recipe=recipe, loss=task, seed=seed)
+    built = build(model, plan, recipe=learned, loss=task, seed=seed)
 
     def loader(endless: bool) -> Loader:
         source = train if endless else val
-        prepare = task.prepare(source, model, augment=recipe.augment if endless else None, seed=seed)
+        prepare = task.prepare(source, model, augment=learned.augment if endless else None, seed=seed)
         return Loader(
             source, prepare, batch=plan.micro_batch, seed=seed if endless else 0, device=built.device, workers=0,
             rank=0, world=1, endless=endless, group=plan.micro_batch,
         )  # fmt: skip
 
-    return Start(built, recipe, loader)
+    return Start(built, learned, loader)
+
+
+def stepped(start: Start, total: int) -> Iterator[float]:
+    """The processor's seconds of each step of a run that its schedule has end after `total`."""
+    batches = start.loader(True)
+    for step in range(total):
+        set_learning_rate(start.built.optimizer, learning_rate(step, start.recipe, total))
+        batch = next(batches)
+        began = time.process_time()
+        start.built.step([batch])
+        yield time.process_time() - began
 
 
 def trained(name: str, optimizer: str, rate: float, seed: int, most: int) -> dict[str, Any]:
     """One run until the target, or until it has taken `most` steps."""
-    job, (built, recipe, loader) = JOBS[name], started(name, optimizer, rate, seed)
-    batches, curve, seconds = loader(True), [], []
-    for step in range(most):
-        set_learning_rate(built.optimizer, learning_rate(step, recipe, job.steps))
-        batch = next(batches)
-        began = time.process_time()
-        built.step([batch])
-        seconds.append(time.process_time() - began)
-        if (step + 1) % job.every == 0:
-            value = figure(job, built, loader(False))
-            curve.append([step + 1, round(value, 5)])
+    job, start = JOBS[name], started(name, optimizer, rate, seed)
+    curve, seconds = [], []
+    for took in islice(stepped(start, job.steps), most):
+        seconds.append(took)
+        if len(seconds) % job.every == 0:
+            value = figure(job, start.built, start.loader(False))
+            curve.append([len(seconds), round(value, 5)])
             if job.reached(value):
                 break
     return {

@@ -319,7 +319,7 @@ def test_frozen_parts_stay_and_layers_learn_at_their_own_rate(enrolled: Enrolled
     built = build(
         enrolled.config,
         Plan(micro_batch=4),
-        recipe=replace(RECIPE, freeze=(first,), layer_decay=0.5),
+        recipe=replace(RECIPE, freeze=(first,), layer_decay=0.5, lr_width=8),
         loss=loss,
     )
     before = {name: tensor.clone() for name, tensor in built.model.state_dict().items()}
@@ -330,7 +330,7 @@ def test_frozen_parts_stay_and_layers_learn_at_their_own_rate(enrolled: Enrolled
     scales = {
         name: group["lr_scale"] for group in built.optimizer.param_groups for name in group["param_names"]
     }
-    assert scales[f"{last}.mlp.up.weight"] == 0.5
+    assert scales[f"{last}.mlp.up.weight"] == 0.5 * 8 / enrolled.config.graph.runs[-1].stack.width
     assert min(scales.values()) < 0.25
 
 

@@ -256,7 +256,7 @@ def _optimizer(module: nn.Module, plan: Plan, recipe: Recipe) -> Optimizer:
             recipe.eps,
         )
     groups = parameter_groups(
-        module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay,
+        module, weight_decay=recipe.weight_decay, layer_decay=recipe.layer_decay, lr_width=recipe.lr_width,
         matrices=OPTIMIZERS[plan.algorithm].matrices == "orthogonal",
     )  # fmt: skip
     return make_optimizer(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from helpers.families import ENROLLED, batches, loss
+from penstock.build import build
 from penstock.config.model import ViTConfig
+from penstock.config.plan import Plan
+from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models import create
-from penstock.optim import parameter_groups
+from penstock.models.draw import seeded
+from penstock.optim import parameter_groups, set_learning_rate
 from penstock.optim.groups import freeze
 
 TINY = ViTConfig(image_size=8, patch_size=4, channels=1, width=16, depth=3, heads=2, mlp_width=32, classes=4)
@@ -102,6 +109,30 @@ def test_layer_decay_falls_from_the_head_down() -> None:
     assert len(scales) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("form", ["foreach", "fused", "contiguous"])
+def test_matrices_of_blocks_learn_by_the_width_of_their_stack(form: Any) -> None:
+    """Steps are those of torch's AdamW with the rates written out; one stack has 24 features, the others have 16."""
+    config = ENROLLED["multimodal"].config
+    recipe = Recipe(lr=1.0, lr_width=8, weight_decay=0.0, eps=1e-4, clip_norm=None)
+    built = build(config, Plan(optimizer=form), recipe=recipe, loss=loss)
+    set_learning_rate(built.optimizer, 1e-2)
+    with seeded(0):
+        model = create(config)
+    groups = []
+    for name, parameter in model.named_parameters():
+        width = 24 if name.startswith("vision.") else 16
+        scaled = ".blocks." in name and parameter.ndim == 2
+        groups.append({"params": [parameter], "lr": 1e-2 * 8 / width if scaled else 1e-2})
+    theirs = torch.optim.AdamW(groups, eps=1e-4, weight_decay=0.0)
+    for step in range(3):
+        batch = batches(config, step, 4)
+        built.step([batch])
+        theirs.zero_grad()
+        loss(model, batch).backward()
+        theirs.step()
+    torch.testing.assert_close(dict(built.model.named_parameters()), dict(model.named_parameters()))
+
+
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"layer_decay is 0\.0"):
         parameter_groups(create(TINY), weight_decay=0.0, layer_decay=0.0)
@@ -111,6 +142,8 @@ def test_refusals_say_what_to_do() -> None:
     assert parameter_groups(lone, weight_decay=0.0)
     with pytest.raises(ConfigError, match="Enrol it"):
         parameter_groups(lone, weight_decay=0.0, layer_decay=0.9)
+    with pytest.raises(ConfigError, match=r"role Attention.*Enrol it"):
+        parameter_groups(nn.Sequential(lone, nn.Linear(2, 2)), weight_decay=0.0, lr_width=8)
 
 
 def test_frozen_parts_are_in_no_group() -> None:

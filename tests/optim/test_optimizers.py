@@ -27,7 +27,7 @@ from penstock.config.optimizers import OPTIMIZERS
 from penstock.config.plan import Plan
 from penstock.config.recipes import load_run
 from penstock.config.rules import problems
-from penstock.config.run import Recipe
+from penstock.config.run import Lora, Recipe
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models import create
@@ -202,6 +202,10 @@ def test_an_optimizer_that_does_not_fit_is_refused_in_a_sentence() -> None:
         build(TINY, Plan(), recipe=Recipe(optimizer="rprop"))
     with pytest.raises(ConfigError, match="optimizer=muon, or leave muon_momentum out"):
         build(TINY, Plan(), recipe=Recipe(muon_momentum=0.9))
+    with pytest.raises(ConfigError, match="use optimizer=adamw or adam"):
+        build(TINY, Plan(), recipe=Recipe(optimizer="muon", lr_width=16))
+    with pytest.raises(ConfigError, match=r"which recipe\.lora freezes"):
+        build(TINY, Plan(), recipe=Recipe(lora=Lora(rank=2), lr_width=16))
     assert load_run(overrides={"recipe.optimizer": "lion"}).plan.algorithm == "lion"
 
 
@@ -348,13 +352,15 @@ def test_a_prediction_has_the_optimizers_time_and_memory() -> None:
     assert muon.seconds["optimizer"] > adamw.seconds["optimizer"]
 
 
-def test_the_page_shows_what_runs_to_a_loss_took() -> None:
+@pytest.mark.parametrize("name", ["time_to_loss", "widths"])
+def test_the_page_shows_what_runs_took(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
+    monkeypatch.syspath_prepend(root / "benchmarks")
     bench, page = (
-        loaded(root / "benchmarks" / "time_to_loss.py"),
+        loaded(root / "benchmarks" / f"{name}.py"),
         (root / "docs" / "measured.md").read_text("utf-8"),
     )
-    stored = json.loads((root / "benchmarks" / "results" / "time_to_loss_cpu.json").read_text("utf-8"))
+    stored = json.loads((root / "benchmarks" / "results" / f"{name}_cpu.json").read_text("utf-8"))
     assert bench.table(stored["runs"]) == stored["table"]
     assert not [line for line in bench.lines(stored) if line not in page.splitlines()]
 

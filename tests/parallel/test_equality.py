@@ -100,7 +100,7 @@ FREEZING = (
 
 def _frozen() -> tuple[list[tuple[str, Trained, Trained]], list[dict[str, torch.Tensor]]]:
     """For each plan, what the ranks learned and what one process did; and the weights that all of them began with."""
-    found = _both([*FREEZING], False, steps=6, freeze=FROZEN, layer_decay=0.8)
+    found = _both([*FREEZING], False, steps=6, freeze=FROZEN, layer_decay=0.8, lr_width=8)
     return found, [build(TINY, alone(Plan.parse(line))).model.state_dict() for line in FREEZING]
 
 

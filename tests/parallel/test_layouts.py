@@ -27,7 +27,7 @@ from penstock.errors import ConfigError
 from penstock.models.convert import from_pretrained
 
 # Keys' biases have no gradient but rounding, which Adam would divide by its own size: one step is then anybody's.
-RECIPE = Recipe(lr=3e-3, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
+RECIPE = Recipe(lr=3e-3, lr_width=8, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 TENSOR = ["tp=2", "tp=2 sp=true"]
 STEPS = 8
 

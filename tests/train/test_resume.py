@@ -34,11 +34,12 @@ def test_what_the_arithmetic_does_not_depend_on_may_change() -> None:
 
 
 def test_another_recipe_is_refused_with_both_values() -> None:
-    other = replace(BASE, seed=1, recipe=Recipe(lr=0.5))
+    other = replace(BASE, seed=1, recipe=Recipe(lr=0.5, lr_width=64))
     with pytest.raises(ConfigError) as caught:
         changes(to_dict(BASE), to_dict(other))
     text = str(caught.value)
     assert "recipe.lr is 0.5, but the checkpoint was made with 0.001" in text
+    assert "recipe.lr_width is 64, but the checkpoint was made with None" in text
     assert "seed is 1, but the checkpoint was made with 0" in text
     assert "--no-resume" in text
 

@@ -17,6 +17,9 @@ _UNFUSED: tuple[OptimizerForm, ...] = ("loop", "foreach", "contiguous")
 SKIPS_ON_DEVICE: tuple[OptimizerForm, ...] = ("fused", "contiguous")
 """Forms of torch's fused kernels, which skip an overflowed step without making the host wait."""
 
+BY_WIDTH: tuple[Algorithm, ...] = ("adamw", "adam", "adamax", "nadam", "radam", "lion")
+"""Optimizers whose updates are of the learning rate's size in each element, which `recipe.lr_width` is for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule:

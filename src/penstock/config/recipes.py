@@ -14,7 +14,7 @@ from penstock.config.graph import FeatureHead, Graph, PatchInput, TokenInput
 from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, option_words, stacks, title
-from penstock.config.optimizers import OPTIMIZERS
+from penstock.config.optimizers import BY_WIDTH, OPTIMIZERS
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
@@ -123,6 +123,13 @@ def _unscheduled(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"recipe.muon_momentum is {recipe.muon_momentum:g}, but recipe.optimizer is {plan.algorithm}; use "
             "optimizer=muon, or leave muon_momentum out."
         )
+    if recipe.lr_width is not None and plan.algorithm not in BY_WIDTH:
+        yield (
+            f"recipe.lr_width is for updates whose elements all have the size of the learning rate, and those of "
+            f"recipe.optimizer={plan.algorithm} have not; leave it out, or use optimizer={' or '.join(BY_WIDTH)}."
+        )
+    if recipe.lr_width is not None and recipe.lora.rank:
+        yield "recipe.lr_width is for weights of blocks, which recipe.lora freezes; leave it out, or use lora.rank=0."
     if recipe.weight_decay and not OPTIMIZERS[plan.algorithm].decays:
         yield (
             f"recipe.weight_decay is {recipe.weight_decay:g}, but recipe.optimizer={plan.algorithm} has none; use "

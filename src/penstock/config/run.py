@@ -159,8 +159,7 @@ def likely_source(path: str) -> str:
     if any(os.path.basename(name) == "manifest.json" for name in names):
         return f" That is a pack: write pack:{named}."
     if any(kinds[kind] for kind in EXTENSIONS):
-        inside = all(os.sep in name for name in names if name.lower().endswith(EXTENSIONS))
-        if inside:
+        if all(os.sep in name for name in names if name.lower().endswith(EXTENSIONS)):
             return f" That is a folder of class folders with images: write imagefolder:{named}."
         return f" That folder has images, but no folder for each class, which imagefolder:{named} needs."
     if kinds[".tar"]:
@@ -172,10 +171,9 @@ def likely_source(path: str) -> str:
 
 def _is_encoding(name: str) -> bool:
     try:
-        "a".encode(name)
+        return bool("a".encode(name))
     except (LookupError, ValueError):
         return False
-    return True
 
 
 def _weight(text: str) -> float:
@@ -266,6 +264,9 @@ class Recipe(Checked, where="recipe"):
     """Optimizer steps, in place of `epochs`."""
     lr: Positive = 1e-3
     """Peak learning rate, reached after the warm-up."""
+    lr_width: Count | None = None
+    """Width of the model for which `lr` was tuned: matrices of blocks learn at `lr` · `lr_width` / width of their
+    stack (Yang et al., 2022, "Tensor Programs V", table 8); none: at `lr`. Not for all optimizers."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -364,11 +365,10 @@ class Recipe(Checked, where="recipe"):
 
     def warmup(self, total_steps: int) -> int:
         """Steps of the warm-up in a run of `total_steps`. Raises ConfigError when it does not fit into the run."""
-        steps = self.warmup_steps
+        setting, steps = "warmup_steps", self.warmup_steps
         if steps is None:
-            steps = round((self.warmup_share or 0.0) * total_steps)
+            setting, steps = "warmup_share", round((self.warmup_share or 0.0) * total_steps)
         if steps >= total_steps and steps:
-            setting = "warmup_share" if self.warmup_steps is None else "warmup_steps"
             raise ConfigError(
                 f"The warm-up of recipe.{setting} is {steps} steps, but the run has {total_steps} steps in all, so the "
                 f"learning rate would never come down; use fewer than {total_steps} warm-up steps, or train longer."
@@ -420,8 +420,8 @@ class RunConfig(Checked):
     save_in_background: bool = False
     """Whether training continues while a copy of the state is written; the copy takes host memory."""
     wait_seconds: Annotated[float, Range(1, 1e8)] = WAIT_SECONDS
-    """How long a rank waits for another in one collective before the run ends with an error, which `penstock launch`
-    answers with a restart. Whatever one rank does while others wait, such as compiling or saving, must fit."""
+    """Seconds that a rank waits for another in one collective, in which compiling or saving must fit; then the run ends
+    with an error, which `penstock launch` answers with a restart."""
     log_every: Count = 10
     """Steps between log lines; numbers stay on the device in between."""
 

@@ -16,13 +16,14 @@ from penstock.config.run import Recipe
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, anatomy_of, closest_part, uncompiled
 from penstock.models.former_names import present_patterns
-from penstock.models.roles import Embedding, Linear, Role
+from penstock.models.roles import Attention, Embedding, Linear, Role
 from penstock.optim.tensors import mesh_of
 
 
 def parameter_groups(
-    model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0, matrices: bool = False
-) -> list[dict[str, Any]]:
+    model: nn.Module, *, weight_decay: float, layer_decay: float = 1.0, lr_width: int | None = None,
+    matrices: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Parameter groups for an optimizer: with and without decay, for each depth and each sharding over ranks.
 
     Weights of linear and convolution layers and token embeddings are decayed. Not decayed are tensors of fewer than two
@@ -31,18 +32,20 @@ def parameter_groups(
 
     With `layer_decay` below 1, block i of n learns at `layer_decay ** (n - i)` times the rate, the head at the full
     rate and the parts before the blocks at the lowest (Bao et al., BEiT, ICLR 2022, appendix; Clark et al., ELECTRA,
-    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` applies. With `matrices`, weights of the
-    blocks' linear layers, including stacked experts, are in groups whose `orthogonal` is true. Every parameter is in
-    exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a model without
-    trainable parameters, or one whose blocks are needed but cannot be found.
+    ICLR 2020); the factor is the group's `lr_scale`, which `set_learning_rate` applies. With `lr_width`, weights of the
+    blocks' linear layers, including stacked experts, learn at `lr_width` / width of their stack times the rate (Yang et
+    al., "Tensor Programs V", 2022, table 8). With `matrices`, they are in groups whose `orthogonal` is true. Every
+    parameter is in exactly one group; `param_names` holds the names. Raises ConfigError for a factor outside (0, 1], a
+    model without trainable parameters, or one whose blocks, or their widths, are needed but cannot be found.
     """
     require("recipe.layer_decay", layer_decay, PositiveShare)
-    anatomy = _anatomy(model, required=layer_decay != 1.0 or matrices)
-    linears = _block_matrices(uncompiled(model), anatomy) if anatomy and matrices else set()
+    anatomy = _anatomy(model, required=layer_decay != 1.0 or lr_width is not None or matrices)
+    linears = _block_matrices(uncompiled(model), anatomy) if anatomy and (lr_width or matrices) else {}
+    widths = _widths(uncompiled(model), anatomy, linears) if anatomy and lr_width else {}
     listed = getattr(model, "no_weight_decay", None)
     undecayed = set(listed()) if callable(listed) else set()
     last = anatomy.depth + 1 if anatomy else 0
-    groups: dict[tuple[int, bool, int, bool], dict[str, Any]] = {}
+    groups: dict[tuple[int, bool, int, bool, float], dict[str, Any]] = {}
     kinds: list[Hashable] = []
     for name, parameter in uncompiled(model).named_parameters():
         if not parameter.requires_grad:
@@ -53,13 +56,14 @@ def parameter_groups(
         kind = mesh_of(parameter)  # one launch supports only tensors of one mesh
         if kind not in kinds:
             kinds.append(kind)
+        factor = lr_width / widths[linears[name]] if lr_width and name in linears else 1.0
         group = groups.setdefault(
-            (depth, decayed, kinds.index(kind), name not in linears),
+            (depth, decayed, kinds.index(kind), name not in linears, factor),
             {
                 "params": [],
                 "param_names": [],
                 "weight_decay": weight_decay if decayed else 0.0,
-                "lr_scale": layer_decay ** (last - depth),
+                "lr_scale": layer_decay ** (last - depth) * factor,
                 **({"orthogonal": name in linears} if matrices else {}),
             },
         )
@@ -128,27 +132,43 @@ def _maps_features(name: str, parameter: nn.Parameter, role: Role | None) -> boo
     """Whether weight decay regularises a parameter as intended: see `parameter_groups`."""
     if isinstance(role, Embedding):
         return role.kind == "token"
+    # Without a known role: positions or tokens that are broadcast over the samples of a batch.
     if parameter.ndim == 3 and parameter.shape[0] == 1 and type(role) in (NoneType, Role):
-        return (
-            False  # without a known role: positions or tokens that are broadcast over the samples of a batch
-        )
+        return False
     if isinstance(role, Linear) and name == f"{role.name}.bias":
         return False  # biases of several experts: (E, out)
     return parameter.ndim >= 2
 
 
-def _block_matrices(model: nn.Module, anatomy: Anatomy) -> set[str]:
-    """Names of the weights of linear layers in blocks; in blocks with unknown parts, of torch's `nn.Linear`."""
-    blocks, names = dict.fromkeys(anatomy.blocks, True), set()
+def _block_matrices(model: nn.Module, anatomy: Anatomy) -> dict[str, str]:
+    """Names of the weights of linear layers in blocks, with the block of each; in blocks with unknown parts, of torch's
+    `nn.Linear`."""
+    blocks, names = {name: name for name in anatomy.blocks}, {}
     for name, parameter in model.named_parameters():
         module, _, attribute = name.rpartition(".")
         role = anatomy.role_of(name)
         linear = isinstance(role, Linear) and not name.endswith(".bias") and name != role.bias
         if role is None and not linear:
             linear = attribute == "weight" and isinstance(model.get_submodule(module), nn.Linear)
-        if linear and parameter.ndim in (2, 3) and closest_part(blocks, name):
-            names.add(name)
+        if linear and parameter.ndim in (2, 3) and (block := closest_part(blocks, name)):
+            names[name] = block
     return names
+
+
+def _widths(model: nn.Module, anatomy: Anatomy, linears: dict[str, str]) -> dict[str, int]:
+    """Features of the tokens that each block reads, on all ranks together, by the block's name."""
+    readers = {f"{one.readers[0].name}.weight": one.readers[0] for one in anatomy.parts(Attention)}
+    widths = {
+        linears[name]: model.get_parameter(name).shape[-2 if reader.transposed else -1]
+        for name, reader in readers.items()
+        if name in linears
+    }
+    if unknown := sorted(set(linears.values()) - widths.keys()):
+        raise ConfigError(
+            f"recipe.lr_width needs the width of {unknown[0]}, but no part of it has the role Attention; leave "
+            "lr_width out."
+        )
+    return widths
 
 
 def _anatomy(model: nn.Module, *, required: bool) -> Anatomy | None:

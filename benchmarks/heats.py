@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from penstock.errors import PenstockError
 from penstock.ladder.result import Estimate
 from penstock.ladder.statistics import Journal
 
@@ -121,7 +122,7 @@ def heats(
         best = fastest(entries, entry.kind)
         try:
             entry.heat = {"dropped": why} if why else heat(entry, best.seconds if best else None)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, PenstockError) as error:
             entry.heat = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
         if device.type == "cuda":
             entry.heat["peak_bytes"] = torch.cuda.max_memory_allocated(device)

@@ -405,7 +405,7 @@ def store(options: argparse.Namespace, cases: list[Case], rounds: dict[int, list
     """Write the rounds so far."""
     first = next(iter(rounds.values()))[0]
     alone = first["device"] == "cpu" and first["threads"] == 1
-    done = [summary(cases[index], seen) for index, seen in rounds.items()]
+    done = [summary(cases[index], seen) for index, seen in rounds.items() if seen]
     record = {
         "command": "OMP_NUM_THREADS=1 python benchmarks/predicted_own_runs.py" if alone else "see the script",
         "clock": "processor time of one thread" if alone else "wall clock",
@@ -472,8 +472,8 @@ def main() -> None:
                 f"(without yardstick {one['as_probed'] / one['measured'] - 1:+.1%})",
                 flush=True,
             )
-        if options.output:
-            store(options, cases, rounds)
+            if options.output:
+                store(options, cases, rounds)
     for one in (summary(cases[index], seen) for index, seen in rounds.items()):
         took, said = one["step_seconds"]["measured"], one["step_seconds"]["predicted"]
         print(

@@ -35,8 +35,9 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.infer.generator import Generator
 from penstock.models import create
-from penstock.planner.ideal import Least, least_of_generation, least_of_step
-from penstock.planner.serve import Serving
+from penstock.planner.ideal import Least, _least, least_of_step, row_of
+from penstock.planner.operators import COLLECTIVE
+from penstock.planner.serve import Passes, Serving
 from penstock.probe import machine_for, resolve_device
 from penstock.report.record import environment
 from penstock.train.step_table import STEP, as_text, step_table
@@ -93,7 +94,13 @@ def generation(
     serving = Serving(
         batch=PROMPTS, prompt=PROMPT, generated=NEW, half=width == 2, weight_bytes=width, cache_bytes=width
     )
-    return lambda: generator.generate(prompts, settings), least_of_generation(model, machine, serving)
+    passes, least = Passes(model, machine, serving), dict[str, Least]()
+    for times, part in passes.parts():
+        for op in part.forward:
+            if op.kind not in COLLECTIVE and op.module != "loss":
+                row, one = row_of(op, compiled=False), _least(op, passes.rates)
+                least[row] = Least(*(a + times * b for a, b in zip(least.get(row, Least()), one)))
+    return lambda: generator.generate(prompts, settings), least
 
 
 def profiled(step: Callable[[], Any], device: torch.device, trace: Path) -> float:

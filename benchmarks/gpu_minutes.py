@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -117,10 +118,38 @@ def _generate(found: Any) -> str:
     for cell in found["cells"]:
         times = {way: statistics.median(seconds) for way, seconds in cell["seconds"].items() if seconds}
         ours = min((t for way, t in times.items() if way.startswith("penstock")), default=None)
-        theirs = min((t for way, t in times.items() if way.startswith("transformers")), default=None)
-        if ours and theirs:
-            cells.append(f"{cell['model']} × {cell['batch']}: {theirs / ours:.2f}×")
-    return ", ".join(cells)
+        others = [
+            f"{min(their) / ours:.2f}× {rival}"
+            for rival in ("transformers", "vllm")
+            if ours and (their := [t for way, t in times.items() if way.startswith(rival)])
+        ]
+        cells.append(f"{cell['model']} × {cell['batch']}: {', '.join(others)}")
+        cells += [f"no vllm: {cell['failed']['vllm']}"] if "vllm" in cell["failed"] else []
+    return "; ".join(dict.fromkeys(cells))
+
+
+def _eight_bits(found: Any) -> str:
+    return "; ".join(
+        f"{one['shape']['name']}: "
+        + ", ".join(f"{name} {way['times_as_fast_as_bf16']:.2f}×" for name, way in one["block"].items())
+        for one in found["results"]
+        if one.get("block")
+    )
+
+
+def _settings(found: Any) -> str:
+    """The step of the first Plan, and the speedup of each other by what it has and the first has not; or why none."""
+    (cell,) = found["cells"].values()
+    rows: list[str] = []
+    shared: list[str] = []
+    first = math.nan
+    for one in cell["contestants"]:
+        heat, words = one["heat"], [word for word in one["name"].split() if word not in shared]
+        took = statistics.median(one["rounds"]) if one["rounds"] else heat.get("seconds", math.nan)
+        shared, first = (shared, first) if rows else (words, took)
+        why = heat.get("error") or ("" if took == took else heat.get("dropped", "not begun"))
+        rows.append(f"{' '.join(words)} {why or f'{1e3 * took:.2f} ms, {first / took:.2f}×'}")
+    return "; ".join(rows)
 
 
 def _ladder(found: Any) -> str:
@@ -148,25 +177,38 @@ def _language_train(model: str, tokens: int, sequence: int, seconds: float) -> P
     )  # fmt: skip
 
 
+def _plans(name: str, model: str, tokens: int, sequence: int, seconds: float, *plans: str) -> Part:
+    """Steps of one model under several Plans, of which the first is what the others are compared with."""
+    return Part(
+        name, seconds,
+        ("{benchmarks}/language_train.py", "--device", "{device}", "--model", model, "--tokens", str(tokens),
+         "--sequence", str(sequence), "--only", "penstock", *(word for plan in plans for word in ("--plan", plan)),
+         "--steps", "5", "--rounds", "5", "--seconds", "{seconds}", "--output", "{json}"),
+        small=("--model", "gpt-tiny", "--tokens", "128", "--sequence", "64", "--steps", "1", "--rounds", "1"),
+        file=f"plans_{model}_{tokens}", summary=_settings,
+    )  # fmt: skip
+
+
 def _step_parts(model: str, samples: int, sequence: int, precision: str = "O1") -> Part:
     return Part(
         f"operators of {model}", 30,
         ("{benchmarks}/step_parts.py", "--device", "{device}", "--model", model, "--samples", str(samples),
-         "--sequence", str(sequence), "--plan", "{plan} precision=" + precision, "--output", "{json}"),
+         "--sequence", str(sequence), "--plan", "{plan} {whole} precision=" + precision, "--output", "{json}"),
         small=("--model", "vit-digits" if model.startswith("vit") else "gpt-tiny", "--samples", "2"),
         file="step_parts", summary=_parts,
     )  # fmt: skip
 
 
-BEST = "matmul=high optimizer=fused compile=whole"
+BEST = "matmul=high optimizer=fused"
 """What the fastest Plans of earlier runs on such cards have, besides half precision."""
 PARTS = (
     Part("ladder of ViT-H/16", 90, ("{benchmarks}/vit_h_ladder.py", "--device", "{device}", "--rounds", "3",
          "--output", "{json}"), small=("--small", "--rounds", "1"), file="vit_h_ladder", summary=_rungs),
-    Part("checks", 150, ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--maxfail", "20", "tests"),
+    Part("checks", 150, ("-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "--maxfail", "20", "tests"),
          small=("-m", "not gpu", "-k", "config and rules")),
     Part("own runs, predicted", 110, ("{benchmarks}/predicted_own_runs.py", "--device", "{device}", "--rounds", "1",
-         "--output", "{json}"), small=("--only", "vit-digits",), file="predicted_own_runs", summary=_own_runs),
+         "--output", "{json}"), small=("--only", "vit-digits micro_batch=64"), file="predicted_own_runs",
+         summary=_own_runs),
     _vit_train("vit-b16", 128, 60),
     _vit_train("vit-b16", 256, 60),
     _vit_train("vit-l16", 64, 60),
@@ -179,8 +221,13 @@ PARTS = (
     Part("kernels", 70, ("{benchmarks}/kernels_gpu.py", "--minutes", "1", "--output", "{json}"), small=("--dry",),
          file="kernels", summary=_kernels),
     Part("8 bits", 40, ("{benchmarks}/eight_bits.py", "--device", "{device}", "--blocks", "--rounds", "10",
-         "--output", "{json}"), small=("--smoke", "--emulate", "--eager", "--rounds", "2"), file="eight_bits"),
-    Part("generation", 80, ("{benchmarks}/generate_gpu.py", "--models", "gpt2,llama3-1b", "--batches", "1,8,64",
+         "--output", "{json}"), small=("--smoke", "--emulate", "--eager", "--rounds", "2"), file="eight_bits",
+         summary=_eight_bits),
+    _plans("settings", "gpt2", 8192, 1024, 70, *(f"{{plan}} {{half}} {{whole}} {word}" for word in (
+        "", "attention=flash", "attention=cudnn", "fuse=residual_norm", "products=int8_all", "products=fp8"))),
+    _plans("CUDA graphs", "gpt2", 1024, 1024, 40, "{plan} {half} {whole}", "{plan} {half} {graphs}"),
+    _plans("CUDA graphs, small", "gpt-tiny", 1024, 64, 25, "{plan} {half} {whole}", "{plan} {half} {graphs}"),
+    Part("generation", 140, ("{benchmarks}/generate_gpu.py", "--models", "gpt2,llama3-1b", "--batches", "1,8,64",
          "--rounds", "3", "--device", "{device}", "--output", "{json}"),
          small=("--models", "gpt-tiny", "--batches", "1", "--prompt", "8", "--new", "4", "--rounds", "1"),
          file="generate", summary=_generate),
@@ -253,7 +300,8 @@ def run(part: Part, limit: float, device: str, output: Path, *, small: bool) -> 
     values = {
         "device": device, "json": str(target), "folder": str(folder), "seconds": f"{0.8 * limit:.0f}",
         "budget": f"{0.7 * limit:.0f}", "benchmarks": str(HERE), "compile": "" if small else "--compile",
-        "plan": "optimizer=fused" if small else BEST,
+        "plan": "optimizer=fused" if small else BEST, "whole": "" if small else "compile=whole",
+        "graphs": "loss=chunked" if small else "compile=graphs", "half": "" if small else "precision=O1",
     }  # fmt: skip
     words = [word.format(**values) for word in (*part.words, *(part.small if small else ()))]
     words = [word for word in words if word]

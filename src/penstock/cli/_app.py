@@ -30,15 +30,10 @@ _ELSEWHERE = " docs/reference/settings.md lists the fields of the others."
 
 
 def configured(
-    cls: type[Any],
-    *,
-    positional: str | None = None,
-    flags: tuple[str, ...] = (),
-    aliases: Mapping[str, str] | None = None,
-    file: tuple[str, ...] = ("--config",),
-    first: tuple[str, ...] = (),
+    cls: type[Any], *, positional: str | None = None, flags: tuple[str, ...] = (),
+    aliases: Mapping[str, str] | None = None, file: tuple[str, ...] = ("--config",), first: tuple[str, ...] = (),
     loader: Callable[..., Any] = load,
-) -> Callable[[Callable[..., R]], Callable[..., R]]:
+) -> Callable[[Callable[..., R]], Callable[..., R]]:  # fmt: skip
     """Turn a function of `(config: cls, *, own options…)` into a verb with one option per setting of `cls`.
 
     The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.

@@ -27,22 +27,16 @@ _TORCH_FLOOR = (2, 11)
 _CORE = ("numpy", "safetensors", "pillow", "pyyaml", "rich", "cyclopts", "jinja2")
 # Distribution, the extra that brings it, and what it is for.
 _OPTIONAL = (
-    ("starlette", "serve", "penstock serve"),
-    ("uvicorn", "serve", "penstock serve"),
-    ("onnxruntime", "export", "checked export to ONNX"),
-    ("ctranslate2", "export", "export to CTranslate2"),
-    ("gguf", "export", "export to GGUF"),
-    ("peft", "lora", "LoRA adapters in peft's format"),
-    ("sacrebleu", "text", "BLEU of translations"),
-    ("num2words", "text", "the translator of numbers"),
+    ("starlette", "serve", "penstock serve"), ("uvicorn", "serve", "penstock serve"),
+    ("onnxruntime", "export", "checked export to ONNX"), ("ctranslate2", "export", "export to CTranslate2"),
+    ("gguf", "export", "export to GGUF"), ("peft", "lora", "LoRA adapters in peft's format"),
+    ("sacrebleu", "text", "BLEU of translations"), ("num2words", "text", "the translator of numbers"),
     ("sentencepiece", "text", "tokenizers of Marian and in .model files"),
     ("simplejpeg", "images", "faster JPEG decoding"),
     ("opencv-python-headless", "images", "faster JPEG decoding and resizing"),
-    ("transformers", "hf", "Hugging Face models"),
-    ("tensorboardX", "track", "TensorBoard logs"),
-    ("wandb", "wandb", "logs in Weights & Biases"),
-    ("mlflow-skinny", "mlflow", "logs in MLflow"),
-)
+    ("transformers", "hf", "Hugging Face models"), ("tensorboardX", "track", "TensorBoard logs"),
+    ("wandb", "wandb", "logs in Weights & Biases"), ("mlflow-skinny", "mlflow", "logs in MLflow"),
+)  # fmt: skip
 
 
 def examine() -> list[Finding]:

@@ -38,13 +38,8 @@ class Course:
     account: Account
 
     def __init__(
-        self,
-        contenders: Contenders,
-        budget: float,
-        rounds: int,
-        round_seconds: float,
-        on_progress: OnProgress,
-    ) -> None:
+        self, contenders: Contenders, budget: float, rounds: int, round_seconds: float, on_progress: OnProgress,
+    ) -> None:  # fmt: skip
         self.contenders, self.budget = contenders, budget
         self.start = time.perf_counter()
         self.phase: Phase = "baseline"

@@ -45,15 +45,9 @@ class Interception:
     """
 
     def __init__(
-        self,
-        *,
-        precision: str = "O1",
-        dtype: str = "auto",
-        say: Say,
-        applied: Callable[[], None] = lambda: None,
-        switches: Switches | None = None,
-        **overrides: Any,
-    ) -> None:
+        self, *, precision: str = "O1", dtype: str = "auto", say: Say, applied: Callable[[], None] = lambda: None,
+        switches: Switches | None = None, **overrides: Any,
+    ) -> None:  # fmt: skip
         level = properties_of(precision, dtype=dtype, device="meta", **overrides)
         if level.weights != "fp32" and level.masters == "none" and level.scales:
             raise ConfigError(

@@ -85,16 +85,8 @@ def test_rates_are_plausible(measured: Machine) -> None:
     kernels = {sample.name: sample.per_second for sample in measured.kernels if sample.dtype == "fp32"}
     assert {"gelu", "gelu_backward", "norm", "norm_backward", "softmax", "softmax_backward"} < set(kernels)
     activations = {
-        "gelu",
-        "gelu_tanh",
-        "silu",
-        "relu",
-        "tanh",
-        "sigmoid",
-        "fused_gelu",
-        "fused_gelu_tanh",
-        "fused_silu",
-    }
+        "gelu", "gelu_tanh", "silu", "relu", "tanh", "sigmoid", "fused_gelu", "fused_gelu_tanh", "fused_silu",
+    }  # fmt: skip
     assert activations | {f"{name}_backward" for name in activations} < set(kernels)
     assert all(1e7 < kernels[name] < 1e11 for name in ("gelu", "norm", "softmax", *activations))
     attention = [s for s in measured.kernels if s.name == "attention" and s.dtype == "fp32"]

@@ -47,20 +47,11 @@ def test_text_becomes_the_value(text: str, kind: Any, value: object) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ("1.5", int),
-        ("inf", int),
-        ("maybe", bool),
-        ("abc", float),
-        ("none", float),
-        ("c", Literal["a", "b"]),
-        (True, int),
-        (1, bool),
-        (1, str),
-        ([1, "x"], tuple[int, ...]),
-        ({"a": "x"}, dict[str, float]),
+        ("1.5", int), ("inf", int), ("maybe", bool), ("abc", float), ("none", float), ("c", Literal["a", "b"]),
+        (True, int), (1, bool), (1, str), ([1, "x"], tuple[int, ...]), ({"a": "x"}, dict[str, float]),
         (3, dict[str, float]),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_refused(value: object, kind: Any) -> None:
     with pytest.raises(BadValue, match="must be"):
         convert(value, kind, text=isinstance(value, str))

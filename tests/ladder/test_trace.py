@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.activations import ACTIVATIONS, Mlp
@@ -18,6 +18,7 @@ from penstock.ladder.trace import trace
 from penstock.models import create
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.sublayers import MLP
+from penstock.parallel.experts import Visits
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
@@ -188,20 +189,31 @@ def test_activations_of_several_operators_are_counted_as_they_run(mlp: Mlp) -> N
 @pytest.mark.parametrize(
     "changes",
     [{}, {"balance": 0.0}, {"z_loss": 0.1}, {"experts_per_token": 4}, {"shared_experts": 1}, {"router": "sigmoid"},
-     {"router": "sigmoid", "router_normalised": True}, {"router_normalised": True}, {"mlp": "gelu"}],
+     {"router": "sigmoid", "router_normalised": True}, {"router_normalised": True}, {"mlp": "gelu"}, {"ranks": 2}],
 )  # fmt: skip
 def test_a_mixture_launches_what_is_listed_of_it(changes: dict[str, Any]) -> None:
-    """Router, choice, visits and experts, forward and backward."""
-    config = replace(PRESETS["mixtral-tiny"], **changes)
-    stack, plan = config.graph.runs[0].stack, Plan(micro_batch=2)
+    """Router, choice, visits and experts, forward and backward; and what sorts tokens that ranks exchange."""
+    ranks, sizes = changes.get("ranks", 1), {name: one for name, one in changes.items() if name != "ranks"}
+    config = replace(PRESETS["mixtral-tiny"], **sizes)
+    stack, plan = config.graph.runs[0].stack, Plan(micro_batch=2, dp=ranks, ep=ranks)
     mixture = MixtureOfExperts(stack, stack.layers[-1])
+    if ranks > 1:  # this process sends to itself what it would send to others
+        distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+        assert distributed.group.WORLD is not None
+        mixture.exchange = Visits(distributed.group.WORLD)
     x = torch.randn(2, config.sequence, stack.width, requires_grad=True)
-    work = trace(mixture, x, lambda model, x: model(x).sum(), 2)
+    try:
+        work = trace(mixture, x, lambda model, x: model(x).sum(), 2)
+    finally:
+        if ranks > 1:
+            distributed.destroy_process_group()
     launched = [op.forward for _, op in work.operators()]
     (block,) = describe(config, plan, "cpu").blocks
-    for forward, ops, of_loss in ((True, block.forward, 1), (False, block.backward, 1)):
+    # A CPU does not copy counts to the host, and a range of numbers reads nothing that is recorded.
+    unseen = 3 * (ranks > 1)
+    for forward, ops, others in ((True, block.forward, 1 - unseen), (False, block.backward, 1)):
         listed = sum(op.launches for op in ops if op.module in ("router", "experts", "perceptron"))
-        assert launched.count(forward) - of_loss == listed, forward
+        assert launched.count(forward) - others == listed, forward
 
 
 def test_the_loss_of_half_logits_is_fp32() -> None:

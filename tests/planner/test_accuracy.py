@@ -34,7 +34,7 @@ REACHED = {
     "mosaicml_h100": (0.030, 0.223), "torchtitan_speed": (0.089, 0.504), "bloom": (0.073, 0.315),
     "bloom_memory": (0.052, 0.26), "nemo": (0.048, 0.107), "megatron": (0.075, 0.106), "megatron_h100": (0.047, 0.073),
     "vit": (0.141, 0.392), "flash_training": (0.063, 0.300), "attention": (0.112, 0.392), "moe_layer": (0.038, 0.133),
-    "moe_training": (0.056, 0.227), "moe_bridge": (0.084, 0.147), "moe_exchange": (0.091, 0.203),
+    "moe_training": (0.056, 0.224), "moe_bridge": (0.082, 0.146), "moe_exchange": (0.091, 0.203),
     "moe_deepseek": (0.066, 0.066), "moe_serving": (0.30, 0.30),
 }  # fmt: skip
 

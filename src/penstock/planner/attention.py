@@ -59,11 +59,8 @@ class _Attention:
         self.others = (
             max(1.0, t.samples * block.share * seen / t.cp) if cross else rows + t.samples * t.cached
         )
-        self.queries, self.keys, self.own = (
-            rows * self.a,
-            self.others * self.kv,
-            rows * (self.a + 2 * self.kv),
-        )
+        self.queries, self.keys = rows * self.a, self.others * self.kv
+        self.own = rows * (self.a + 2 * self.kv)
 
     def project_memory(self) -> None:
         """List the queries of the tokens, and the keys and values of the memory."""

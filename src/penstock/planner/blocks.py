@@ -16,6 +16,9 @@ from penstock.planner.price import distinct_places
 
 _NUMBER = 8
 """Bytes of the index of an expert or of a visit."""
+_REGROUP_LAUNCHES = 11
+"""Operators that sort the arrived tokens by expert, one by one even where others are compiled: three sums of exchanged
+counts, two copies of them to the host, and six that make, sort and apply the order."""
 
 
 def list_block(to: Lister, block: BlockKind) -> None:
@@ -233,6 +236,7 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
     met = min(met, int(visits)) if t.serving else met
     # All wait for the busiest device, which also sends back the most.
     once = k if t.software.sends_once and t.ep > 1 else 0
+    merged = t.fused or bool(once)
     # A token's experts are in a few groups, which neighbouring devices hold.
     reach = mixture.groups_per_token / mixture.router_groups
     exchange = Op(
@@ -251,14 +255,19 @@ def _mixture(to: Lister, block: BlockKind, rows: float) -> None:
                 launches_back=1 if t.fused else 3,
             )  # fmt: skip
         if t.ep > 1:
+            if not once:
+                to.add(exchange._replace(name="exchange.counts", read=_NUMBER * met, beside=False))
             to.add(leaving, exchange._replace(forward=False))
-            kept = numbers * bool(once)
             to.move(
-                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=kept, group="masks"
-            )
+                "experts.regroup", moved, (arrived, c), (c, arrived), kind="copy", kept=numbers * bool(once),
+                group="masks", launches=1 if once else _REGROUP_LAUNCHES, launches_back=1 if merged else 2,
+            )  # fmt: skip
         _mlp(to, "experts", block, each, max(1, hidden), batch=batch)
         if t.ep > 1:
-            to.move("experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy")
+            to.move(
+                "experts.ungroup", moved, (c, arrived), (arrived, c), kind="copy", launches=1 if merged else 2,
+                launches_back=1,
+            )  # fmt: skip
             back = exchange._replace(beside=False)
             to.add(back, back._replace(forward=False))
         _merge(to, rows * k, visits, d, k, once=bool(once), learns=mixture.learns_routes)
@@ -308,14 +317,8 @@ def _route(to: Lister, mixture: ExpertMixture, rows: float, width: int, *, again
         kept = rows * (4.0 * share + _NUMBER * k)
         ahead, back = _choice_launches(mixture, fused=to.terms.fused, serving=to.terms.serving)
         to.move(
-            "router.choose",
-            rows * experts,
-            (4, 4),
-            kept=kept,
-            group="masks",
-            launches=ahead,
-            launches_back=back,
-        )
+            "router.choose", rows * experts, (4, 4), kept=kept, group="masks", launches=ahead, launches_back=back,
+        )  # fmt: skip
 
 
 def _branch(to: Lister, name: str, block: BlockKind, rows: float, *, normed: bool = False) -> None:

@@ -188,9 +188,9 @@ def operators_of(graph: Graph) -> int:
             kinds = {
                 "mixture": True,
                 "shared": mixture.shared_experts > 0,
-                "groups": mixture.router_groups > 1,
+                "sigmoid": mixture.router == "sigmoid",
             }
-            kinds["sigmoid"] = mixture.router == "sigmoid"
+            kinds["groups"] = mixture.router_groups > 1
             operators += sum(BLOCK_OPERATORS[name] for name, there in kinds.items() if there)
     return operators
 

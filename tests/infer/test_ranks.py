@@ -16,6 +16,7 @@ from helpers.families import small
 from helpers.generation import Letters, tiny
 from helpers.rank_pool import pool
 from helpers.routed import routed
+from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.compress.data import QuantiseData
 from penstock.compress.quantise import quantise_folder
@@ -33,6 +34,7 @@ from penstock.infer.generator import Generator
 from penstock.infer.load import loaded
 from penstock.models import create
 from penstock.models.convert import save_pretrained
+from penstock.models.experts import mixtures_of
 from penstock.parallel import ALONE, dims_of
 from penstock.parallel.hosts import attend, rounds_of
 from penstock.products.integers import Int4, Int8Weights
@@ -56,10 +58,10 @@ Texts = dict[tuple[str, str], list[tuple[int, ...]]]
 
 
 def _texts(line: str, names: list[str], ways: list[str]) -> Texts:
-    """The texts of every model in every way."""
+    """The texts of every model, or folder, in every way."""
     found = {}
     for name in names:
-        model = tiny(name, words=WORDS)
+        model = name if "/" in name else tiny(name, words=WORDS)
         with Generator(model, Plan.parse(line), start=0, ends=ENDS, draft=model) as made:  # type: ignore[arg-type]
             for way in ways:
                 found[name, way] = [each.ids for each in made.generate(ROWS, **WAYS[way])]
@@ -76,7 +78,22 @@ def _same(line: str, names: list[str], ways: list[str]) -> None:
 
 def test_split_layers_make_the_same_texts_in_every_way() -> None:
     _same("tp=2", ["llama", "marian-tiny"], list(WAYS))
-    _same("tp=2", ["gpt", "alibi", "t5-tiny", "mixtral", "sigmoid", "deepseek"], list(FEW))
+    _same("tp=2", ["gpt", "alibi", "t5-tiny", "mixtral", "sigmoid", "deepseek", "gpt-oss"], list(FEW))
+
+
+@pytest.mark.parametrize(
+    "name",
+    sweep(["deepseek", "gpt-oss", "gemma 2", "gemma", "phi", "olmo", "smollm", "glm"], (), slow=["gemma"]),
+)
+def test_what_transformers_wrote_is_split_in_every_way(name: str, tmp_path: Path) -> None:
+    """Texts are longer than windows, and than the samples from which positions are scaled."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny(name, words=WORDS, dtype=torch.float32)
+    save_pretrained(model, tmp_path / "ours")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    for line in ("tp=2", "pp=2", "dp=2 ep=2", "tp=2 ep=2")[: 4 if mixtures_of(model) else 2]:
+        _same(line, [str(tmp_path / "theirs")], list(FEW))
 
 
 def test_replicas_share_out_the_texts() -> None:
@@ -369,7 +386,12 @@ def _led(name: str, texts: int) -> list[list[int]]:
     return made
 
 
-@pytest.mark.parametrize("name", ["llama", "pruned", "marian-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    sweep(
+        ["llama", "pruned", "marian-tiny", "deepseek", "gpt-oss", "gemma"], ["llama", "pruned", "marian-tiny"]
+    ),
+)
 def test_ranks_follow_the_one_that_serves(name: str) -> None:
     expected = _served(_engine(tiny(name, words=WORDS)), 5)
     assert pool(2).run(_led, name, 5) == [expected, []]

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from helpers import generation
+from helpers import generation, small_folders
 from helpers.fake_engine import CONTEXT, END, POISON, VOCABULARY
 from helpers.modules import loaded
 from helpers.served import Running, served
@@ -732,6 +732,39 @@ def texts_of(one: Opened) -> list[list[int]]:
         one.request(ids=tuple(row), decoding=Decoding(max_tokens=8, ignore_end=True)) for row in prompts
     ]
     return [tokens for tokens, _ in generation.served(one.engine, requests)]
+
+
+@pytest.mark.parametrize("form", sweep(["fp8", "mxfp4"], (), slow=["fp8"]))
+def test_a_folder_in_its_published_form_is_served_to_openais_client(form: str, tmp_path: Path) -> None:
+    """With the texts of the values that its weights have; and quantised to the weights that these values have."""
+    from openai import OpenAI
+
+    import penstock
+    from helpers.published import in_fp8, in_mxfp4
+    from penstock.compress.quantise import quantise_folder
+    from penstock.config.quantise import QuantiseOptions
+
+    name, publish = {"fp8": ("deepseek-tiny", in_fp8), "mxfp4": ("gpt-oss-tiny", in_mxfp4)}[form]
+    plain = small_folders.folder(name, tmp_path, width=64)
+    (plain / "chat_template.jinja").write_text(TEMPLATE)
+    published = tmp_path / "published"
+    publish(plain, published)
+    messages, asked = [{"role": "user", "content": "How high?"}], {"model": "published", "temperature": 0}
+    with penstock.Generator(plain) as made:
+        prompts = ["The river", made.conversation(messages)]
+        expected = [made.generate(prompt, max_tokens=9)[0].text for prompt in prompts]
+    with served(published, opener=REAL) as running:
+        client = OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key="none", max_retries=0)
+        text = client.completions.create(prompt="The river", max_tokens=9, **asked).choices[0].text
+        said = client.chat.completions.create(messages=messages, max_tokens=9, **asked).choices[0].message
+        client.close()
+    assert [text, said.content] == expected
+    for bits in ("int8", "int4"):
+        small = [tmp_path / f"{bits}-{each.name}" for each in (plain, published)]
+        for each, to in zip((plain, published), small):
+            quantise_folder(each, to, QuantiseOptions(format=bits))  # type: ignore[arg-type]
+        one, other = (penstock.from_pretrained(each).state_dict() for each in small)
+        assert all(one[name].equal(tensor) for name, tensor in other.items())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from helpers.published import in_fp8, in_mxfp4
 from penstock.config.model import PRESETS, DecoderConfig, Seq2SeqConfig, ViTConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.infer.generator import Generator
@@ -130,52 +131,39 @@ def test_logits_equal_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_deepseek_is_read_as_it_is_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In fp8 with a scale for each block of 128 × 128, of which the last are smaller; with options that no model reads,
-    and with the block that predicts further tokens."""
+    """In fp8, with options that no model reads, and with the block that predicts further tokens."""
     sizes = {**SIZES["DEEPSEEK"], "hidden_size": 160, "vocab_size": 60, "n_group": 4, "topk_group": 2}
     theirs = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).eval()
-    theirs.save_pretrained(tmp_path)
-    plain, stored = load_file(tmp_path / "model.safetensors"), dict[str, Tensor]()
-    for name, weight in plain.items():
-        if not name.endswith("proj.weight"):
-            stored[name] = weight
-            continue
-        scales = torch.rand([-(-side // 128) for side in weight.shape]) + 0.5
-        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        spread = spread[: len(weight), : weight.shape[1]]
-        stored |= {name: (weight / spread).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
-        plain[name] = (stored[name].float() * spread).bfloat16().float()
-    save_file(plain, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    expected = _run(type(theirs).from_pretrained(tmp_path).eval(), False)
+    theirs.save_pretrained(tmp_path / "plain")
+    folder = tmp_path / "published"
+    in_fp8(tmp_path / "plain", folder)
+    expected = _run(type(theirs).from_pretrained(tmp_path / "plain").eval(), False)
+    stored = load_file(folder / "model.safetensors")
     ahead = {name.replace(".2.", ".3."): one.clone() for name, one in stored.items() if ".layers.2." in name}
     ahead["model.layers.3.eh_proj.weight"] = torch.ones(160, 320)
-    save_file(stored | ahead, tmp_path / "model.safetensors")
-    values = json.loads((tmp_path / "config.json").read_text()) | {
+    save_file(stored | ahead, folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text()) | {
         "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "seq_aux": True,
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values))
     with caplog.at_level("INFO"):
-        ours = from_pretrained(tmp_path)
+        ours = from_pretrained(folder)
     assert "the checkpoint predicts further tokens than the next" in caplog.text
     assert f" and {sum('scale' not in name for name in ahead) - 4} more." in caplog.text
     _assert_alike(_run(ours.eval(), True), expected)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
     further = {name.replace("layers.2.", "layers.4."): one for name, one in plain.items()}
     with pytest.raises(ConfigError, match=r"no place for model\.layers\.4"):
         load_weights(ours, plain | further)
-    save_file(
-        stored | {name: torch.ones(3, 3) for name in stored if "scale" in name},
-        tmp_path / "model.safetensors",
-    )
+    wrong = {name: torch.ones(3, 3) for name in stored if "scale" in name}
+    save_file(stored | wrong, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match="a scale for each 128 × 128 numbers of fp8"):
-        from_pretrained(tmp_path)
+        from_pretrained(folder)
 
 
 def test_experts_in_mxfp4_are_read_exactly(tmp_path: Path) -> None:
     """As the published gpt-oss has them, and as transformers dequantises them; what is saved is in bf16."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     sizes = {
         **SIZES["LLAMA"],
         "hidden_size": 64,
@@ -184,23 +172,11 @@ def test_experts_in_mxfp4_are_read_exactly(tmp_path: Path) -> None:
         "num_local_experts": 4,
     }
     torch.manual_seed(0)
-    theirs = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).bfloat16().eval()
-    stored = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
-    with torch.no_grad():
-        for name, weight in theirs.named_parameters():
-            if name.endswith(("gate_up_proj", "down_proj")):
-                experts, inputs, outputs = weight.shape
-                blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-                scales = torch.randint(119, 124, blocks.shape[:3], dtype=torch.uint8)
-                stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-                del stored[name]
-                weight.copy_(convert_moe_packed_tensors(blocks, scales))
-    save_file(stored, tmp_path / "model.safetensors")
-    values = theirs.config.to_dict() | {
-        "architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    ours = from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    drawn = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).bfloat16()
+    drawn.save_pretrained(tmp_path / "plain")
+    in_mxfp4(tmp_path / "plain", tmp_path / "published")
+    theirs = type(drawn).from_pretrained(tmp_path / "plain", dtype=torch.bfloat16).eval()
+    ours = from_pretrained(tmp_path / "published", dtype=torch.bfloat16).eval()
     expected = theirs.state_dict()
     found = text_to_hf(ours.state_dict(), ours.config)  # type: ignore[arg-type]
     assert found.keys() == expected.keys()

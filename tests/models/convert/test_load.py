@@ -33,7 +33,7 @@ def test_another_head_is_an_error_or_drawn_anew() -> None:
     assert caught.value.problems == (
         "head.weight is (10, 48), but the model's is (3, 48).",
         "head.bias is (10,), but the model's is (3,).",
-        "Pass new_head=True to keep the model's own head, for fine-tuning to other classes.",
+        "Train a head with `penstock train --from`, or in Python with new_head=True.",
     )
     loaded = load_weights(target, to_hf(source.state_dict(), TINY), new_head=True)
     assert loaded.drawn == ("head.weight", "head.bias")

@@ -342,7 +342,7 @@ def _check(
     if not problems:
         return
     if head and {*missing, *odd} <= set(head) and not extra:
-        problems.append("Pass new_head=True to keep the model's own head, for fine-tuning to other classes.")
+        problems.append("Train a head with `penstock train --from`, or in Python with new_head=True.")
     else:
         problems.append("Build the model with the configuration that the weights were trained with.")
     raise ConfigError(problems)

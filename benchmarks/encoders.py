@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.model import PRESETS, EncoderConfig
 from penstock.config.plan import Plan
 from penstock.export.export import export

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from penstock.config.decoding import Decoding, Weights
+from penstock.config.decoding import Decoding
+from penstock.config.formats import Weights
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.export.ctranslate import write_ctranslate

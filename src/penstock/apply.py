@@ -15,13 +15,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS, Products
+from penstock.config.formats import PRODUCTS, Products, StoredFormat, Weights
 from penstock.config.fused import FusedName
 from penstock.config.model import ModelConfig
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import SWITCHES, Plan
-from penstock.config.quantise import StoredFormat
 from penstock.config.run import Recipe
 from penstock.decode.stages import cut
 from penstock.errors import ConfigError

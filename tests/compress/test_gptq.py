@@ -16,8 +16,9 @@ from penstock.compress.calibrate import record
 from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import DAMPING, gptq, norm_readers, round_by_blocks, smooth
 from penstock.compress.quantise import candidates, quantise_folder
+from penstock.config.formats import StoredFormat
 from penstock.config.model import PRESETS
-from penstock.config.quantise import QuantiseOptions, StoredFormat
+from penstock.config.quantise import QuantiseOptions
 from penstock.errors import ConfigError
 from penstock.ladder.trace import TensorMemory
 from penstock.models import create

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from helpers.cpus import pretend
 from penstock.cli import main
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig

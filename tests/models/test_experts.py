@@ -16,7 +16,7 @@ from helpers.families import ENROLLED, WORDS, batches, loss
 from helpers.watched import ProductDtypes
 from penstock.apply import compile_model
 from penstock.build import Built, build
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.model import PRESETS, Seq2SeqConfig
 from penstock.config.plan import Plan
 from penstock.config.rules import require

@@ -22,11 +22,12 @@ from penstock.build import Built, build
 from penstock.checkpoint import rewrite
 from penstock.checkpoint.rewrite import average
 from penstock.compress.quantise import quantise_folder
+from penstock.config.formats import BaseWeights
 from penstock.config.load import to_dict
 from penstock.config.model import DecoderConfig
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
-from penstock.config.run import BaseWeights, Lora, Recipe, RunConfig
+from penstock.config.run import Lora, Recipe, RunConfig
 from penstock.errors import ConfigError
 from penstock.kernels.frozen_linear import unpacked
 from penstock.models import create

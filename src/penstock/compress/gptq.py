@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.compress.calibrate import Batches, InputRecord, watch
-from penstock.config.formats import FORMATS
+from penstock.config.formats import PRODUCTS, StoredFormat
 from penstock.config.graph import Run
-from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Block, anatomy_of
 from penstock.models.model import Model
@@ -71,15 +70,14 @@ def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
     """Round a weight (N, K) for inputs with the given Xᵀ X (K, K), which is overwritten."""
     weight = weight.detach().float().clone()
     upper = _inverse_factor(weight, hessian)
-    group, grids = FORMATS["int4"].group, list[RoundedWeight]()
-    if form != "int4":
-        group, grids = weight.shape[1], [round_rows(weight)]
+    group = PRODUCTS[form].group
+    grids = [] if group else [round_rows(weight)]
     numbers = torch.empty_like(weight, dtype=torch.int8)
     for begin in range(0, weight.shape[1], _COLUMNS):
         end = min(begin + _COLUMNS, weight.shape[1])
         errors = torch.zeros(len(weight), end - begin)
         for column in range(begin, end):
-            if form == "int4" and column % group == 0:
+            if group and column % group == 0:
                 # A group's scale is computed from its weights as changed so far.
                 grids.append(round_groups(weight[:, column : column + group]))
             values = weight[:, column : column + 1]

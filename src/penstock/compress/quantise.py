@@ -23,9 +23,9 @@ from penstock.compress.calibrate import InputRecord, record, watch
 from penstock.compress.control import NOISE, Controlled, keep_within, seconds_of
 from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import norm_readers, round_by_blocks, smooth
-from penstock.config.formats import FORMATS, PRODUCTS
+from penstock.config.formats import PRODUCTS, STORED_FORMATS, StoredFormat
 from penstock.config.load import to_dict
-from penstock.config.quantise import QuantiseOptions, StoredFormat
+from penstock.config.quantise import QuantiseOptions
 from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
 from penstock.models.convert import from_pretrained
@@ -79,7 +79,7 @@ def quantise_folder(
     folder = local_weights(source)
     if options.format is None:
         raise ConfigError(
-            "quantise.format says that nothing is quantised; set it to int8, int8_weights or int4."
+            f"quantise.format says that nothing is quantised; set it to one of {', '.join(STORED_FORMATS)}."
         )
     if options.learn:
         raise ConfigError(
@@ -247,8 +247,8 @@ class _Work:
 
 def round_weight(weight: Tensor, form: StoredFormat, *, least: bool = False) -> RoundedWeight:
     """Round a weight to a format. Scales end at the largest magnitude, or with `least` at the least squared error."""
-    if form == "int4":
-        groups, sides = round_groups, (*weight.shape[:-1], weight.shape[-1] // FORMATS["int4"].group)
+    if group := PRODUCTS[form].group:
+        groups, sides = round_groups, (*weight.shape[:-1], weight.shape[-1] // group)
     else:
         groups, sides = round_rows, weight.shape[:-1]
     if not least:

@@ -20,6 +20,7 @@ from penstock.config.convert import (
     Share,
     Text,
 )
+from penstock.config.formats import STORED_FORMATS
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.plan import Plan
 from penstock.config.quantise import QuantiseOptions
@@ -162,7 +163,7 @@ class CompressConfig(Checked):
         if self.distil.scores and heads and "prune" in self.order:
             yield "distil.scores compares attention head by head, but heads are pruned; use distil.attention."
         if "quantise" in self.steps and not self.quantise.enabled:
-            yield "steps has quantise, but no format; set quantise.format to int8, int8_weights or int4."
+            yield f"steps has quantise, but no format; set quantise.format to one of {', '.join(STORED_FORMATS)}."
         if "quantise" in self.steps[:-1]:
             yield "steps has another step after quantise, whose model cannot be changed further; put quantise last."
         if len(set(self.steps)) < len(self.steps):

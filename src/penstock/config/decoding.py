@@ -17,6 +17,7 @@ from penstock.config.convert import (
     Text,
     TypedText,
 )
+from penstock.config.formats import Weights
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
@@ -157,9 +158,6 @@ class Decoding(Checked, where="decoding"):
         return bool(self.looks_back or self.bias or lengths or forced)
 
 
-Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4", "fp8"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class InferConfig(Checked, where=""):
     """A trained model, and how it runs."""
@@ -170,8 +168,8 @@ class InferConfig(Checked, where=""):
     """Type of computation."""
     weights: Weights = "auto"
     """How the weights of linear layers are stored: `packed` in the processor's own layout, which `auto` chooses on a
-    CPU; `int8` multiplies in int8; `int8_weights` and `int4` store smaller weights; `fp8` multiplies in fp8, on GPUs
-    that support it. Only the last four change results."""
+    CPU; `int8` multiplies in int8, `fp8` in fp8, on GPUs that support it; the others store smaller weights. All but
+    `plain` and `packed` change results."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     batch: Count = 32

@@ -5,7 +5,7 @@ no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp8_e5m2", "int8", "int4"]
 HalfDtype = Literal["bf16", "fp16"]
@@ -65,6 +65,14 @@ Products = Literal[
 ProductPass = Literal["forward", "input", "weight"]
 """The products of a linear layer in training: outputs, gradients of inputs, gradients of weights."""
 Scales = Literal["none", "tensorwise", "rowwise", "groups"]
+Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4", "fp8"]
+"""Forms in which a user may have the weights of a trained model stored for inference."""
+StoredFormat = Literal["int8", "int8_weights", "int4"]
+"""Forms in which a folder may have quantised weights."""
+BaseWeights = Literal["plain", "int8_weights", "int4"]
+"""Forms in which frozen weights may be stored in training."""
+WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
+"""Types of weights that a server may be chosen for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +101,11 @@ class Product:
     """Whether each layer's inputs have one scale with a learned limit."""
     splits: bool = False
     """Whether ranks that split a layer may each round their part separately."""
+
+    @property
+    def group(self) -> int:
+        """Number of inputs that share a scale; 0: all inputs of an output, or all of a tensor."""
+        return FORMATS[self.weights].group if self.weights else 0
 
     @property
     def serves(self) -> bool:
@@ -127,3 +140,6 @@ PRODUCTS: dict[Products, Product] = {
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),
 }  # fmt: skip
+CHANGES: tuple[Products, ...] = tuple(kind for kind in get_args(WeightType) if kind in PRODUCTS)
+"""Types of weights of a server that change results; each is also the form in which layers store them."""
+STORED_FORMATS: tuple[StoredFormat, ...] = get_args(StoredFormat)

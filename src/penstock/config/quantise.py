@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, Range
+from penstock.config.formats import StoredFormat
 
-StoredFormat = Literal["int8", "int8_weights", "int4"]
 Rounding = Literal["absmax", "mse", "gptq"]
 Limit = Literal["absmax", "percentile", "mse", "entropy"]
 
@@ -23,8 +23,7 @@ class QuantiseOptions(Checked, where="quantise"):
     """The field that `--quantise TEXT` sets."""
 
     format: StoredFormat | None = None
-    """`int8` multiplies in int8; `int8_weights` and `int4` store smaller weights and multiply as before. None: nothing
-    changes."""
+    """`int8` multiplies in int8; the others store smaller weights and multiply as before. None: nothing changes."""
     weights: Rounding = "absmax"
     """How weights are rounded: to the nearest number, with the largest number at the largest magnitude (`absmax`) or
     where the squared error is least (`mse`); or so that outputs change least (`gptq`)."""

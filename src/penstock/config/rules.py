@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig

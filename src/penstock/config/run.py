@@ -30,6 +30,7 @@ from penstock.config.convert import (
     WordFactor,
     nearest,
 )
+from penstock.config.formats import BaseWeights
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.optimizers import Algorithm
 from penstock.config.plan import Plan
@@ -227,9 +228,6 @@ class Lists(Checked, where="recipe.lists"):
     """Modules in fp32, including all their submodules."""
 
 
-BaseWeights = Literal["plain", "int8_weights", "int4"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora(Checked, where="recipe.lora"):
     """Low-rank adapters that are trained instead of the weights (Hu et al., ICLR 2022)."""
@@ -245,8 +243,8 @@ class Lora(Checked, where="recipe.lora"):
     trained_parts: tuple[str, ...] = ()
     """Other parts that are trained, by name or pattern; a head for classes always is."""
     base: BaseWeights = "plain"
-    """How frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to 8 or 4
-    bits and restored in each matrix product (Dettmers et al., NeurIPS 2023, "QLoRA"): `int8_weights`, `int4`."""
+    """How frozen weights of attentions and perceptrons are stored: as the Plan says (`plain`), or quantised to fewer
+    bits and restored in each matrix product (Dettmers et al., NeurIPS 2023, "QLoRA")."""
 
 
 EPOCHS: Final = 10.0

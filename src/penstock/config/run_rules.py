@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.config.convert import word
-from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS, Products
+from penstock.config.formats import PRODUCTS, Products, Weights
 from penstock.config.layout_rules import experts_are_split_over_ranks, heads_split_over_tensor_parallel
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks

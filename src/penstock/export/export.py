@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from penstock.boundary.files import printable, quoted, shown
 from penstock.boundary.hub import local_weights
+from penstock.config.formats import StoredFormat
 from penstock.config.graph import Graph, PatchInput, TokenInput
 from penstock.config.model import ModelConfig, stacks, vocabulary_of
-from penstock.config.quantise import StoredFormat
 from penstock.errors import ConfigError, DataError, EnvironmentProblem, NumericError
 from penstock.export import ExportForm, ExportType
 from penstock.export.ctranslate import write_ctranslate

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.boundary.packages import package
+from penstock.config.formats import PRODUCTS, StoredFormat
 from penstock.config.graph import PatchInput
-from penstock.config.quantise import StoredFormat
 from penstock.config.theirs.read import read_json
 from penstock.cpu import this_cpu
 from penstock.models.rounded import MOST, RoundedWeight
@@ -140,7 +140,7 @@ def quantise_graph(model: nn.Module, rounded: Mapping[str, tuple[StoredFormat, R
         holder = model.get_submodule(parent)
         old_bias: Tensor | None = cast(Any, holder.get_submodule(child)).bias
         bias = None if old_bias is None else old_bias.detach().float()
-        if form == "int4":
+        if PRODUCTS[form].group:
             plain = nn.Linear(weight.numbers.shape[1], len(weight.numbers), bias=False)
             plain.weight = nn.Parameter(weight.values())
             plain.register_parameter("bias", None if bias is None else nn.Parameter(bias))

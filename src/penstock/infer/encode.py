@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.graph import Input, PatchInput, TokenInput, VectorHead
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Tokenizer

@@ -13,7 +13,8 @@ from typing import Any, Self, cast
 import torch
 
 from penstock.boundary.files import quoted
-from penstock.config.decoding import Decoding, Weights
+from penstock.config.decoding import Decoding
+from penstock.config.formats import Weights
 from penstock.config.load import from_dict
 from penstock.config.plan import Plan
 from penstock.data.text.chat import template_of

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.boundary.files import quoted
 from penstock.boundary.hub import local_weights
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights
 from penstock.config.graph import TokenInput
 from penstock.config.machine import Machine
 from penstock.config.plan import Plan

@@ -14,11 +14,9 @@ from torch import nn
 from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.boundary.hub import local_weights
-from penstock.config.decoding import Weights
-from penstock.config.formats import Products
+from penstock.config.formats import Products, StoredFormat, Weights
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
-from penstock.config.quantise import StoredFormat
 from penstock.config.rules import require_inference
 from penstock.config.theirs.read import read_json
 from penstock.data.text.open import found_in as found_in

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.config.formats import PRODUCTS
-from penstock.config.run import BaseWeights
+from penstock.config.formats import PRODUCTS, BaseWeights
 from penstock.errors import ConfigError
 from penstock.kernels.frozen_linear import frozen_linear
 from penstock.models.anatomy import anatomy_of

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.config.quantise import StoredFormat
+from penstock.config.formats import StoredFormat
 from penstock.dtypes import widened
 from penstock.errors import ConfigError
 from penstock.kernels.vocabulary import Share

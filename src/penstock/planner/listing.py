@@ -129,14 +129,12 @@ class Lister:
         size, into_size, learn_size = sizes
         stored = BYTES[row.weights] if one_pass and row.weights else t.weight
         inputs = batch * (rows * k if source is None else source)
-        outputs, weights = batch * rows * n, batch * n * k
-        biases = batch * n if bias else 0
+        outputs, weights, biases = batch * rows * n, batch * n * k, batch * n * bias
         own = weights + biases if learned is None else learned
         if kept is None:
-            # Sequence parallelism keeps the device's own rows and gathers the rest again.
-            each = t.kept if narrow else c
-            row_scales = 4.0 * batch * rows * (integers and not row.clips)
+            each, row_scales = t.kept if narrow else c, 4.0 * batch * rows * (integers and not row.clips)
             kept = inputs * each + beside * (each != c) + row_scales
+            # Sequence parallelism keeps the device's own rows and gathers the rest again.
             kept /= t.spread if group == "inputs" else 1
         count = (1 + bool(biases) if tensors is None else tensors) if own else 0
         if integers:
@@ -144,13 +142,7 @@ class Lister:
         elif eight:
             self._quantize(name, inputs, weights, outputs, batch)
         if t.casts and not integers and not was_cast:
-            cast = weights + biases  # a table that is also an embedding's is cast here alone
-            launches, stays = 1 + bool(biases), 0.0 if first and kind == "gemm" else 2.0 * weights
-            one = Op(
-                "cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, launches=launches, linear=name
-            )
-            back = one._replace(name="cast.gradients", forward=False, read=2.0 * cast, written=4.0 * cast)
-            self.add(one._replace(kept=stays, group="cast_weights"), back)
+            self._cast_weights(name, weights, biases, kept=not (first and kind == "gemm"))
         alike = Op(
             name, kind, batch=batch, exact=t.exact, launches=batch if t.loops or by_expert else 1,
             linear=name, beside=by_expert, scaled_every=SCALED_EVERY * (eight and t.software.scaling == "blockwise"),
@@ -169,12 +161,27 @@ class Lister:
             written=weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
             narrow="weight" in row.passes,
         )  # fmt: skip
-        read = outputs * c * sums_bias
-        add = Op(
-            f"{name}.bias", "reduce", False, read=read, written=biases * c, weights=biases, launches=int(sums_bias),
-            linear=name,
-        )  # fmt: skip
-        self.add(ahead, *[into] * (not first), learn, *[add] * bool(biases))
+        summing = self._bias_gradient(name, outputs, biases, sums=sums_bias)
+        self.add(ahead, *[into] * (not first), learn, *summing)
+
+    def _cast_weights(self, name: str, weights: float, biases: float, *, kept: bool) -> None:
+        """Autocast's cast of a linear layer's parameters, and that of their gradients; the backward pass needs the cast
+        weights if they are `kept`. A table that is also an embedding's is cast here alone."""
+        cast, launches = weights + biases, 1 + bool(biases)
+        ahead = Op(
+            "cast.weights", "copy", read=4.0 * cast, written=2.0 * cast, launches=launches, linear=name
+        )
+        back = ahead._replace(name="cast.gradients", forward=False, read=2.0 * cast, written=4.0 * cast)
+        self.add(ahead._replace(kept=2.0 * weights * kept, group="cast_weights"), back)
+
+    def _bias_gradient(self, name: str, outputs: float, biases: int, *, sums: bool) -> Iterator[Op]:
+        """The sum of the outputs' gradients over rows, for a layer with biases. Unless it `sums`, another
+        operator does."""
+        if biases:
+            yield Op(
+                f"{name}.bias", "reduce", False, read=outputs * self.terms.product * sums,
+                written=biases * self.terms.product, weights=biases, launches=int(sums), linear=name,
+            )  # fmt: skip
 
     def _round(
         self, name: str, inputs: float, weights: float, outputs: float, passes: tuple[ProductForm, ...]

@@ -218,7 +218,7 @@ def _stored_kinds() -> list[tuple[Products, ProductForm, Dtype]]:
     kinds: list[tuple[Products, ProductForm, Dtype]] = [
         (name, "stored", "fp32")
         for name, row in PRODUCTS.items()
-        if row.weights in ("int8", "int4") and "cpu" in row.devices
+        if row.weights is not None and "cpu" in row.devices
     ]
     kinds.append(("packed", "packed", "fp32"))
     if this_cpu().packs_bf16:

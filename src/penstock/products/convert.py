@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.config.decoding import Weights
-from penstock.config.formats import PRODUCTS, Dtype, Product, Products
+from penstock.config.formats import PRODUCTS, Dtype, Product, Products, Weights
 from penstock.config.graph import TokenInput
 from penstock.cpu import this_cpu
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -189,8 +188,9 @@ def _restore(module: nn.Module) -> None:
 def store_linears(model: nn.Module, products: Products, *, careful: bool = False) -> nn.Module:
     """Store a model's linear layers, by role, in a form for inference; returns the model.
 
-    Layers that `int4` does not support are `packed`, or do not change if this CPU packs no bf16. Layers that training
-    leaves out of fp8 (`convert_linears`) do not change, and neither do experts, unless they are stored in int8 or int4.
+    Layers whose sizes do not fit the form are `packed`, or do not change if this CPU packs no bf16. Layers that
+    training leaves out of fp8 (`convert_linears`) do not change, and neither do experts, unless a CPU stores
+    them in fewer bits.
     `careful` is for outputs whose values matter, not only which output is the largest.
 
     Raises ConfigError for a form that the device or the dtype does not support.
@@ -221,7 +221,7 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
             if name in factors:
                 stored[linear] = in_place_of(linear, Int8(linear, factors[name]))
             else:
-                stored[linear] = _stored(linear, careful_form if name in exact else STORED[products])
+                stored[linear] = _stored(linear, careful_form if name in exact else STORED[products], row)
         model.set_submodule(name, stored[linear])
     if row.weights is not None and "cpu" in row.devices:
         for name, experts in list(model.named_modules()):
@@ -229,7 +229,7 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
                 isinstance(experts, ExpertLinear) and experts.weight is not None
             ):  # else other ranks hold the experts
                 form = careful_form if name in exact else STORED[products]
-                model.set_submodule(name, _stored_experts(experts, form))
+                model.set_submodule(name, _stored_experts(experts, form, row))
     return model
 
 
@@ -309,12 +309,12 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
     return linears
 
 
-def _stored_experts(experts: ExpertLinear, form: type[Stored]) -> nn.Module:
-    return StoredExperts(experts, lambda _, linear: _stored(linear, form))
+def _stored_experts(experts: ExpertLinear, form: type[Stored], row: Product) -> nn.Module:
+    return StoredExperts(experts, lambda _, linear: _stored(linear, form, row))
 
 
-def _stored(linear: nn.Linear, form: type[Stored]) -> nn.Module:
-    if form is Int4 and not _fits(linear, PRODUCTS["int4"]):
+def _stored(linear: nn.Linear, form: type[Stored], row: Product) -> nn.Module:
+    if not _fits(linear, row):
         if linear.weight.dtype == torch.bfloat16 and not this_cpu().packs_bf16:
             return linear
         form = OneDnn

@@ -13,20 +13,20 @@ parts whose sums are exact, which saves no time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.config.quantise import StoredFormat
+from penstock.config.formats import STORED_FORMATS, StoredFormat
 from penstock.cpu import this_cpu
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kernels.native_integers import PackedInt8, multiplies_integers
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import MOST, RoundedWeight
-from penstock.products.convert import device_problem
-from penstock.products.integers import Int4, Int8Weights, fused_product, packed_numbers
+from penstock.products.convert import STORED, device_problem
+from penstock.products.integers import fused_product, packed_numbers
 from penstock.products.stored import Stored, StoredExperts, in_place_of
 
 _EXACT = 1024
@@ -108,9 +108,7 @@ def in_8_bits(x: Tensor, scale: float) -> Tensor:
     return (x * (1.0 / scale)).round().clamp(-128, 127)
 
 
-_FORMS: dict[StoredFormat, type[RoundedInt8 | Int8Weights | Int4]] = {
-    "int8": RoundedInt8, "int8_weights": Int8Weights, "int4": Int4,
-}  # fmt: skip
+_FORMS: dict[StoredFormat, Any] = {name: STORED[name] for name in STORED_FORMATS} | {"int8": RoundedInt8}
 
 
 def stored_form(module: nn.Module, form: StoredFormat, rounded: RoundedWeight) -> nn.Module:

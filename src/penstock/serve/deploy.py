@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.formats import BYTES, HALVES, Dtype, Products
+from penstock.config.formats import BYTES, CHANGES, HALVES, Dtype, WeightType
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
@@ -34,13 +34,9 @@ from penstock.planner.serve import (
 from penstock.planner.terms import assumption
 from penstock.serve.balance import slots_by, spare_for, unevenness_of
 from penstock.serve.scheduler import Limits
-from penstock.serve.settings import DeployConfig, WeightType
+from penstock.serve.settings import DeployConfig
 from penstock.serve.traffic import Arrival, Served, simulate
 
-CHANGES: tuple[Dtype, ...] = ("int8", "fp8", "int4")
-"""Dtypes that change results, and are chosen only if named."""
-WEIGHTS: dict[Dtype, Products] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
-"""The form in which linear layers store weights of a quantised dtype."""
 SLOTS = (256, 64, 16, 4)
 """Numbers of concurrent sequences to try. With fewer, each sequence gets its tokens faster."""
 PATIENCE = 10.0
@@ -213,7 +209,7 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
         tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
-        weights=WEIGHTS.get(kind, "packed"),
+        weights=next((form for form in CHANGES if form == kind), "packed"),
     )  # fmt: skip
 
 
@@ -227,7 +223,7 @@ def _steps(
         return
     yield "launched"
     plan = Plan(tp=serving.tp, ep=serving.ep, compile="whole")
-    tried = model.graph.generates and not experts_of(model) and kind not in WEIGHTS
+    tried = model.graph.generates and not experts_of(model) and kind not in CHANGES
     if machine.device == "cuda" and tried and not inference_problems(plan, model):
         yield "recorded"
 

@@ -9,12 +9,11 @@ from typing import Annotated, Literal
 
 from penstock.boundary.files import quoted
 from penstock.config.convert import Checked, Count, FilledText, Natural, NotNegative, Positive, Range, Seed
-from penstock.config.decoding import Weights
+from penstock.config.formats import Weights, WeightType
 from penstock.config.model import ModelConfig, title
 from penstock.config.plan import Plan
 from penstock.config.rules import inference_problems
 
-WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
 _GPUS = re.compile(r"([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?")
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(ms|s|min)?")
 _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, None: 1.0}
@@ -40,8 +39,8 @@ class DeployConfig(Checked):
     p95_latency: FilledText | None = None
     """95 % of requests must have their last token within this time, such as 2s or 800ms."""
     types: tuple[WeightType, ...] = ("auto",)
-    """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. int8, fp8 and int4 change
-    results, so they are chosen only if named."""
+    """Types of weights to choose from; `auto` is half precision on a GPU and fp32 on a CPU. Types of 8 bits or fewer
+    change results, so they are chosen only if named."""
     loads: FilledText | None = None
     """Record of experts' loads, for a mixture of experts: a run's output folder, or the output of `penstock experts RUN
     --json`. It is used to place experts, with and without replicas, and to predict the busiest device. Without a
@@ -114,7 +113,7 @@ class ServeConfig(Checked):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Type that the model computes in."""
     weights: Weights = "auto"
-    """How the weights of linear layers are stored, as in `penstock generate`; int8, int4 and fp8 change results."""
+    """How the weights of linear layers are stored, as in `penstock generate`."""
     device: FilledText = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
     slots: Annotated[int, Range(1, 4096)] = 16

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 from penstock.config.model import ModelConfig
 from penstock.config.tasks import TASKS, TaskName, TaskRow
@@ -28,18 +29,13 @@ __all__ = [
     "Translation", "Universal", "classification_loss", "mean_loss", "task_of",
 ]  # fmt: skip
 
-_OF_WEIGHTS: dict[str, Callable[[str | None], Task]] = {
-    "images": lambda _: classification_loss, "denoise": Denoise, "next_token": NextToken, "chat": Chat,
-    "preferences": Preferences, "masked_words": MaskedWords, "sentences": Sentences, "pairs": Pairs,
-    "span_corruption": SpanCorruption, "translation": Translation, "embedding": Embedding,
-    "captions": Captioning, "universal": Universal,
-}  # fmt: skip
+_ENROLLED: dict[str, type[TextTask]] = {}
 
 
 def enrol(name: str, form: str, task: type[TextTask]) -> None:
     """Register your own task as the default for models whose graph has this `form`. `task` is called with the name of
     the weights that a run starts from, or None."""
-    TASKS[name], _OF_WEIGHTS[name] = TaskRow(form), task
+    TASKS[name], _ENROLLED[name] = TaskRow("", form), task
 
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
@@ -48,4 +44,9 @@ def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | Non
 
     Raises ConfigError for a task that does not fit the model.
     """
-    return _OF_WEIGHTS[task_name(model, task)](init_from)
+    name = task_name(model, task)
+    if name in _ENROLLED:
+        return _ENROLLED[name](init_from)
+    module, _, part = TASKS[name].place.partition(".")
+    own: Any = getattr(import_module(f"penstock.tasks.{module}"), part)
+    return own(init_from) if isinstance(own, type) else own  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Tasks that a model is trained for: one protocol for the training loop, evaluation and the ladder.
 
-A new task is one file next to this one and a line in `task_of`.
+A new task is one file next to this one and a row of `penstock.config.tasks.TASKS`.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from penstock.config.formats import StoredFormat
 from penstock.config.model import ModelConfig, TextConfig, ViTConfig
-from penstock.config.quantise import StoredFormat
 from penstock.config.theirs.read import CHANNELS, GROUPS, METHOD
 from penstock.errors import ConfigError
 from penstock.models.convert.names import text_library, text_to_hf

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.hub import local_weights
+from penstock.config.formats import FORMATS, PRODUCTS, STORED_FORMATS, StoredFormat
 from penstock.config.load import to_dict
 from penstock.config.model import ModelConfig, TextConfig, ViTConfig
-from penstock.config.quantise import StoredFormat
 from penstock.config.theirs.read import OWN, config_of, read_json
 from penstock.config.theirs.text import read_text_config, write_text_config
 from penstock.config.theirs.vit import hf_config, require_representable
@@ -186,7 +186,8 @@ def rounded_weights(folder: str | Path) -> dict[str, tuple[StoredFormat, Rounded
         )
     for name, form in formats.items():
         bits = 8 if weights[name].offsets is None else 4
-        if form not in get_args(StoredFormat) or (form == "int4") != (bits == 4):
+        weights = PRODUCTS[form].weights if form in STORED_FORMATS else None
+        if weights is None or FORMATS[weights].bits != bits:
             raise CheckpointError(
                 f"{file} says that {name} multiplies in {quoted(str(form))}, but its weight has {bits} bits. "
                 "Fetch or write the folder again."

@@ -79,7 +79,7 @@ BROKEN = {
     "offload_keeps_shards": ("offload=optimizer", "vit-s16", "h100", "the plan shards nothing"),
     "penstock_runs_on_the_machine": ("precision=O1", "vit-s16", "tpu-v5p", "Penstock does not run on it"),
     "mixtures_are_trained": (
-        "compile=blocks recompute=full", "mixtral-8x7b", "h100", "would choose experts again in compiled code",
+        "compile=blocks recompute=full", "mixtral-8x7b", "h100", "in compiled code would choose experts a second time",
     ),
 }  # fmt: skip
 

@@ -136,8 +136,8 @@ def test_obstacles_of_the_situation() -> None:
     fixed = replace(cpu, switches={})
     assert "no token order but" in str(_named("token-order").refusal(OWN, fixed))
     assert "cannot be switched to attention=plain" in str(_named("attention-plain").refusal(OWN, fixed))
-    assert "told apart" in str(_named("batch-x2").refusal(OWN, replace(cpu, splittable=False)))
-    for gib, why in ((16, "None"), (80, "memory holds a batch × 2 without recomputation")):
+    assert "split into samples" in str(_named("batch-x2").refusal(OWN, replace(cpu, splittable=False)))
+    for gib, why in ((16, "None"), (80, "a batch × 2 fits into memory without recomputation")):
         memory = replace(load_machine("h100"), memory_bytes=gib << 30)
         situation = replace(_situation(memory), micro_batch=256, holds=partial(_holds, memory))
         large = replace(FIRST, plan=Plan(micro_batch=256, precision="O1"))

@@ -370,7 +370,7 @@ def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset
     usual = Configured(LadderConfig(model=model, batch=16, data=replace(data, packed=True)), DEVICE)
     share = 1 - 64 / 64 / subject.worth(packed)
     said = str(rung.refusal(usual.first, usual.situation(CPU)))
-    assert re.search(r"packed already; with one in each sample \d\d% would be padding", said)
+    assert re.search(r"packed already; with one document per sample \d\d% would be padding", said)
     assert usual.unpacked_padding == pytest.approx(share, abs=0.05)
     images = Configured(LadderConfig(model=PRESETS["vit-digits"]), DEVICE)
     assert "not continuous text" in str(rung.refusal(images.first, images.situation(CPU)))

@@ -500,9 +500,9 @@ def test_what_was_not_proven_is_refused_by_name(line: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "line", "words"),
     [
-        ("mixtral", {"sample_capacity": 4}, "cp=2", "looking at all tokens of a sample"),
-        ("mixtral", {"router_jitter": 0.1}, "tp=2", "chosen or masked by chance"),
-        ("mixtral", {"expert_dropout": 0.1}, "tp=2 ep=2", "chosen or masked by chance"),
+        ("mixtral", {"sample_capacity": 4}, "cp=2", "a rank needs all tokens of a sample"),
+        ("mixtral", {"router_jitter": 0.1}, "tp=2", "with random numbers"),
+        ("mixtral", {"expert_dropout": 0.1}, "tp=2 ep=2", "with random numbers"),
     ],
 )
 def test_choices_that_ranks_would_make_otherwise_are_refused(

@@ -28,5 +28,5 @@ def test_a_task_of_another_family_is_refused(task: TaskName, model: str) -> None
 
 def test_a_model_whose_experts_are_given_has_no_task() -> None:
     assert isinstance(task_of(PRESETS["mixtral-8x7b"]), NextToken)
-    with pytest.raises(ConfigError, match=r"Only translation and denoise give the expert of each sample"):
+    with pytest.raises(ConfigError, match=r"which only the tasks translation and denoise provide"):
         task_of(replace(PRESETS["gpt-tiny"], experts=2, router="given"))  # type: ignore[call-arg]

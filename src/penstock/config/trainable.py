@@ -21,14 +21,15 @@ def task_name(model: ModelConfig, task: TaskName = "auto") -> TaskName:
     fitting = [name for name, row in TASKS.items() if model.graph.form in row.forms]
     if not fitting:
         raise ConfigError(
-            f"No task trains a model that reads {model.graph.form}; give build a Task of your own as loss."
+            f"No task trains a model that reads {model.graph.form}; pass build a Task of your own as loss."
         )
     if model.graph.routed:
         routing = [name for name in _ROUTING if name in (fitting if task == "auto" else (task,))]
         if not routing:
             raise ConfigError(
-                f"Only {' and '.join(_ROUTING)} give the expert of each sample, as a model with router given needs; "
-                "give build a Task of your own as loss, which passes the model routes, or use router softmax."
+                f"A model with router=given needs the expert of each sample, which only the tasks "
+                f"{' and '.join(_ROUTING)} provide; pass build a Task of your own as loss that passes routes to the "
+                "model, or use router=softmax."
             )
         task = routing[0]
     if task == "auto":
@@ -64,20 +65,20 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
     whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
     if whole and plan.compiles_whole:
         yield (
-            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because an expert "
-            "has other samples in each step; use compile=blocks."
+            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because the number of "
+            "samples of an expert changes with each step; use compile=blocks."
         )
     if plan.compile == "graphs":
         yield (
-            f"plan.compile=graphs replays work on the GPU alone, and the experts of {setting} are counted outside of "
-            "it; use compile=whole."
+            f"plan.compile=graphs records work on the GPU alone, and the visits to the experts of {setting} are counted "
+            "outside of it; use compile=whole."
         )
     texts = bool(whole) and bool(model.graph.inputs_of(TokenInput))
     for name, plain in (("padding", "keep"), ("cp", 1)) if texts else ():
         if getattr(plan, name) != plain:
             yield (
-                f"plan.{name}={getattr(plan, name)} does not keep the tokens of a text together, so that "
-                f"{whole[0]}.experts_in=block cannot give each sample's to its expert; use {name}={plain}."
+                f"{whole[0]}.experts_in=block sends whole samples to their experts, but "
+                f"plan.{name}={getattr(plan, name)} does not keep the tokens of a sample together; use {name}={plain}."
             )
     if plan.compile != "none" and plan.products != "plain" and len(whole) < len(mixed):
         yield (
@@ -86,8 +87,8 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
         )
     if plan.compile != "none" and plan.recompute != "none":
         yield (
-            f"plan.recompute={plan.recompute} would choose experts again in compiled code, of {setting}; use "
-            "plan.recompute=none, or plan.compile=none."
+            f"plan.recompute={plan.recompute} in compiled code would choose experts a second time, perhaps others, "
+            f"with {setting}; use plan.recompute=none, or plan.compile=none."
         )
     for name in ("tp", "pp", "cp", "ep") if plan.compile != "none" else ():
         if getattr(plan, name) > 1:
@@ -99,19 +100,20 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
         for name in ("cp", "tp") if run.stack.chooses_by_sample else ():
             if getattr(plan, name) > 1:
                 yield (
-                    f"{run.setting}.experts are chosen by looking at all tokens of a sample, which are on several "
-                    f"ranks with plan.{name}={getattr(plan, name)}; use {name}=1, or leave out "
-                    "sample_capacity."
+                    f"{run.setting}.sample_capacity limits the tokens of a sample that an expert takes, so a rank "
+                    f"needs all tokens of a sample, but plan.{name}={getattr(plan, name)} splits them over ranks; use "
+                    f"{name}=1, or leave out sample_capacity."
                 )
         if plan.tp > 1 and run.stack.chooses_by_chance:
             yield (
-                f"{run.setting}.experts are chosen or masked by chance, in which the ranks of plan.tp={plan.tp} would "
-                "differ; use tp=1, or leave out router_jitter and expert_dropout."
+                f"{run.setting} chooses or masks experts with random numbers, which would differ between the ranks of "
+                f"plan.tp={plan.tp}; use tp=1, or leave out router_jitter and expert_dropout."
             )
         if run.stack.capacity is not None and plan.token_order != "batch_first" and plan.compile != "none":
             yield (
-                f"{run.setting}.capacity drops the last tokens in the order of samples, which compiled code does not "
-                f"know with plan.token_order={plan.token_order}; use token_order=batch_first, or compile=none."
+                f"{run.setting}.capacity drops the last tokens in the order of samples, and with "
+                f"plan.token_order={plan.token_order} compiled code cannot tell that order; use "
+                "token_order=batch_first, or compile=none."
             )
 
 

@@ -23,25 +23,25 @@ from penstock.process import unavailable
 
 def _needless_fp16(setting: Setting, situation: Situation) -> str | None:
     if {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
-        return "bf16 runs here, is as wide, and needs no loss scale"
+        return "bf16 runs here too, has the same size, and needs no loss scaling"
     return None
 
 
 def _autocast(dtype: HalfDtype, place: int, **more: Any) -> Rung:
     return _rung(
         f"half-{dtype}", place, f"autocast {dtype}",
-        f"Matrix products read and multiply {dtype} numbers, half as wide; weights, norms and sums stay fp32.",
+        f"Matrix products run in {dtype}, half the size of fp32; weights, norms and sums stay in fp32.",
         plan(precision="O1", dtype=dtype), choice="precision", **more,
     )  # fmt: skip
 
 
 def _rung(name: str, place: int, title: str, why: str, apply: Any, **more: Any) -> Rung:
-    """A rung with its words in the order in which the table below has them."""
+    """A rung from positional arguments, in the order of the table below."""
     return Rung(name=name, place=place, title=title, why=why, apply=apply, **more)
 
 
 def _pooled(setting: Setting, situation: Situation) -> Setting:
-    vit: Any = setting.model  # `_has_class_token` holds this
+    vit: Any = setting.model  # `_has_class_token` ensures this
     return replace(setting, model=replace(vit, classifier="pooled"))
 
 
@@ -64,7 +64,7 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
             [attention_kernel(one, machine.device, dtype, n, avx512=this_cpu().avx512) for n in lengths]
             for one in (backend, now)
         )
-        return f"attention={now} takes that kernel here already" if new == old and backend != now else None
+        return f"attention={now} uses that kernel here already" if new == old and backend != now else None
 
     title, change = f"{backend} attention", plan(attention=backend)
     return _rung(f"attention-{backend}", place, title, why, change, obstacle=obstacle)
@@ -86,7 +86,7 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
 
 
 _procs = attrgetter("procs")
-_ONE_BATCH = "its function gives one batch, and no other samples to make batches of"
+_ONE_BATCH = "its function gives a single batch, from which no other batches can be made"
 
 
 def _not_packed(setting: Setting, situation: Situation) -> str | None:
@@ -94,7 +94,7 @@ def _not_packed(setting: Setting, situation: Situation) -> str | None:
         return None
     if (share := situation.unpacked_padding) is not None:
         return (
-            f"its documents are packed already; with one in each sample {share:.0%} would be padding "
+            f"its documents are packed already; with one document per sample {share:.0%} would be padding "
             "(--data.packed false measures that)"
         )
     return _ONE_BATCH if setting.model is None else "its samples are not continuous text"
@@ -104,7 +104,7 @@ def _not_by_length(setting: Setting, situation: Situation) -> str | None:
     if setting.model is None:
         return _ONE_BATCH
     if not situation.groupable or setting.packed:
-        return "its samples are equally long, or come by length already"
+        return "its samples all have the same length, or are grouped by length already"
     return None
 
 
@@ -113,17 +113,18 @@ def _batch(factor: int, place: int, recompute: Recompute = "none") -> Rung:
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if not situation.splittable:
-            return "the samples of your batch could not be told apart, so it cannot be made larger"
+            return "your batch could not be split into samples, so it cannot be made larger"
         kept = plan(**change.fields | {"recompute": "none"})(setting, situation)
         needless = recompute != "none" and situation.holds(kept)
-        return f"memory holds a batch × {factor} without recomputation" if needless else None
+        return f"a batch × {factor} fits into memory without recomputation" if needless else None
 
     again = recompute != "none"
     name, title = f"batch-x{factor}{'-recomputed' * again}", f"batch × {factor}{', recomputed' * again}"
-    why = " So that memory holds it, norms and activations are computed again in the backward pass." * again
+    why = " To fit into memory, norms and activations are recomputed in the backward pass." * again
     return _rung(
-        name, place, title, "More samples per step: larger products, and more share launches and the optimizer's "
-        f"update. The global batch grows with it, which a recipe must allow for.{why}", change, obstacle=obstacle,
+        name, place, title, "More samples per step: matrix products are larger, and each launch and each update serve "
+        f"more samples. The global batch grows by this factor, which the recipe must allow.{why}", change,
+        obstacle=obstacle,
     )  # fmt: skip
 
 
@@ -133,23 +134,23 @@ def group_size(procs: int) -> int:
 
 
 def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung:
-    """A rung of several processes: replicas with the baseline's micro-batch each, sharded or not, or one replica that
-    they have together."""
+    """A rung for several processes: one replica each with the baseline's micro-batch, sharded or not, or one replica
+    split over all."""
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if situation.procs == 1:
-            return "it takes several processes: give their number, such as --procs 2"
+            return "it needs several processes; set their number, such as --procs 2"
         if kind == "hsdp" and group_size(situation.procs) == 1:
             return (
-                f"{situation.procs} processes do not make two groups of two or more: give a number that does, such "
+                f"{situation.procs} processes cannot form two groups of two or more; set a number that can, such "
                 "as --procs 4"
             )
         if "sharding" not in fields and setting.model is None:
             return "your model is not one of Penstock's own"
         if "pp" in fields and situation.micro_batch % situation.procs:
             return (
-                f"a micro-batch of {situation.micro_batch} samples cannot be cut into one for each of "
-                f"{situation.procs} stages: give --batch {situation.micro_batch * situation.procs}"
+                f"a micro-batch of {situation.micro_batch} samples cannot be split into one for each of "
+                f"{situation.procs} stages; use --batch {situation.micro_batch * situation.procs}"
             )
         return None
 
@@ -166,7 +167,7 @@ def _larger(size: int, patch: int) -> int:
 
 
 def _larger_image(setting: Setting, situation: Situation) -> Setting:
-    vit: Any = setting.model  # `vision_only` holds this
+    vit: Any = setting.model  # `vision_only` ensures this
     return replace(setting, model=replace(vit, image_size=_larger(vit.image_size, vit.patch_size)))
 
 
@@ -180,15 +181,15 @@ def _half_width(stack: Stack) -> Any:
 
 
 def _compressed(part: str, place: int, title: str, why: str, change: Callable[[Stack], Any]) -> Rung:
-    """A rung of a smaller model, as pruning leaves one, which is reported alone: it is always quicker."""
+    """A rung with a smaller model, as pruning makes it. It is always faster, so it is not carried over."""
 
     def smaller(setting: Setting, situation: Situation) -> Setting:
-        assert setting.model is not None  # `obstacle` holds this
+        assert setting.model is not None  # `obstacle` ensures this
         return replace(setting, model=with_stacks(setting.model, change))
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if setting.model is None:
-            return "it changes a model of Penstock's, and this model is your own"
+            return "it changes Penstock's own models, and this model is yours"
         every = stacks(setting.model)
         if part == "depth" and all(stack.depth < 2 for stack in every):
             return "its stacks have one layer each"
@@ -197,8 +198,8 @@ def _compressed(part: str, place: int, title: str, why: str, change: Callable[[S
         return None
 
     why = (
-        f"{why} It starts untrained like the baseline, so that its loss is the most that it costs: `penstock compress` "
-        "keeps what a trained model knows, and a teacher helps. Reported rather than carried."
+        f"{why} It starts untrained like the baseline, so its loss shows the most that this can cost: `penstock "
+        "compress` starts from a trained model, and a teacher helps. It is reported, and not carried over."
     )
     return _rung(f"compress-{part}", place, title, why, smaller, obstacle=obstacle, carried=False)
 
@@ -206,13 +207,13 @@ def _compressed(part: str, place: int, title: str, why: str, change: Callable[[S
 for _each in (
     _rung(
         "matmul", 100, "fast fp32 matmul",
-        "Products of fp32 matrices take the quick path: TF32 on a GPU, which keeps 10 bits of the fraction; on a CPU "
-        "oneDNN, which rounds inputs to bf16, 7 bits of the fraction, on a processor with AMX, and nowhere else.",
+        "Matrix products of fp32 are faster with fewer bits of the fraction: 10 in TF32 on a GPU; on a CPU with AMX 7, "
+        "because oneDNN rounds inputs to bf16; other CPUs gain nothing.",
         plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
     ),
     _rung(
         "memory", 150, "keep freed memory",
-        "The allocator keeps what a step frees, so that the kernel need not clear and map the same pages again.",
+        "The allocator keeps memory that a step frees, so that Linux need not clear and map the same pages again.",
         plan(host_memory="keep"),
         obstacle=lambda setting, situation: unavailable() if situation.machine.device == "cpu" else None,
     ),
@@ -229,61 +230,60 @@ for _each in (
     ),
     _rung(
         "optimizer-contiguous", 320, "contiguous optimizer",
-        "Weights and gradients live in one flat buffer per group, which update, clipping and clearing cross once.",
+        "Weights and gradients are in one flat buffer per group; update, clipping and clearing pass over it once each.",
         plan(optimizer="contiguous"),
     ),
     # After the optimizers: an overflowed step can be skipped on the device by the fused ones only.
     _autocast("fp16", 340, obstacle=_needless_fp16),
     _rung(
         "masters", 350, "fp32 master weights",
-        "The forward pass reads weights and writes activations and gradients that are half as wide, without casts; "
-        "updates are made on fp32 copies in the optimizer.",
+        "Weights, activations and gradients have half the size, without casts; the optimizer updates fp32 weights.",
         plan(precision="O2", dtype=lambda situation: situation.half), choice="precision",
     ),
     _rung(
         "classifier", 400, "pooled classifier",
-        "The mean over patches is classified instead of a class token: one token less, and a rounder length.",
+        "The mean over patches is classified instead of a class token: one token fewer, a number that suits kernels.",
         _pooled, obstacle=_has_class_token,
     ),
     _rung(
         "token-order", 500, "batch second",
-        "Tokens are held as (sequence, batch, width), so that attention reads heads in place, without transposes.",
+        "Tokens are stored as (sequence, batch, width), so that attention reads heads in place, without transposes.",
         plan(token_order="batch_second"),
     ),
     _attention(
-        "plain", 600, "Two batched products with the scores in memory, which are quick for short sequences."
+        "plain", 600, "Two batched matrix products with all scores in memory, fast for short sequences."
     ),
     _attention("flash", 610, "Pins the FlashAttention kernel of torch, which keeps no scores in memory."),
     _attention("efficient", 620, "Pins torch's memory-efficient kernel, which keeps no scores in memory."),
     _attention(
         "native", 605,
-        "A kernel in C++ that forgets its scores, reads heads where they are and drops weights out as it goes.",
+        "Penstock's own C++ kernel, which stores no scores, reads heads in place and applies dropout as it goes.",
     ),
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
     _rung(
         "loss-chunked", 650, "loss in chunks",
-        "Logits over a vocabulary are made for some tokens at a time, with their gradients, and never all together.",
+        "Logits over a vocabulary, and their gradients, are computed for some tokens at a time and never all stored.",
         plan(loss="chunked"),
     ),
     _rung(
         "padding", 660, "padding left out",
-        "An encoder computes no padding. On a GPU attention still sees it, unless it is flash.", plan(padding="remove"),
+        "An encoder skips padding. On a GPU attention still computes it, unless it is flash.", plan(padding="remove"),
         obstacle=lambda _, situation: None if situation.padding_share else "no token of its batches is padding",
     ),
     _rung(
         "packed", 665, "packed sequences",
-        "Documents fill samples behind each other, so that nothing is padding. This is compared by tokens: a sample "
-        "counts as the baseline's samples that hold as much.",
+        "Documents fill samples one after the other, so that there is no padding. Speeds are compared per token, "
+        "because a packed sample holds several of the baseline's.",
         lambda setting, situation: replace(setting, packed=True), obstacle=_not_packed,
     ),
     _rung(
         "length-groups", 670, "similar lengths",
-        "Each batch holds samples of similar length: less padding, and batches are not drawn wholly by chance.",
+        "Each batch holds samples of similar length: less padding, but batches are no longer fully random.",
         lambda setting, situation: replace(setting, by_length=True), obstacle=_not_by_length,
     ),
     _rung(
         "experts-loop", 680, "experts one by one",
-        "Each expert has a product of its own: quicker on some machines for few experts with many tokens each.",
+        "Each expert has its own matrix product: faster on some machines for few experts with many tokens each.",
         plan(experts="loop"),
     ),
     _rung(
@@ -304,7 +304,7 @@ for _each in (
     _rung(
         "int8", 755, "int8 products",
         "Products in the blocks run at twice the rate of bf16 where there are units for int8 (VNNI on a CPU), and "
-        "inputs are kept in half the bytes. Rounding costs some of it, most where it is not compiled.",
+        "inputs are kept in half the bytes. Rounding takes back part of the gain, most where it is not compiled.",
         plan(products="int8_all"), choice="products",
     ),
     _batch(2, 800), _batch(2, 805, "elementwise"),
@@ -312,58 +312,58 @@ for _each in (
     _several(
         "pipeline", 840, "stages (pipeline)",
         "Each process holds some of the blocks, and a batch passes through them in pieces: memory per process shrinks, "
-        "and little is sent, but stages wait for the first piece and the last.",
+        "and little is sent, but stages are idle while the first piece arrives and after their last.",
         pp=_procs, accumulate=_procs, micro_batch=lambda situation: situation.micro_batch // situation.procs,
     ),
     _several(
         "tensor", 842, "layers split (tensor)",
-        "Each process holds a part of every layer, and what they compute is added up twice a block: for blocks that "
-        "are too large for one, over links as quick as those within a node.",
+        "Each process holds a part of every layer, and partial results are summed twice per block: for blocks that are "
+        "too large for one device, over links as fast as those within a node.",
         tp=_procs,
     ),
     _several(
         "context", 845, "tokens split (context)",
-        "Each process computes some of the tokens of every sample, and keys and values are passed round: for samples "
-        "whose activations are too long for one.",
+        "Each process computes some of the tokens of every sample, and keys and values are passed around: for samples "
+        "whose activations are too large for one device.",
         cp=_procs,
     ),
     _several(
         "ddp", 850, "replicas (DDP)",
-        "Each process has a copy of the model and its own samples; gradients are averaged while the backward pass goes "
-        "on. The global batch grows with the number of processes, which a recipe must allow for.",
+        "Each process has a copy of the model and its own samples; gradients are averaged during the backward "
+        "pass. The global batch grows with the number of processes, which the recipe must allow.",
         dp=_procs, sharding="ddp",
     ),
     _several(
         "fsdp", 860, "shards (FSDP)",
         "Each process keeps its rows of weights, gradients and optimizer states, and gathers one block ahead: memory "
-        "per process shrinks, and more is sent than by replicas.",
+        "per process shrinks, and more is sent than with DDP.",
         dp=_procs, sharding="fsdp",
     ),
     _several(
         "hsdp", 870, "grouped shards (HSDP)",
-        "Shards within groups of neighbours, whole copies between them: gathering stays within a group, and between "
-        "groups only gradients go, once a step.",
+        "Weights are sharded within groups of neighbours and replicated between groups: they are gathered within a "
+        "group, and only gradients are sent between groups, once a step.",
         dp=_procs, sharding="hsdp", shard=lambda situation: group_size(situation.procs),
     ),
     _rung(
         "image", 900, "larger image (FLOP/s)",
-        "256 pixels make 16 × 16 patches, which tiles divide; 224 make 14 × 14. A sample is then more work, so this is "
-        "compared in model FLOP/s, and is reported rather than carried.",
+        "256 pixels make 16 × 16 patches, which tiles divide; 224 make 14 × 14. A sample takes more work, so "
+        "this is compared in model FLOP/s; it is reported, and not carried over to later rungs.",
         _larger_image, obstacle=lambda setting, situation: vision_only(setting), compared_by="flops", carried=False,
     ),
     _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),
     _compressed("width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width),
     _rung(
         "muon", 930, "Muon for AdamW",
-        "Updates of the blocks' matrices are orthogonalised. A step takes longer, and fewer may reach a loss: the "
-        "seconds to the loss are of a few steps, at AdamW's learning rate. It trains another model, so it is reported "
-        "rather than carried; `--recipe.optimizer muon` trains with it.",
+        "Updates of the blocks' matrices are orthogonalised. A step takes longer, but fewer may reach the same "
+        "loss; the seconds to a loss are measured over a few steps, at AdamW's learning rate. Results differ, so it is "
+        "reported and not carried over to later rungs; `--recipe.optimizer muon` trains with it.",
         plan(algorithm="muon", optimizer="fused"), carried=False,
     ),
     # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
     _rung(
         "whole-half", 1000, "whole model half",
-        "Weights, gradients and optimizer state are half as wide too: no casts, half the traffic, half the memory. "
+        "Weights, gradients and optimizer state have half the size too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
         plan(precision="O3", dtype=lambda situation: situation.half, products="plain"),
     ),
@@ -377,7 +377,7 @@ def all_rungs() -> tuple[Rung, ...]:
 
 
 def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung, ...]:
-    """The rungs to climb: those named in `only` (all, if empty) but for those in `skip`.
+    """The rungs to climb: those named in `only` (all, if empty), except those in `skip`.
 
     A name is a rung's own or its group's (`optimizer` names every `optimizer-…`). Raises ConfigError for unknown ones.
     """

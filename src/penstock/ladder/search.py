@@ -1,8 +1,9 @@
-"""Finds the fastest setting with the same results: first a look at the promising ones, then races of fewer and fewer.
+"""Finds the fastest setting with the same results: a quick trial of each promising candidate, then races between fewer
+and fewer of them.
 
-`scout` builds one candidate after the other: that whose expected gain per second of building and timing is the largest,
-by the planner's forecast as corrected so far. `halve` races the best of them, and drops the slower half again and
-again. `top` answers each choice of the best otherwise, and moves on where that is faster. Free of torch.
+`scout` builds and times one candidate after the other, always the one with the largest expected gain per second of
+building and timing, by the planner's forecast as corrected so far. `halve` races the best of them, and repeatedly drops
+the slower half. `top` changes one choice of the best at a time, and moves on where that is faster. Free of torch.
 """
 
 from __future__ import annotations
@@ -24,30 +25,31 @@ from penstock.ladder.statistics import FEWEST
 log = logging.getLogger(__name__)
 
 PROMISING = 0.005
-"""Expected gain, as a ratio less one, below which a candidate is not worth a look."""
+"""Expected gain, as a ratio less one, below which a candidate is not tried."""
 CHEAP = 0.25
-"""Share of the time left up to which a look's cost does not count. By gain per second alone the search would spend all
-its time on cheap neighbours of what it knows, and never pay for a long compilation."""
+"""Trials that take less than this share of the time left count as equally expensive. By gain per second alone the
+search would spend all its time on cheap neighbours of known candidates, and never pay for a long compilation."""
 LOOK_SECONDS = 3.0
-"""Seconds of a look at a candidate, where its steps are short: up to `LOOKS` rounds."""
+"""Seconds of a trial of a candidate with short steps: up to `LOOKS` rounds."""
 LOOKS = 3
 SURPRISE = 0.1
-"""How far a look may be from its forecast, in logarithms, before it is doubted."""
+"""Largest difference between a trial and its forecast, in logarithms, before the trial is repeated."""
 FINALISTS, WITHIN = 8, 0.15
-"""Settings that race at most, and how far behind the fastest they may be, in logarithms."""
+"""Most settings in a race, and how much slower than the fastest they may be, in logarithms."""
 BEAM = 120
-"""Keys that are kept while choices are answered in turn: more than candidates, as some are not legal."""
+"""Number of keys that are kept after each choice of a beam search: more than candidates, as some are not legal."""
 DEVIATIONS_FOR = 80
-"""Candidates whose uncertainty is worked out: those that are forecast to be the fastest."""
+"""Number of candidates whose uncertainty is computed: those that are forecast to be the fastest."""
 MOVES = 6
-"""Times that the best may change at the top."""
+"""Most moves of `Search.top`."""
 IDLE = 0.002
-"""A rung that gains less than this by what was measured, not surely that, and by the forecast, is left out: a Plan has
-no more than it needs. The forecast has a say because a few rounds beside other work find nearly everything idle."""
+"""A rung is left out if it gains less than this both as measured, though perhaps not surely, and by the forecast, so
+that a Plan has no more than it needs. The forecast counts because in a few rounds on a busy machine nearly every rung
+seems to gain nothing."""
 
 AGREED = 0.01
 """A setting that no race could separate from the best replaces it if it is faster by more than this both as measured
-and by the planner's forecast. Between equal kernels the planner knows no difference."""
+and by the planner's forecast. The planner forecasts no difference between equivalent kernels."""
 
 
 class Search:
@@ -56,27 +58,27 @@ class Search:
     def __init__(self, arena: Arena, space: Space, predicted: Callable[[Setting], float]) -> None:
         """`predicted` returns samples per second.
 
-        The `end` of each phase is when, by `time.perf_counter`, nothing new may begin.
+        The `end` of each phase is the time, by `time.perf_counter`, after which nothing new begins.
         """
         self.arena, self.space, self._predicted = arena, space, predicted
         self._forecasts = {space.first.key: 0.0}
         self._first_log = math.log(predicted(space.first.setting))
         self._factors: dict[tuple[int, str], float] = {}
         self.centre = space.first
-        """The candidate around which forecasts of others are put together: that expected to be the fastest."""
+        """The candidate that is expected to be the fastest; forecasts of others are composed of changes to it."""
         self.corrected = Corrected()
         self.before: dict[Setting, float] = {}
-        """The corrected forecast of each setting, at the time when it was built."""
+        """The corrected forecast of each setting when it was built."""
         self.measured: dict[tuple[str, ...], Candidate] = {}
         self.failures: dict[Candidate, tuple[Status, str]] = {}
         self.refused: list[frozenset[str]] = []
-        """Rungs that must not come together: a setting with them failed, or its results were not the same."""
+        """Rungs that must not be combined: a setting with them failed, or its results were not the same."""
         self.took(space.first)
 
     # Knowledge
 
     def took(self, candidate: Candidate) -> None:
-        """Note that a candidate was measured, and correct the forecasts by it."""
+        """Record that a candidate was measured, and correct the forecasts accordingly."""
         self.measured[candidate.key] = candidate
         errors = {}
         for key, measured in self.measured.items():
@@ -88,14 +90,14 @@ class Search:
         self._centre_on_fastest()
 
     def forecast(self, candidate: Candidate) -> float:
-        """The planner's forecast: the logarithm of the speed to the baseline's."""
+        """The planner's forecast: the logarithm of the speed relative to the baseline's."""
         if candidate.key not in self._forecasts:
             self._forecasts[candidate.key] = math.log(self._predicted(candidate.setting)) - self._first_log
         return self._forecasts[candidate.key]
 
     def _composed(self, key: Key) -> float:
-        """The forecast of a key, or as long as none was made, that of the centre with a factor for each answer that
-        differs, so that forecasts are made of sums of answers and not of their products."""
+        """The forecast of a key; if there is none yet, the centre's forecast plus the gain of each choice that differs,
+        so that the planner forecasts single choices and not all their combinations."""
         if key in self._forecasts:
             return self._forecasts[key]
         pairs = enumerate(zip(key, self.centre.key, strict=True))
@@ -104,7 +106,7 @@ class Search:
         )
 
     def _factor(self, place: int, name: str) -> float:
-        """Gain of an answer next to the centre's other answers; if that is illegal, next to the baseline's."""
+        """Gain of a choice combined with the centre's other choices; if that is illegal, with the baseline's."""
         if (place, name) not in self._factors:
             key = self.centre.key
             beside = self.space.at((*key[:place], name, *key[place + 1 :]))
@@ -116,7 +118,7 @@ class Search:
         return self._factors[place, name]
 
     def _alone(self, name: str) -> float:
-        """Gain of a rung in the smallest candidate that has it."""
+        """Gain of a rung in the candidate with the fewest rungs that has it."""
         if not name:
             return 0.0
         least = self.space.least[name]
@@ -124,7 +126,7 @@ class Search:
         return self.forecast(least) - (self.forecast(before) if before else 0.0)
 
     def _centre_on_fastest(self) -> None:
-        """Move the centre to all answers that are expected to gain next to it, or to the best of them, as long as that
+        """Change all choices of the centre that are each expected to gain, or only the best one, as long as that
         gains."""
         start = self.centre if self.allowed(self.centre) else self.best
         centre, fastest = None, max(start, self.best, key=self.speed)
@@ -141,7 +143,7 @@ class Search:
             self._factors.clear()
 
     def _near(self, of: Candidate) -> list[Candidate]:
-        """Candidates that answer one choice otherwise and may work, each with a forecast of its own."""
+        """Candidates that differ in one choice and may work, each with a forecast of its own."""
         return self._usable(self.space.neighbours(of))
 
     def _usable(self, candidates: Iterable[Candidate | None]) -> list[Candidate]:
@@ -152,12 +154,12 @@ class Search:
         return usable
 
     def speed(self, candidate: Candidate) -> float:
-        """Speed to the baseline's: as measured, or as forecast and corrected."""
+        """Speed relative to the baseline's: as measured, or as forecast and corrected."""
         speed = self.arena.speed(candidate.setting) if candidate.key in self.measured else None
         return math.exp(self._expected(candidate.key)) if speed is None else speed
 
     def _sure_speed(self, candidate: Candidate) -> float:
-        """`speed`, with a forecast of the planner's own."""
+        """`speed`, from a forecast of the planner that is not composed."""
         self.forecast(candidate)
         return self.speed(candidate)
 
@@ -180,7 +182,7 @@ class Search:
     # Races
 
     def try_out(self, candidate: Candidate, others: Sequence[Candidate], rounds: int) -> bool:
-        """Some rounds of a candidate beside others. False where it fails, which is noted."""
+        """Run some rounds of a candidate beside others. Returns False if it fails, which is recorded."""
         self.forecast(candidate)
         self.before.setdefault(candidate.setting, self.speed(candidate))
         try:
@@ -195,7 +197,7 @@ class Search:
         return True
 
     def _blame(self, candidate: Candidate) -> None:
-        """Refuse candidates that may fail alike: those with all of its rungs that never worked."""
+        """Refuse candidates that may fail for the same reason: those with all of its rungs that never worked."""
         self.refused.append(candidate.rungs)
         worked = frozenset[str]().union(*(measured.rungs for measured in self.measured.values()))
         self.refused = [rungs - worked or rungs for rungs in self.refused]
@@ -203,10 +205,10 @@ class Search:
     # The search
 
     def scout(self, end: float) -> None:
-        """Look at candidates while one promises to be faster than the best, and there is time.
+        """Try candidates while one is expected to be faster than the best, and there is time.
 
-        Time is kept for a look at the best in compiled form: where steps are slow, eager looks would use it up. It is
-        not kept for the baseline's, where nothing else fits beside it.
+        Time is reserved to try the compiled form of the best: where steps are slow, eager trials would use it up. None
+        is reserved for that of the baseline, if no other trial would fit then.
         """
         while candidate := self._next(end - sum(map(self._cost, self._best_compiled()))) or self._first(end):
             self.arena.keep = {self.arena.baseline, self.best.setting}
@@ -214,7 +216,7 @@ class Search:
         for candidate in self._best_compiled():
             if self._cost(candidate) < end - time.perf_counter():
                 self._look(candidate)
-        # A cast may pay only once it is compiled, which its eager form does not show.
+        # A cast may pay only in compiled code, which its eager form does not show.
         for precision in self._precisions():
             if any(
                 c.setting.plan.compile != "none" and precision(c.setting.plan.precision)
@@ -234,19 +236,19 @@ class Search:
                 self._look(likely)
 
     def _look(self, candidate: Candidate) -> None:
-        """Some rounds beside the best. Where steps are slow these are few; a surprise gets the rounds of short steps,
-        because other work on the machine slows single steps by a third."""
+        """Try a candidate for some rounds beside the best. Where steps are slow these are few; after a surprise it
+        gets as many as with short steps, because other work on the machine slows single steps by a third."""
         best, expected, rounds = self.best, self.speed(candidate), self._looks(candidate)
         there = self.try_out(candidate, [best], rounds)
         if there and rounds < LOOKS and abs(math.log(self.speed(candidate) / expected)) > SURPRISE:
             self.try_out(candidate, [best], LOOKS - rounds)
 
     def _first(self, end: float) -> Candidate | None:
-        """The first candidate to look at, while nothing is known but the baseline."""
+        """The first candidate to try, while only the baseline was measured."""
         return self._next(end) if len(self.measured) == 1 else None
 
     def _best_compiled(self) -> list[Candidate]:
-        """The cheapest compiled form of the best, where none of its forms was looked at."""
+        """The cheapest compiled form of the best, if none of its forms was tried."""
         best = self.best
         near = [c for c in self._near(best) if c.setting.plan.compile != "none"]
         if best.setting.plan.compile != "none" or any(c.key in self.measured for c in near):
@@ -254,10 +256,10 @@ class Search:
         return sorted(near, key=self._cost)[:1]
 
     def _likely(self, count: int, **wanted: Callable[[Any], bool]) -> list[Candidate]:
-        """Unseen candidates that are expected to be the fastest, of those whose Plan has wanted values in some fields.
+        """Candidates not yet tried that are expected to be the fastest, if their Plan has wanted values in some fields.
 
-        Keys are drawn by the sum of what each answer changes next to the centre's; how well answers go together is
-        then weighed for these alone.
+        Keys are chosen by the sum of the gains of each choice, changed alone from the centre's; how choices affect each
+        other is then computed for these keys only.
         """
         centre, width = self.centre.key, BEAM + len(self.measured)
         usual = self.corrected.mean(centre)
@@ -279,12 +281,12 @@ class Search:
         return [level.__eq__ for level in dict.fromkeys(setting.plan.precision for setting in settings)]
 
     def _next(self, end: float) -> Candidate | None:
-        """The candidate with the largest expected gain per second; none where none is worth its time."""
+        """The candidate with the largest expected gain per second; None if none is worth its time."""
         left = end - time.perf_counter()
         likely = self._likely(DEVIATIONS_FOR)
         eager = self._likely(DEVIATIONS_FOR // 2, compile=lambda region: region == "none")
         rates = {c: self._rate(c, left) for c in {*likely, *eager}}
-        # A composed forecast is made by the planner before it is believed.
+        # A composed forecast is replaced by the planner's own before it is trusted.
         while rates:
             best = max(rates, key=lambda c: (rates[c], c.key))
             if rates[best] <= 0:
@@ -296,7 +298,7 @@ class Search:
         return None
 
     def _rate(self, candidate: Candidate, left: float) -> float:
-        """Expected gain per second of a look; 0 where it is too small or the look too long."""
+        """Expected gain per second of a trial; 0 if the gain is too small or the trial too long."""
         gain, cost = self._gain(candidate), self._cost(candidate)
         return gain / max(cost, CHEAP * left) if gain > PROMISING and cost < left else 0.0
 
@@ -310,7 +312,7 @@ class Search:
         return max(1, min(LOOKS, round(LOOK_SECONDS / (2 * step))))
 
     def _cost(self, candidate: Candidate) -> float:
-        """Seconds that a look at a candidate takes."""
+        """Seconds that a trial of a candidate takes."""
         turns = self.arena.turn_seconds(self.arena.baseline) / self.speed(candidate)
         best = self.best.setting
         switches = candidate.setting.plan.host_memory != best.plan.host_memory
@@ -339,10 +341,10 @@ class Search:
         return self.best
 
     def top(self, best: Candidate, end: float) -> Candidate:
-        """Take each rung of the best away, and put on each that it lacks; move where that is faster.
+        """Remove each rung of the best, and add each that it lacks; move where that is faster.
 
-        Each is looked at once, the most promising first, then those that are near race together. A rung without which
-        nothing is slower goes.
+        Each change is tried once, the most promising first, then all undecided ones race together. A rung is removed if
+        nothing is slower without it.
         """
         for _ in range(MOVES):
             self.arena.keep = {self.arena.baseline, best.setting}
@@ -372,8 +374,8 @@ class Search:
     def _better(
         self, best: Candidate, near: Sequence[Candidate], away: Sequence[Candidate]
     ) -> Candidate | None:
-        """The neighbour to move to: the fastest that is surely faster, or that is so by measurement and forecast alike,
-        or one without a rung that gains nothing."""
+        """The neighbour to move to: the fastest that is surely faster; else one that is faster both as measured and as
+        forecast; else one without a rung that gains nothing."""
 
         def verdict(candidate: Candidate) -> str:
             return self.arena.verdict_of(candidate.setting, best.setting)
@@ -398,13 +400,14 @@ class Search:
         return max(faster or agreed or idle, key=self.speed, default=None)
 
     def path_seconds(self) -> float:
-        """Seconds of the path to the best: its steps are built, take one round together, and are weighed."""
+        """Seconds to measure the path to the best: its steps are built, run one round together, and their memory is
+        measured."""
         settings = self._path_settings()
         weighing = sum(map(self.arena.turn_seconds, settings))
         return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing
 
     def weighing_seconds(self) -> float:
-        """Seconds in which the memory of each of these settings is measured."""
+        """Seconds to measure the memory of each setting on that path."""
         return sum(map(self.arena.turn_seconds, self._path_settings()))
 
     def _path_settings(self) -> list[Setting]:
@@ -412,7 +415,7 @@ class Search:
 
     def path(self, best: Candidate, end: float) -> tuple[Candidate, list[tuple[str, Candidate]]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn, and the candidate that
-        they lead to: rungs that nothing shows to gain are left out, unless the best is surely faster with them."""
+        they lead to: rungs without a measured gain are left out, unless the best is surely faster with them."""
         path = self._walked(best, end)
         while (simpler := self._simpler(best, path, end)) is not None:
             best, path = simpler, self._walked(simpler, end)
@@ -421,7 +424,7 @@ class Search:
         return best, path
 
     def proven(self, name: str, step: Candidate, before: Candidate, best: Candidate) -> bool:
-        """Whether a rung of the path surely gains: where it stands, or as what the best would lack without it."""
+        """Whether a rung surely gains: at its step of the path, or because the best without it is surely slower."""
         if self.arena.verdict_of(step.setting, before.setting) == "faster":
             return True
         without = self.space.without(best, name)
@@ -434,8 +437,8 @@ class Search:
     def _simpler(
         self, best: Candidate, path: Sequence[tuple[str, Candidate]], end: float
     ) -> Candidate | None:
-        """The best without all rungs that are not proven; None where there are none, where it could not be measured,
-        or where it is surely slower."""
+        """The best without its rungs that are not proven; None if all are, if it could not be measured, or if it is
+        surely slower."""
         steps = zip(path, [self.space.first, *(step for _, step in path)], strict=False)
         idle = {
             name
@@ -456,13 +459,13 @@ class Search:
         return simpler if self._judged(best, simpler) and not faster else None
 
     def _judged(self, candidate: Candidate, over: Candidate) -> bool:
-        """Whether there were rounds enough to see a large difference."""
+        """Whether there were enough rounds to see a large difference."""
         ratio = self.arena.ratio(candidate.setting, over.setting)
         return ratio is not None and ratio.rounds >= FEWEST
 
     def _walked(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
-        """The steps to a candidate, built and raced for half of the time until `end`. What cannot be built on the
-        way is left out. Where time is short, no step is looked at before all take turns."""
+        """The steps to a candidate, built and raced for half of the time until `end`. Steps that cannot be built are
+        left out. If time is short, steps are not tried one by one before all take turns."""
         path = self.space.path(best, self._sure_speed)
         for _ in range(3 * len(path)):
             self.arena.keep = {self.arena.baseline, *(step.setting for _, step in path)}
@@ -471,7 +474,7 @@ class Search:
                 break
             looks = sum(map(self._cost, unseen)) + self.path_seconds() < end - time.perf_counter()
             self.try_out(unseen[0], [best], int(looks))
-            path = self.space.path(best, self._sure_speed)  # what was measured may put another first
+            path = self.space.path(best, self._sure_speed)  # the measurement may change the order
         path = [(name, step) for name, step in path if step.key in self.measured]
         settings = self._settings_of(path)
         self.arena.keep = set(settings)
@@ -492,5 +495,5 @@ class Search:
 
 
 def _halfway(end: float) -> float:
-    """The time at which half of what is left until `end` has gone."""
+    """The time halfway between now and `end`."""
     return (time.perf_counter() + end) / 2

@@ -1,8 +1,8 @@
 """A training run from the first step, or from wherever it was stopped, to the exported weights.
 
-Read from `train` down: `_Run.__init__` builds everything in the order in which later parts need earlier ones, `_Run.go`
-is the loop. Between two logs the host never waits for the device: losses and gradient norms gather in a buffer on
-it, step times in events, and one transfer reads them all.
+Read from `train` down: `_Run.__init__` builds everything, each part before those that need it, and `_Run.go` is the
+loop. Between two logs the host never waits for the device: losses and gradient norms are collected in a buffer on the
+device, step times in events, and one transfer reads them all.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class TrainResult:
 
     steps: int
     resumed_at: int
-    """The step this call went on from; 0 for a new run."""
+    """The step from which this call resumed; 0 for a new run."""
     loss: float
     """Mean training loss of the last logged steps."""
     evaluation: Evaluation | None
@@ -99,31 +99,31 @@ class TrainResult:
     """Hugging Face folder of the final weights: what was evaluated."""
     metrics: Path
     classes: int | None = None
-    """Number of classes of the model's head; none where it has no such head."""
+    """Number of classes of the model's head; None without a head for classes."""
 
 
 def train(
     config: RunConfig, *, resume: bool = True, callbacks: Sequence[Callback] = (), profile: bool = False,
     display: Display | None = None,
 ) -> TrainResult:  # fmt: skip
-    """Train by `config`, going on from the newest checkpoint in `config.output` that can be trusted.
+    """Train as `config` says, from the newest valid checkpoint in `config.output` if there is one.
 
-    With `resume` false, the files of an earlier run there are set aside under other names and the run starts again.
+    With `resume` false, the files of an earlier run there are renamed, and the run starts from the beginning.
     `callbacks` are called with each event (see `Callback`). With `profile`, a few of the first steps are profiled into
     `config.output`/profile.
 
-    Under a launcher (`torchrun`) each of its processes calls this alike and is one rank of the Plan; rank 0 alone
+    Under a launcher (`torchrun`) all its processes make the same call, and each is one rank of the Plan; only rank 0
     writes, and all return the same.
 
     Raises:
-        ConfigError: the configuration cannot be, or is not the one that the checkpoint was made with.
-        CheckpointError: there are checkpoints and none can be trusted.
+        ConfigError: the configuration is invalid, or differs from the one that the checkpoint was made with.
+        CheckpointError: there are checkpoints, but none is valid.
         NumericError: a loss or weight is not finite.
         OutOfMemory: the device's memory did not suffice.
         SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved, if a step was done.
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
-    # Before ranks are counted or devices asked for: no number of either would let these settings run.
+    # Before ranks and devices are counted: no number of them would make these settings valid.
     require_startable(config, elastic=ELASTIC in os.environ)
     task = task_of(config.model, config.task, init_from=config.reads_like)
     output, device = Path(config.output), local_device(resolve_device(config.device))
@@ -150,7 +150,7 @@ def train(
 
 
 class _Run:
-    """One start of a run: from being built, or rebuilt, until it ends or is stopped."""
+    """One start of a run: from building or restoring it until it ends or is stopped."""
 
     config: RunConfig
     task: Task
@@ -178,14 +178,14 @@ class _Run:
             prepare_folder(self.output, config, train_source)
         self.saves = Saves(self.output / "checkpoints", config, dims)
 
-        # The model, its samples, and whoever looks at its losses.
+        # The model, its samples, and the monitor of its losses.
         seed_random(config.seed, dims.random_rank)
         self.built = build(
             config.model, config.plan, device=device, recipe=config.recipe, loss=self.task, seed=config.seed,
             machine=self.machine, dims=dims,
         )  # fmt: skip
         assert isinstance(self.built.loss, Task)
-        self.task = self.built.loss  # with what evaluations compare the model with
+        self.task = self.built.loss  # with the reference that evaluations compare the model with
         self.loader = self._loader(train_source, augment=config.recipe.augment)
         mean = None if dims.alone else lambda value: average(value, dims)
         self.monitor = LossMonitor(config.recipe, self.built.optimizer, device, average=mean, logs=dims.main)
@@ -206,7 +206,7 @@ class _Run:
         records.rewind(self.step if stored else -1, again=self._recorded_again())
 
     def _open(self, config: RunConfig) -> Source:
-        """The training data; with them `config` gets the sizes that follow from data and teacher."""
+        """Open the training data, and set the sizes in `config` that follow from data and teacher."""
         config = with_teachers_vocabulary(config)
         self.task = task_of(config.model, config.task, init_from=config.reads_like)
         if self.dims.main:
@@ -219,10 +219,10 @@ class _Run:
         return train_source
 
     def _predict(self, train_source: Source) -> tuple[Fullness, Learning]:
-        """How long the run should take, and whether machine and schedule allow it. Measured here: data and weights that
-        cannot be read are refused without waiting for it."""
+        """Predict how long the run takes, and check that machine and schedule allow it. The machine is measured only
+        here, so that unreadable data and weights are refused without waiting for that."""
         config, device = self.config, self.device
-        # By one: ranks that measure at the same time disturb each other, and would predict differently.
+        # By one rank: ranks that measure at the same time disturb each other, and would predict differently.
         self.machine = main_first(lambda: machine_of(config, device))
         if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
             self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
@@ -238,7 +238,7 @@ class _Run:
         return full, learns
 
     def _add_meters(self, full: Fullness, learns: Learning, *, profile: bool) -> None:
-        """Everything that measures steps and waits for no device."""
+        """Add everything that measures steps without waiting for the device."""
         config, device, dims = self.config, self.device, self.dims
         self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
         self.speedometer = Speedometer(
@@ -327,11 +327,11 @@ class _Run:
             self._rewind(self.monitor.rewind_because_of)
 
     def _rewind(self, spikes: list[int]) -> None:
-        """Restore the newest checkpoint, but go on with the samples after the spike."""
+        """Restore the newest checkpoint, but continue with the samples after the spike."""
         stored = self.saves.find()
         if stored is None:
             if self.dims.main:
-                _log.warning("There is no checkpoint yet to go back to; the run goes on.")
+                _log.warning("There is no checkpoint to go back to yet; the run continues.")
             return
         number = self.monitor.count_rewind()
         self.state.restore(stored, rewinding=True)
@@ -341,8 +341,8 @@ class _Run:
         self._record("rewind", spikes=spikes, number=number)
 
     def _validation(self, config: RunConfig) -> Source | None:
-        """The validation split; None, with a warning, where the data are too alike for one. Raises ConfigError where
-        the run's end depends on it."""
+        """The validation split; None, with a warning, if the data have none and cannot be split. Raises ConfigError if
+        the end of the run depends on evaluations."""
         try:
             return self.task.open(config.data, config.model, "val")
         except NoValidation as problem:
@@ -353,9 +353,8 @@ class _Run:
             return None
 
     def _evaluate(self) -> bool:
-        """Evaluate on the whole validation split: the EMA weights where there are any, else the weights. Returns
-        whether it is the best so far.
-        """
+        """Evaluate on the whole validation split: the EMA weights if there are any, else the weights. Returns whether
+        it is the best evaluation so far."""
         started = time.perf_counter()
         task, model, dims, source = self.task, self.built.model, self.dims, self.val_source
         assert source is not None  # else no evaluation is due
@@ -384,7 +383,7 @@ class _Run:
         return due and self.state.evaluated_at != self.step
 
     def _save_in_time(self, better: bool) -> None:
-        """Save, unless a checkpoint was written just before: then a step that is `better` waits in host memory."""
+        """Save, unless a checkpoint was just written: then the state of a `better` step is kept in host memory."""
         self.saves.best = self._best_step
         if self.step == self.calendar.total or not self.saves.too_soon():
             self._save()
@@ -393,7 +392,7 @@ class _Run:
 
     @property
     def _best_step(self) -> int:
-        """The step that is exported, as far as evaluations tell yet."""
+        """The step to export, by the evaluations so far; 0 for the last step."""
         return self.state.best_step if self.config.export_best else 0
 
     def _save(self, *, stopping: bool = False) -> None:
@@ -418,9 +417,9 @@ class _Run:
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
     def _stop_if_asked(self, stop: Requests) -> None:
-        """Save and raise, unless the run is at its end anyway. An evaluation that is due is left to the next start.
+        """If asked to stop, save and raise, unless the run is at its end. A due evaluation is left to the next start.
 
-        Ranks get a signal at different times, or not at all: they act one step later, when all know.
+        Ranks get a signal at different times, or not at all: they act one step later, when all know of it.
         """
         signal_number = self.ballot.turn(stop.signal or 0)
         if not signal_number or self.step == self.calendar.total:
@@ -454,12 +453,12 @@ class _Run:
         )  # fmt: skip
 
     def _find_best(self) -> Checkpoint | None:
-        """The checkpoint of the best evaluation; None, with a warning, where it cannot be read."""
+        """The checkpoint of the best evaluation; None, with a warning, if it cannot be read."""
         try:
             return checkpoint.open_together(self.saves.folder / f"step-{self._best_step}")
         except CheckpointError as problem:
             if self.dims.main:
-                _log.warning("%s It evaluated best, and the last step is exported in its place.", problem)
+                _log.warning("%s Its evaluation was the best; the last step is exported instead.", problem)
             return None
 
     def _loader(self, source: Source, *, augment: Augment | None = None, endless: bool = True) -> Loader:
@@ -476,7 +475,7 @@ class _Run:
         self.records.write(event, self.step, **values)
 
     def _recorded_again(self) -> set[str]:
-        """Events that this start records at the very step it goes on from."""
+        """Events that this start records at the step from which it resumes."""
         return {"resume", "prediction", "patience"} | ({"evaluation"} if self._evaluation_is_due() else set())
 
     def _announce(self) -> None:

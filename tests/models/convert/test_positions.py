@@ -40,5 +40,5 @@ def test_half_precision_is_interpolated_in_full() -> None:
 
 
 def test_no_square_is_refused() -> None:
-    with pytest.raises(ConfigError, match="17 tokens cannot become 36"):
+    with pytest.raises(ConfigError, match="17 tokens cannot be resized to 36"):
         resize_positions(torch.randn(17, 3), 36, learned=0)

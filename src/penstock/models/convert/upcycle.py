@@ -57,13 +57,13 @@ def require_copies(config: ModelConfig) -> None:
         stack, where = run.stack, run.setting
         if stack.experts and stack.shared_experts:
             raise ConfigError(
-                "The weights are dense, and have no part from which shared experts could start; set "
+                "The weights are of a model without experts, with nothing to copy shared experts from; set "
                 f"{where}.shared_experts to 0."
             )
         if stack.experts and stack.expert_width not in (None, stack.mlp_width):
             raise ConfigError(
-                f"The weights are dense, and experts as wide as their perceptrons, {stack.mlp_width:,}, but "
-                f"{where}.expert_width is {stack.expert_width:,}; leave it out."
+                f"Each expert starts as a copy of a perceptron of {stack.mlp_width:,} hidden features, but "
+                f"{where}.expert_width is {stack.expert_width:,}; leave {where}.expert_width out."
             )
 
 

@@ -128,13 +128,13 @@ def from_timm(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tenso
 def _timm(names: Collection[str], config: ViTConfig) -> Anatomy:
     if config.stem != "patchify":
         raise ConfigError(
-            "timm's VisionTransformer has no convolutional stem, so weights of model.stem 'conv' cannot take "
-            "its names; save them in Penstock's own with save_pretrained."
+            "timm's VisionTransformer has no convolutional stem, so a model with model.stem=conv cannot be written in "
+            "its names; save it in Penstock's format with save_pretrained."
         )
     if config.experts:
         raise ConfigError(
-            "timm's VisionTransformer has no mixtures, so weights of model.experts cannot take its names; save them in "
-            "Penstock's own with save_pretrained."
+            "timm's VisionTransformer has no mixtures of experts, so a model with model.experts cannot be written in "
+            "its names; save it in Penstock's format with save_pretrained."
         )
     return Anatomy(family="timm_vit", stacks=(timm.vit_stack(names, config.heads),))
 
@@ -158,8 +158,8 @@ def _inward(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, (dimensions, _) in ends.items():
         if name in state and state[name].ndim != dimensions:
             raise ConfigError(
-                f"The weights of {name} have the shape {tuple(state[name].shape)}, but {dimensions} dimensions are "
-                f"stored. Use weights of transformers' ViT or of timm's VisionTransformer."
+                f"{name} has shape {tuple(state[name].shape)}, but must have {dimensions} dimensions. "
+                f"Use weights of transformers' ViT or of timm's VisionTransformer."
             )
     return {
         POSITIONS if name == _TABLE else name: tensor.flatten(*ends[name][1]) if name in ends else tensor
@@ -180,9 +180,9 @@ def resize_positions(positions: Tensor, tokens: int, *, learned: int, antialias:
     old, new = (math.isqrt(max(n - learned, 0)) for n in (positions.shape[0], tokens))
     if not old or old * old + learned != positions.shape[0] or new * new + learned != tokens:
         raise ConfigError(
-            f"Position embeddings of {positions.shape[0]} tokens cannot become {tokens}: less {learned} for learned "
-            "tokens, both must be squares. Check that model.classifier and model.distilled are those the weights were "
-            "trained with."
+            f"Position embeddings of {positions.shape[0]} tokens cannot be resized to {tokens}: without {learned} "
+            "learned tokens, both numbers must be squares. Check that model.classifier and model.distilled are as they "
+            "were in training."
         )
     grid = positions[learned:].float().T.reshape(1, -1, old, old)
     grid = F.interpolate(grid, size=(new, new), mode="bicubic", align_corners=False, antialias=antialias)
@@ -226,9 +226,9 @@ def _require_alike(names: Sequence[str], rows: Sequence[Tensor], *, parts: int) 
     (shape, *others) = shapes
     if others or not 1 <= len(shape) <= 2 or not all(shape) or shape[0] % parts:
         raise ConfigError(
-            f"The projections {', '.join(names)} have the shapes {', '.join(map(str, sorted(shapes)))}, which are no "
-            f"queries, keys and values of one attention. Build the model with the configuration that the weights were "
-            f"trained with."
+            f"The projections {', '.join(names)} have the shapes {', '.join(map(str, sorted(shapes)))}, which cannot "
+            f"be queries, keys and values of one attention layer. Build the model with the configuration that the "
+            f"weights were trained with."
         )
 
 

@@ -98,7 +98,7 @@ def test_bf16_is_not_packed_where_onednn_cannot(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(ConfigError, match=r"weights=packed: oneDNN .* choose weights=plain, or precision=O0"):
         store_linears(model, "packed")
     odd = nn.Linear(40, 48, bias=False, dtype=torch.bfloat16)  # no multiple of a group of int4
-    assert _stored(odd, STORED["int4"]) is odd
+    assert _stored(odd, STORED["int4"], PRODUCTS["int4"]) is odd
     save_pretrained(model, tmp_path)
     half = Generator(tmp_path, Plan(precision="O3"), start=0, ends=())
     assert not any(isinstance(module, Stored) for module in half.model.modules())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from penstock.config.formats import CHANGES
+from penstock.config.formats import LOSSY
 from penstock.config.machine import Machine
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.units import money
@@ -16,8 +16,8 @@ from penstock.serve.traffic import Arrival
 GIB = 2**30
 LEGEND = (
     "tp, pp: devices that split a layer, pipeline stages. slots: sequences at a time of a replica. First token, "
-    f"between tokens, whole request: half of all requests / 95 % of them. {', '.join(CHANGES)} change "
-    f"results: --types {','.join(CHANGES)} allows them."
+    f"between tokens, whole request: half of all requests / 95 % of them. {', '.join(LOSSY)} change "
+    f"results: --types {','.join(LOSSY)} allows them."
 )
 
 STEPS = {

@@ -71,7 +71,9 @@ StoredFormat = Literal["int8", "int8_weights", "int4"]
 """Forms in which a folder may have quantised weights."""
 BaseWeights = Literal["plain", "int8_weights", "int4"]
 """Forms in which frozen weights may be stored in training."""
-WeightType = Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8", "int4"]
+Lossy = Literal["int8", "fp8", "int4"]
+"""Types of a server's weights that change results; each is also the form in which layers store them."""
+WeightType = Literal["auto", "fp32", "bf16", "fp16", Lossy]
 """Types of weights that a server may be chosen for."""
 
 
@@ -140,6 +142,5 @@ PRODUCTS: dict[Products, Product] = {
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),
 }  # fmt: skip
-CHANGES: tuple[Products, ...] = tuple(kind for kind in get_args(WeightType) if kind in PRODUCTS)
-"""Types of weights of a server that change results; each is also the form in which layers store them."""
+LOSSY: tuple[Lossy, ...] = get_args(Lossy)
 STORED_FORMATS: tuple[StoredFormat, ...] = get_args(StoredFormat)

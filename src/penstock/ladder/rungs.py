@@ -23,7 +23,7 @@ from penstock.process import unavailable
 
 def _needless_fp16(setting: Setting, situation: Situation) -> str | None:
     if {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
-        return "bf16 runs here too, has the same size, and needs no loss scaling"
+        return "bf16 runs here too, has the same size, and needs no loss scale"
     return None
 
 
@@ -104,7 +104,7 @@ def _not_by_length(setting: Setting, situation: Situation) -> str | None:
     if setting.model is None:
         return _ONE_BATCH
     if not situation.groupable or setting.packed:
-        return "its samples all have the same length, or are grouped by length already"
+        return "its samples are equally long, or are grouped by length already"
     return None
 
 
@@ -189,7 +189,7 @@ def _compressed(part: str, place: int, title: str, why: str, change: Callable[[S
 
     def obstacle(setting: Setting, situation: Situation) -> str | None:
         if setting.model is None:
-            return "it changes Penstock's own models, and this model is yours"
+            return "it changes Penstock's own models, and this model is your own"
         every = stacks(setting.model)
         if part == "depth" and all(stack.depth < 2 for stack in every):
             return "its stacks have one layer each"

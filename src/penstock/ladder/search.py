@@ -1,5 +1,4 @@
-"""Finds the fastest setting with the same results: a quick trial of each promising candidate, then races between fewer
-and fewer of them.
+"""Finds the fastest setting with the same results: tries promising candidates, then races fewer and fewer of them.
 
 `scout` builds and times one candidate after the other, always the one with the largest expected gain per second of
 building and timing, by the planner's forecast as corrected so far. `halve` races the best of them, and repeatedly drops
@@ -43,9 +42,8 @@ DEVIATIONS_FOR = 80
 MOVES = 6
 """Most moves of `Search.top`."""
 IDLE = 0.002
-"""A rung is left out if it gains less than this both as measured, though perhaps not surely, and by the forecast, so
-that a Plan has no more than it needs. The forecast counts because in a few rounds on a busy machine nearly every rung
-seems to gain nothing."""
+"""A rung is left out if it gains less than this both as measured and by the forecast: a Plan has no more than it needs.
+The forecast counts because in a few rounds on a busy machine nearly every rung seems to gain nothing."""
 
 AGREED = 0.01
 """A setting that no race could separate from the best replaces it if it is faster by more than this both as measured
@@ -400,8 +398,7 @@ class Search:
         return max(faster or agreed or idle, key=self.speed, default=None)
 
     def path_seconds(self) -> float:
-        """Seconds to measure the path to the best: its steps are built, run one round together, and their memory is
-        measured."""
+        """Seconds to build the path to the best, run its steps one round together, and measure their memory."""
         settings = self._path_settings()
         weighing = sum(map(self.arena.turn_seconds, settings))
         return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing

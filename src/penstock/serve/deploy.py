@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.config.formats import BYTES, CHANGES, HALVES, Dtype, WeightType
+from penstock.config.formats import BYTES, HALVES, LOSSY, Dtype, WeightType
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
@@ -137,7 +137,7 @@ def explore(
             f"The longest request has {context:,} tokens, but the model has {most:,} positions."
         )
     chosen = types_of(config.types, machine)
-    offered = [kind for kind in CHANGES if kind not in chosen and model.graph.generates]
+    offered = [kind for kind in LOSSY if kind not in chosen and model.graph.generates]
     offered = [kind for kind in offered if kind != "fp8" or kind in machine.peak_flops]
     experts = experts_of(model)
     if config.loads is not None and not experts:
@@ -209,7 +209,7 @@ def _serving(model: ModelConfig, machine: Machine, kind: Dtype, tp: int, pp: int
     half = kind != "fp32" and (machine.device != "cpu" or kind in HALVES)
     return Serving(
         tp=tp, pp=pp, ep=ep, weight_bytes=BYTES[kind], cache_bytes=2.0 if half else 4.0, half=half,
-        weights=next((form for form in CHANGES if form == kind), "packed"),
+        weights=next((form for form in LOSSY if form == kind), "packed"),
     )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _steps(
         return
     yield "launched"
     plan = Plan(tp=serving.tp, ep=serving.ep, compile="whole")
-    tried = model.graph.generates and not experts_of(model) and kind not in CHANGES
+    tried = model.graph.generates and not experts_of(model) and kind not in LOSSY
     if machine.device == "cuda" and tried and not inference_problems(plan, model):
         yield "recorded"
 

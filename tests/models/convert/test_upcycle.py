@@ -87,7 +87,7 @@ def test_noise_of_a_seed_makes_experts_differ() -> None:
     ("changes", "words"),
     [
         ({"shared_experts": 1}, "model.shared_experts to 0"),
-        ({"expert_width": 16}, "perceptrons, 32, but model.expert_width is 16"),
+        ({"expert_width": 16}, "perceptron of 32 hidden features, but model.expert_width is 16"),
         ({"depth": 3}, "The weights lack"),
     ],
 )

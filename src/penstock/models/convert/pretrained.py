@@ -186,8 +186,8 @@ def rounded_weights(folder: str | Path) -> dict[str, tuple[StoredFormat, Rounded
         )
     for name, form in formats.items():
         bits = 8 if weights[name].offsets is None else 4
-        weights = PRODUCTS[form].weights if form in STORED_FORMATS else None
-        if weights is None or FORMATS[weights].bits != bits:
+        stored = PRODUCTS[form].weights if form in STORED_FORMATS else None
+        if stored is None or FORMATS[stored].bits != bits:
             raise CheckpointError(
                 f"{file} says that {name} multiplies in {quoted(str(form))}, but its weight has {bits} bits. "
                 "Fetch or write the folder again."

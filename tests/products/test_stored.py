@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from helpers.cpus import pretend
 from helpers.generation import BOTH, DECODERS, tiny
 from helpers.sweeps import sweep
-from penstock.config.formats import Weights
+from penstock.config.formats import PRODUCTS, Weights
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.cpu import this_cpu

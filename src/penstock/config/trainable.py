@@ -65,13 +65,13 @@ def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
     whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
     if whole and plan.compiles_whole:
         yield (
-            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because the number of "
-            "samples of an expert changes with each step; use compile=blocks."
+            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because the number "
+            "of samples of an expert changes with each step; use compile=blocks."
         )
     if plan.compile == "graphs":
         yield (
-            f"plan.compile=graphs records work on the GPU alone, and the visits to the experts of {setting} are counted "
-            "outside of it; use compile=whole."
+            f"plan.compile=graphs replays work on the GPU alone, and visits to the experts of {setting} are "
+            "counted outside of it; use compile=whole."
         )
     texts = bool(whole) and bool(model.graph.inputs_of(TokenInput))
     for name, plain in (("padding", "keep"), ("cp", 1)) if texts else ():

@@ -24,7 +24,7 @@ from penstock.planner.memory import pass_bytes
 from penstock.planner.prediction import Prediction, predict, repeated_flops
 from penstock.planner.recompute import Recompute
 from penstock.planner.scaling_laws import LAWS, kaplan
-from penstock.planner.software import Software
+from penstock.planner.terms import Software
 from penstock.report.figures import Bar, waterfall
 from penstock.report.units import rounded
 

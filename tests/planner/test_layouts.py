@@ -21,7 +21,7 @@ from penstock.planner.pipeline import evenly, stage_blocks, stage_counts
 from penstock.planner.price import exposed_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import rates_of
 from penstock.planner.search import base_of, explore
-from penstock.planner.software import Software
+from penstock.planner.terms import Software
 from penstock.schedules import Costs, generate, simulate
 
 A100 = load_machine("a100-80g")

@@ -24,8 +24,8 @@ from penstock.planner.price import group_of
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
 from penstock.planner.search import _even_first, base_of, explore
-from penstock.planner.software import Software
 from penstock.planner.step import layout_of, part_time
+from penstock.planner.terms import Software
 from penstock.schedules import Costs, generate, simulate
 
 H100 = load_machine("h100")

@@ -14,8 +14,8 @@ from penstock.planner.operators import BIASED, Op
 from penstock.planner.prediction import Prediction, predict, stage_costs
 from penstock.planner.price import fused_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import Rates, rates_of
-from penstock.planner.software import Software
 from penstock.planner.step import PartTime, layout_of, part_time, step
+from penstock.planner.terms import Software
 from penstock.planner.traffic import BUCKET_BYTES
 from penstock.schedules import schedule_of, simulate
 

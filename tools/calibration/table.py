@@ -15,8 +15,8 @@ from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe
 from penstock.planner.operators import Op, Workload
 from penstock.planner.rates import LINE, exponentials_per_second, rates_of
-from penstock.planner.software import Software
 from penstock.planner.step import step
+from penstock.planner.terms import Software
 
 FOLDER = Path(__file__).parent / "tables"
 

@@ -74,8 +74,7 @@ def experts(
     """
     from penstock.boundary.files import write_text
     from penstock.cli.place_experts import place_layers, read_placements, room_of
-    from penstock.planner.loads import read_loads
-    from penstock.planner.loads_page import loads_page, loads_table
+    from penstock.planner.loads import loads_page, loads_table, read_loads
     from penstock.report.page import plain_console, terminal_table
 
     if as_json and csv:

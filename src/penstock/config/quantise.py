@@ -52,7 +52,6 @@ class QuantiseOptions(Checked, where="quantise"):
     def _problems(self) -> Iterator[str]:
         if self.format not in (None, "int8") and self.inputs == "static":
             yield f"quantise.inputs is static, but {self.format} leaves inputs as they are; leave quantise.inputs out."
-
         if self.learn and self.inputs != "static":
             yield (
                 "quantise.learn trains the limits of inputs, which only static scales have; set quantise.inputs to "

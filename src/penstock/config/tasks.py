@@ -30,19 +30,14 @@ TASKS = {
     "masked_words": TaskRow("masked_words.MaskedWords", "tokens", "fill-mask"),
     "sentences": TaskRow("sentences.Sentences", "tokens", "text-classification"),
     "pairs": TaskRow("sentences.Pairs", "tokens", "text-classification"),
-    "span_corruption": TaskRow(
-        "span_corruption.SpanCorruption", "causal tokens and tokens", "text2text-generation"
-    ),
+    "span_corruption": TaskRow("span_corruption.SpanCorruption", "causal tokens and tokens", "text2text-generation"),
     "translation": TaskRow("translation.Translation", "causal tokens and tokens", "translation"),
     "embedding": TaskRow("embedding.Embedding", "tokens", "sentence-similarity"),
-    "captions": TaskRow(
-        "captions.Captioning", "causal images and tokens and tokens with 3 heads", "image-to-text"
-    ),
+    "captions": TaskRow("captions.Captioning", "causal images and tokens and tokens with 3 heads", "image-to-text"),
     "universal": TaskRow(
-        "universal.Universal",
-        "causal tokens with 2 heads or causal tokens with 3 heads or tokens with 2 heads",
+        "universal.Universal", "causal tokens with 2 heads or causal tokens with 3 heads or tokens with 2 heads"
     ),
-}
+}  # fmt: skip
 """The tasks by name. The first task with a form is the default for models of that form."""
 if TYPE_CHECKING:
     TaskName = str

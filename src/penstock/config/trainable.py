@@ -56,9 +56,7 @@ def require_vision(model: ModelConfig) -> ViTConfig:
 
 def mixture_problems(plan: Plan, model: ModelConfig) -> Iterator[str]:
     """Every setting of a Plan that training cannot run with the model's mixtures of experts."""
-    mixed = [
-        run for run in model.graph.runs if any(layer.mixture or layer.routed for layer in run.stack.layers)
-    ]
+    mixed = [run for run in model.graph.runs if any(each.mixture or each.routed for each in run.stack.layers)]
     if not mixed:
         return
     setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"

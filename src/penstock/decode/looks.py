@@ -119,7 +119,6 @@ class _Look(Continued):
     def __init__(self, attend: Callable[..., Tensor], layer: int, more: Sequence[tuple[Any, ...]]) -> None:
         """`more` holds the arguments of `attend` for each block, after its number."""
         self._attend, self._more, self._first, self._layer = attend, more, layer, layer
-
         self.first, self.store = False, attend
 
     def keep(self, k: Tensor, v: Tensor) -> Tensor | None:

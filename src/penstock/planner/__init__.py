@@ -5,4 +5,4 @@ from penstock.planner.prediction import Prediction as Prediction
 from penstock.planner.prediction import predict as predict
 from penstock.planner.search import search as search
 from penstock.planner.show import prediction_cell as prediction_cell
-from penstock.planner.software import Software as Software
+from penstock.planner.terms import Software as Software

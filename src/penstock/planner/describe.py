@@ -24,8 +24,7 @@ from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
 from penstock.planner.loss import list_words
 from penstock.planner.operators import Op, Workload, blocks_of, counted_tokens
-from penstock.planner.software import PENSTOCK, Software
-from penstock.planner.terms import OpTerms, Storing
+from penstock.planner.terms import PENSTOCK, OpTerms, Software, Storing
 
 
 def describe(

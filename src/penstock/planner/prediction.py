@@ -24,9 +24,8 @@ from penstock.planner.operators import Part, Workload
 from penstock.planner.pipeline import in_flight, stage_counts
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
-from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.step import PAGE_BYTES, KindSeconds, StepTime, layout_of, mapped_alone, part_time, step
-from penstock.planner.terms import joined, storing
+from penstock.planner.terms import PENSTOCK, Software, joined, storing
 from penstock.planner.traced import as_planned
 from penstock.planner.traffic import transfer_seconds
 from penstock.report.page import cell

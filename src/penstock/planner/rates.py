@@ -18,20 +18,8 @@ from penstock.config.formats import BYTES, PRODUCTS
 from penstock.config.machine import GemmSample, Machine, ProductForm
 from penstock.config.numerics import Numerics, numerics_of
 from penstock.config.plan import Plan
-from penstock.planner.constants import (
-    ASSUMED_HOST_LINK,
-    CITED_FEATURES,
-    CPU_HALF_FUSED_SHARE,
-    DEFAULT,
-    DEFAULT_MULTIPROCESSORS,
-    EXPONENTIALS_PER_CLOCK,
-    HOST_LINK_SHARE,
-    NATIVE_SHARE,
-    OLD_UNITS,
-    PRODUCTS_IN_FP32,
-    SLOWEST_CLOCK,
-    Constants,
-)
+from penstock.planner import constants as figures
+from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.terms import basis_of, stored_samples
 
 NEAR_SAMPLES = 4
@@ -251,12 +239,12 @@ def _rates(
     packed = [s for s in machine.gemm if weights != "plain" and s.form == "packed" and s.dtype == type_]
     link = (machine.link_bytes_per_second or machine.memory_bytes_per_second or 1e9) * constants.link_share
     link = machine.collective_bytes_per_second or link
-    multiprocessors = machine.multiprocessors or DEFAULT_MULTIPROCESSORS
+    multiprocessors = machine.multiprocessors or figures.DEFAULT_MULTIPROCESSORS
     kernels = _kernels(machine, type_, numerics)
-    share = 1.0 if numerics.compute == "fp32" else CPU_HALF_FUSED_SHARE
+    share = 1.0 if numerics.compute == "fp32" else figures.CPU_HALF_FUSED_SHARE
     if attention == "native":  # what was measured is torch's kernel
         kernels = {name: rates for name, rates in kernels.items() if not name.startswith("attention")}
-        share = NATIVE_SHARE
+        share = figures.NATIVE_SHARE
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
     forward, backward = _attention(machine, type_, attention, constants, exponentials)
     biased = _attention(machine, type_, "efficient", constants, exponentials)
@@ -283,7 +271,7 @@ def _rates(
         node=(machine.node_bytes_per_second or link * machine.devices_per_node) * constants.node_share,
         call_seconds=machine.collective_seconds if cpu else 0.0, pairs=pairs,
         collective_share=0.0 if cpu else min(0.5, constants.collective_multiprocessors / multiprocessors),
-        host=(machine.host_bytes_per_second or ASSUMED_HOST_LINK) * HOST_LINK_SHARE,
+        host=(machine.host_bytes_per_second or figures.ASSUMED_HOST_LINK) * figures.HOST_LINK_SHARE,
     )  # fmt: skip
 
 
@@ -357,9 +345,9 @@ def exponentials_per_second(peak: float, multiprocessors: int) -> float:
     A multiprocessor does a power of two of FLOPs per clock, which determines the clock.
     """
     each = 1
-    while peak / multiprocessors / (2 * each) >= SLOWEST_CLOCK:
+    while peak / multiprocessors / (2 * each) >= figures.SLOWEST_CLOCK:
         each *= 2
-    return EXPONENTIALS_PER_CLOCK * peak / each
+    return figures.EXPONENTIALS_PER_CLOCK * peak / each
 
 
 def products_rate(cited: float, exponentials: float, passes: float) -> float:
@@ -367,7 +355,7 @@ def products_rate(cited: float, exponentials: float, passes: float) -> float:
 
     `passes` is the kernel's FLOPs over a forward pass's: 1, or 2.5 for a backward pass.
     """
-    return 1.0 / (1.0 / cited - 1.0 / (4 * CITED_FEATURES * passes * exponentials))
+    return 1.0 / (1.0 / cited - 1.0 / (4 * figures.CITED_FEATURES * passes * exponentials))
 
 
 def _attention(
@@ -381,10 +369,12 @@ def _attention(
     """
     peak = machine.peak_flops[type_]
     hopper = "fp8" in machine.peak_flops
-    slower = OLD_UNITS if hopper else 1.0
+    slower = figures.OLD_UNITS if hopper else 1.0
     ratio = constants.fused_backward
     if type_ in ("fp32", "tf32") and "tf32" in machine.peak_flops:
-        forward = machine.peak_flops["tf32"] / PRODUCTS_IN_FP32 * constants.fp32_attention_share * slower
+        forward = (
+            machine.peak_flops["tf32"] / figures.PRODUCTS_IN_FP32 * constants.fp32_attention_share * slower
+        )
         backward = 2.5 * forward / ratio
     elif backend == "efficient" or "bf16" not in machine.peak_flops:
         share_of_peak = peak * constants.fused_attention_share * slower

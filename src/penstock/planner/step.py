@@ -38,7 +38,6 @@ from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, exposed_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
-from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import (
     DeviceShare,
     device_share,
@@ -46,6 +45,7 @@ from penstock.planner.states import (
     owner_seconds,
     update_launches,
 )
+from penstock.planner.terms import PENSTOCK, Software
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20

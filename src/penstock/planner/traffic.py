@@ -19,8 +19,8 @@ from penstock.planner.price import (
     send_seconds,
 )
 from penstock.planner.rates import Rates
-from penstock.planner.software import PENSTOCK, Software
 from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes
+from penstock.planner.terms import PENSTOCK, Software
 
 IN_PLACE = 0.75
 """Traffic of a CPU's in-place update over that of the additions by which its bandwidth was measured: these write to a

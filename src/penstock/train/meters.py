@@ -31,8 +31,7 @@ from penstock.parallel.agree import add_up, average
 from penstock.parallel.data import add_up_all
 from penstock.planner import Prediction
 from penstock.planner.describe import describe
-from penstock.planner.loads import LoadRecord, count_sum, imbalance
-from penstock.planner.loads_page import loads_page
+from penstock.planner.loads import LoadRecord, count_sum, imbalance, loads_page
 from penstock.step.memory import step_with_memory
 from penstock.step.train_step import StepResult, TrainStep
 from penstock.tasks import Task

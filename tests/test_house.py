@@ -482,6 +482,16 @@ def test_nothing_grows_that_nothing_pays_for() -> None:
     assert not grown, "\n".join(grown)
 
 
+def test_few_files_are_opened_to_follow_a_step() -> None:
+    """tools/walk.py lists them. The numbers may only fall."""
+    walk = loaded(ROOT / "tools" / "walk.py")
+    most = {"step": 18, "token": 18, "prediction": 23}
+    for name, each in walk.walks().items():
+        files = walk.lines_of(each)
+        assert len(files) <= most.pop(name), f"{name} passes through {', '.join(files)}"
+    assert not most
+
+
 def test_every_slow_test_is_there() -> None:
     """tests/slow.txt holds ids of tests, or of functions for all of their cases."""
     for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()[1:]:

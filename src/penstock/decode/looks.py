@@ -91,7 +91,7 @@ class Continuing:
     def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Values to add to scores, (R or 1, H or 1, N, W); None if nothing is masked, or a causal mask is enough."""
         narrow = window is not None and window < self.positions
-        biased = stack.sizes.biased
+        biased = stack.biased
         if not narrow and not biased and (self.causal or self.alone):
             return None
         return mask_of(

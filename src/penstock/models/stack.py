@@ -46,7 +46,7 @@ class TokenStack(nn.Module):
         self.sizes, self.causal, self.crosses = sizes, causal, bool(run.memories)
         self.begins = True
         """Whether it is the first run that computes a text."""
-        self.turns = turns_of(sizes, one)
+        self.turns, self.biased = turns_of(sizes, one), sizes.biased
         self.windows = tuple(layer.window for layer in sizes.layers)
         """Window of attention of each block, in tokens; 0 is all."""
         self.sequence_first = False
@@ -176,7 +176,7 @@ class TokenStack(nn.Module):
     def _knows_lengths(self, x: Tensor) -> bool:
         """Whether attention of x uses a kernel for variable lengths."""
         drops, dtype = self.training and self.sizes.weights_dropout > 0, format_of(type_of_scores(x))
-        biased = self.sizes.biased or self.sizes.sinks or self.sizes.score_cap is not None
+        biased = self.biased or self.sizes.sinks or self.sizes.score_cap is not None
         return knows_lengths(self.backend, x.device.type, dtype, dropout=drops, biased=biased)
 
     def _context(

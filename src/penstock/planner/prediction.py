@@ -126,7 +126,7 @@ def predict(
     """
     _refuse(model, machine, plan)
     work = describe_on(machine, model, plan, software, real=real, words=words, uneven=uneven)
-    work = learning_part(work, learns)
+    work = work if learns == WHOLE else learning_part(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
 

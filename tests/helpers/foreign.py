@@ -38,8 +38,7 @@ _T5 = {
 }  # fmt: skip
 _IMAGES = {**_SIZES, "image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": CLASSES}
 FOREIGN = {
-    "vit": Foreign("ViTForImageClassification", _IMAGES),
-    "gpt2": Foreign("GPT2LMHeadModel", _GPT2),
+    "vit": Foreign("ViTForImageClassification", _IMAGES), "gpt2": Foreign("GPT2LMHeadModel", _GPT2),
     "gpt2 of classes": Foreign("GPT2ForSequenceClassification", {**_GPT2, "num_labels": CLASSES}),
     "llama": Foreign("LlamaForCausalLM", _GROUPED),
     "mistral": Foreign("MistralForCausalLM", {**_GROUPED, "sliding_window": 4}),
@@ -49,18 +48,13 @@ FOREIGN = {
     "bert": Foreign("BertForMaskedLM", _BERT),
     "bert of classes": Foreign("BertForSequenceClassification", {**_BERT, "num_labels": CLASSES}),
     "roberta": Foreign("RobertaForMaskedLM", {**_BERT, "pad_token_id": 0}),
-    "roberta of classes": Foreign(
-        "RobertaForSequenceClassification", {**_BERT, "pad_token_id": 0, "num_labels": CLASSES}
-    ),
-    "modernbert": Foreign(
-        "ModernBertForMaskedLM",
-        {**_TEXT, "num_hidden_layers": 4, "local_attention": 4, "pad_token_id": 0, "eos_token_id": 2},
-        4,
-    ),
-    "t5": Foreign("T5ForConditionalGeneration", _T5, 4),
-    "bart": Foreign("BartForConditionalGeneration", _BART, 4),
+    "roberta of classes": Foreign("RobertaForSequenceClassification",
+    {**_BERT, "pad_token_id": 0, "num_labels": CLASSES}),
+    "modernbert": Foreign("ModernBertForMaskedLM",
+    {**_TEXT, "num_hidden_layers": 4, "local_attention": 4, "pad_token_id": 0, "eos_token_id": 2}, 4),
+    "t5": Foreign("T5ForConditionalGeneration", _T5, 4), "bart": Foreign("BartForConditionalGeneration", _BART, 4),
     "marian": Foreign("MarianMTModel", _BART, 4),
-}
+}  # fmt: skip
 
 
 def create(name: str, **changes: Any) -> Any:

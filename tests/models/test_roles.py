@@ -156,15 +156,9 @@ def test_every_parameter_has_exactly_one_role(family: tuple[nn.Module, dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "ViTForImageClassification",
-        "GPT2LMHeadModel",
-        "LlamaForCausalLM",
-        "BertForMaskedLM",
-        "T5ForConditionalGeneration",
-        "MixtralForCausalLM",
-    ],
-)
+    ["ViTForImageClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM",
+    "T5ForConditionalGeneration", "MixtralForCausalLM"],
+)  # fmt: skip
 def test_models_of_real_size_are_known_on_the_meta_device(name: str) -> None:
     with torch.device("meta"):
         model = _foreign(name)

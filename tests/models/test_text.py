@@ -32,29 +32,15 @@ T5 = replace(
     decoder=replace(PRESETS["t5-tiny"].encoder, **SIZES, head_features=8),  # type: ignore[union-attr]
 )  # fmt: skip
 MODELS: dict[str, Any] = {
-    "gpt": DECODER,
-    "rotary": ROTARY,
-    "query-norms": replace(ROTARY, qk_norm=True, head_features=6),
+    "gpt": DECODER, "rotary": ROTARY, "query-norms": replace(ROTARY, qk_norm=True, head_features=6),
     "window": replace(DECODER, depth=4, positions="alibi", window=3, global_every=3, parallel=True),
     "grouped": replace(DECODER, kv_heads=1, positions="sinusoidal", mlp="geglu"),
-    "relative": replace(DECODER, positions="relative", attention_scale=1.0),
-    "bert": ENCODER,
+    "relative": replace(DECODER, positions="relative", attention_scale=1.0), "bert": ENCODER,
     "classes": replace(ENCODER, head="classes", classes=3),
-    "modern": replace(
-        ENCODER,
-        depth=4,
-        norm_first=True,
-        first_norm=False,
-        norm_bias=False,
-        positions="rotary",
-        window=5,
-        window_base=30.0,
-        global_every=3,
-        mlp="geglu",
-    ),
-    "t5": T5,
+    "modern": replace(ENCODER, depth=4, norm_first=True, first_norm=False, norm_bias=False, positions="rotary",
+    window=5, window_base=30.0, global_every=3, mlp="geglu"), "t5": T5,
     "marian": replace(PRESETS["marian-tiny"], vocabulary=50, sequence=12, decoder_sequence=8),
-}
+}  # fmt: skip
 
 
 def _model(config: Any) -> Model:

@@ -66,14 +66,8 @@ def test_what_is_put_off_takes_memory_on_the_last_stage() -> None:
 
 @pytest.mark.parametrize(
     ("depth", "stages", "blocks"),
-    [
-        (96, 8, (12, 12, 12)),
-        (70, 12, (5, 6, 5)),
-        (106, 12, (8, 9, 8)),
-        (10, 4, (2, 3, 2)),
-        (11, 4, (3, 3, 2)),
-    ],
-)
+    [(96, 8, (12, 12, 12)), (70, 12, (5, 6, 5)), (106, 12, (8, 9, 8)), (10, 4, (2, 3, 2)), (11, 4, (3, 3, 2))],
+)  # fmt: skip
 def test_blocks_fall_on_stages(depth: int, stages: int, blocks: tuple[int, int, int]) -> None:
     counts = evenly(depth, stages)
     assert (counts[0], max(counts), counts[-1]) == blocks
@@ -188,21 +182,14 @@ def test_rows_that_cross_lines_are_slower() -> None:
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("tp=7", "plan.tp=7 cannot split the model's 96 attention heads evenly"),
-        ("sp=true", "plan.tp=1"),
-        ("pp=97", "plan.pp=97 leaves stages without a block"),
-        (
-            "pp=16 virtual=8 schedule=interleaved accumulate=16",
-            "plan.pp=16 times plan.virtual=8 leaves stages without",
-        ),
-        ("pp=8 virtual=2", "needs plan.schedule=interleaved"),
-        ("pp=8 virtual=5 schedule=interleaved", "does not divide the model's 96 blocks"),
-        ("ep=4 dp=4", "splits experts, but the model has none"),
-        ("cp=3", "cannot split the model's 2048 tokens evenly"),
-        ("dp=8 sharding=hsdp shard=3", "does not divide the replicas, plan.dp=8"),
-    ],
-)
+    [("tp=7", "plan.tp=7 cannot split the model's 96 attention heads evenly"), ("sp=true", "plan.tp=1"),
+    ("pp=97", "plan.pp=97 leaves stages without a block"),
+    ("pp=16 virtual=8 schedule=interleaved accumulate=16", "plan.pp=16 times plan.virtual=8 leaves stages without"),
+    ("pp=8 virtual=2", "needs plan.schedule=interleaved"),
+    ("pp=8 virtual=5 schedule=interleaved", "does not divide the model's 96 blocks"),
+    ("ep=4 dp=4", "splits experts, but the model has none"), ("cp=3", "cannot split the model's 2048 tokens evenly"),
+    ("dp=8 sharding=hsdp shard=3", "does not divide the replicas, plan.dp=8")],
+)  # fmt: skip
 def test_impossible_degrees_name_the_constraint(line: str, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         predict(PRESETS["gpt-175b"], A100, Plan.parse(line))

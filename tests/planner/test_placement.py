@@ -142,15 +142,10 @@ def test_how_many_slots_are_needed() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"slots": 11}, "at least 12"),
-        ({"slots": 97}, "at most 96"),
-        ({"nodes": 3, "groups": 3}, "gpus=8, which nodes=3"),
-        ({"groups": 5}, "groups=5"),
-        ({"groups": 3, "nodes": 2}, "groups=3, which nodes=2"),
-        ({"groups": 4, "nodes": 2, "slots": 17}, "slots=17"),
-    ],
-)
+    [({"slots": 11}, "at least 12"), ({"slots": 97}, "at most 96"),
+    ({"nodes": 3, "groups": 3}, "gpus=8, which nodes=3"), ({"groups": 5}, "groups=5"),
+    ({"groups": 3, "nodes": 2}, "groups=3, which nodes=2"), ({"groups": 4, "nodes": 2, "slots": 17}, "slots=17")],
+)  # fmt: skip
 def test_impossible_rooms_are_refused(changes: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         place(FIRST, Room(**{"gpus": 8, **changes}))

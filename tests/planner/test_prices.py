@@ -39,15 +39,10 @@ def one(model: str, line: str, machine: Machine = H100) -> Prediction:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "pp=8 accumulate=16",
-        "pp=8 accumulate=4",
-        "pp=8 accumulate=16 schedule=gpipe",
-        "pp=2 accumulate=16 schedule=interleaved virtual=16",
-        "pp=4 accumulate=8 schedule=interleaved virtual=2",
-        "pp=4 accumulate=4 schedule=interleaved virtual=3",
-    ],
-)
+    ["pp=8 accumulate=16", "pp=8 accumulate=4", "pp=8 accumulate=16 schedule=gpipe",
+    "pp=2 accumulate=16 schedule=interleaved virtual=16", "pp=4 accumulate=8 schedule=interleaved virtual=2",
+    "pp=4 accumulate=4 schedule=interleaved virtual=3"],
+)  # fmt: skip
 def test_the_first_stage_keeps_what_the_schedules_say(line: str) -> None:
     plan = Plan.parse(line)
     peaks = simulate(generate(plan.schedule, plan.pp, plan.accumulate, plan.virtual)).peak_memory

@@ -142,20 +142,14 @@ def test_experts_are_divided_among_the_devices_once() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [
-        ({"batch": 0}, "serving.batch is 0, but must be at least 1."),
-        ({"prompt": -1}, "serving.prompt is -1, but must be at least 1."),
-        ({"generated": 0}, "serving.generated is 0"),
-        ({"tp": 0}, "serving.tp is 0"),
-        ({"pp": 0}, "serving.pp is 0"),
-        ({"ep": 0}, "serving.ep is 0"),
-        ({"tp": 1.5}, "serving.tp is 1.5, but must be a whole number."),
-        ({"weight_bytes": 0.0}, "serving.weight_bytes is 0.0, but must be above 0."),
-        ({"weight_bytes": math.nan}, "serving.weight_bytes is nan"),
-        ({"cache_bytes": -2.0}, "serving.cache_bytes is -2.0"),
-        ({"cache_bytes": math.inf}, "serving.cache_bytes is inf"),
-    ],
-)
+    [({"batch": 0}, "serving.batch is 0, but must be at least 1."),
+    ({"prompt": -1}, "serving.prompt is -1, but must be at least 1."), ({"generated": 0}, "serving.generated is 0"),
+    ({"tp": 0}, "serving.tp is 0"), ({"pp": 0}, "serving.pp is 0"), ({"ep": 0}, "serving.ep is 0"),
+    ({"tp": 1.5}, "serving.tp is 1.5, but must be a whole number."),
+    ({"weight_bytes": 0.0}, "serving.weight_bytes is 0.0, but must be above 0."),
+    ({"weight_bytes": math.nan}, "serving.weight_bytes is nan"),
+    ({"cache_bytes": -2.0}, "serving.cache_bytes is -2.0"), ({"cache_bytes": math.inf}, "serving.cache_bytes is inf")],
+)  # fmt: skip
 def test_impossible_sizes_are_named(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         predict_inference(LLAMA, H100, Serving(**sizes))

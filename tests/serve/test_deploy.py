@@ -231,21 +231,15 @@ def test_every_family_of_text_is_deployed(name: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        ([], "needs a model"),
-        (["gpt2", "--gpus", "8..1"], "gpus is '8..1'"),
-        (["gpt2", "--p95-latency", "soon"], "p95_latency is 'soon'"),
-        (["gpt2", "--p95-latency", "0s"], "p95_latency is '0s'"),
-        (["gpt2", "--requests", "rate=1 in=9999 out=1"], "has 1,024 positions"),
-        (["vit-b16"], "for text models"),
-        (["gpt2", "--types", "bf16", "--machine", "v100"], "types names bf16"),
-        (["gpt2", "--types", "fp8", "--machine", "a100-80g"], "types names fp8"),
-        (["gpt2", "--gpus", "3", "--requests", "none.jsonl"], "does not exist"),
-        (["no-such/folder"], "no-such/folder"),
-        (["gpt2", "--measure"], "--measure was removed; start the script that --output writes"),
-    ],
-    ids=str,
-)
+    [([], "needs a model"), (["gpt2", "--gpus", "8..1"], "gpus is '8..1'"),
+    (["gpt2", "--p95-latency", "soon"], "p95_latency is 'soon'"),
+    (["gpt2", "--p95-latency", "0s"], "p95_latency is '0s'"),
+    (["gpt2", "--requests", "rate=1 in=9999 out=1"], "has 1,024 positions"), (["vit-b16"], "for text models"),
+    (["gpt2", "--types", "bf16", "--machine", "v100"], "types names bf16"),
+    (["gpt2", "--types", "fp8", "--machine", "a100-80g"], "types names fp8"),
+    (["gpt2", "--gpus", "3", "--requests", "none.jsonl"], "does not exist"), (["no-such/folder"], "no-such/folder"),
+    (["gpt2", "--measure"], "--measure was removed; start the script that --output writes")], ids=str,
+)  # fmt: skip
 def test_mistakes_are_told(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["deploy", *words]) in (ExitCode.CONFIG, ExitCode.DATA, ExitCode.ENVIRONMENT)
     assert said in capsys.readouterr().err

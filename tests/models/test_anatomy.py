@@ -125,16 +125,10 @@ def test_transformers_attention_dropout_is_not_dropped_silently() -> None:
 
 @pytest.mark.parametrize(
     ("cls", "family", "sizes"),
-    [
-        (
-            "XLMRobertaForSequenceClassification",
-            "hf_xlm_roberta",
-            {"hidden_size": 16, "intermediate_size": 16},
-        ),
-        ("CamembertForMaskedLM", "hf_camembert", {"hidden_size": 16, "intermediate_size": 16}),
-        ("MT5ForConditionalGeneration", "hf_mt5", {"d_model": 16, "d_ff": 16, "num_decoder_layers": 2}),
-    ],
-)
+    [("XLMRobertaForSequenceClassification", "hf_xlm_roberta", {"hidden_size": 16, "intermediate_size": 16}),
+    ("CamembertForMaskedLM", "hf_camembert", {"hidden_size": 16, "intermediate_size": 16}),
+    ("MT5ForConditionalGeneration", "hf_mt5", {"d_model": 16, "d_ff": 16, "num_decoder_layers": 2})],
+)  # fmt: skip
 def test_relatives_have_the_parts_of_the_family(cls: str, family: str, sizes: dict[str, int]) -> None:
     """Those of which `helpers.foreign` has no model: the same modules under another class."""
     transformers = pytest.importorskip("transformers")

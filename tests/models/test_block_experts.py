@@ -193,16 +193,11 @@ def test_compiled_blocks_learn_the_same(backend: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"experts": 0}, "experts is 0"),
-        ({"router": "softmax"}, "router is softmax"),
-        ({"shared_experts": 1}, "shared_experts is 1"),
-        ({"capacity": 1.25}, "capacity is 1.25"),
-        ({"sample_capacity": 4}, "sample_capacity is 4"),
-        ({"window": 4}, "window is 4"),
-        ({"experts_in": "mlp", "unequal": SIZES}, "routed true"),
-    ],
-)
+    [({"experts": 0}, "experts is 0"), ({"router": "softmax"}, "router is softmax"),
+    ({"shared_experts": 1}, "shared_experts is 1"), ({"capacity": 1.25}, "capacity is 1.25"),
+    ({"sample_capacity": 4}, "sample_capacity is 4"), ({"window": 4}, "window is 4"),
+    ({"experts_in": "mlp", "unequal": SIZES}, "routed true")],
+)  # fmt: skip
 def test_stacks_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(CONFIG, **changes)
@@ -215,16 +210,11 @@ def test_runs_over_texts_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("config", "line", "words"),
-    [
-        (CONFIG, "compile=whole", "compile=whole cannot compile model.experts_in=block"),
-        (CONFIG, "compile=blocks recompute=full", "plan.recompute=full"),
-        (CONFIG, "compile=blocks pp=2", "plan.pp=2"),
-        (CONFIG, "ep=3 dp=3", "splits experts"),
-        (CONFIG, "experts=loop", "is for mixtures of experts"),
-        (TEXTS, "padding=remove", "plan.padding=remove"),
-        (TEXTS, "cp=2", "plan.cp=2"),
-    ],
-)
+    [(CONFIG, "compile=whole", "compile=whole cannot compile model.experts_in=block"),
+    (CONFIG, "compile=blocks recompute=full", "plan.recompute=full"), (CONFIG, "compile=blocks pp=2", "plan.pp=2"),
+    (CONFIG, "ep=3 dp=3", "splits experts"), (CONFIG, "experts=loop", "is for mixtures of experts"),
+    (TEXTS, "padding=remove", "plan.padding=remove"), (TEXTS, "cp=2", "plan.cp=2")],
+)  # fmt: skip
 def test_plans_that_cannot_be_are_refused(config: Any, line: str, words: str) -> None:
     assert any(words in problem for problem in problems(Plan.parse(line), config, run=True))
 

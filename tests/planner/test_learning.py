@@ -45,19 +45,14 @@ def _measured(plan: Plan, recipe: Recipe, model: DecoderConfig = MODEL) -> int:
 @pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize(
     ("recipe", "line", "within"),
-    [
-        (LORA, "micro_batch=4 optimizer=fused", 0.05),
-        (LORA, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.08),
-        (LORA, "micro_batch=4", 0.05),
-        (Recipe(lora=Lora(rank=4, parts="attention")), "micro_batch=4 optimizer=fused", 0.05),
-        (Recipe(freeze=("decoder.blocks.0", "decoder.blocks.1")), "micro_batch=4 optimizer=fused", 0.1),
-        (INT4, "micro_batch=4 optimizer=fused", 0.03),
-        (INT4, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.03),
-        (INT4, "micro_batch=4 optimizer=fused precision=O2", 0.03),
-        (INT4, "micro_batch=4 precision=O3", 0.03),
-        (Recipe(lora=Lora(rank=8, base="int8_weights")), "micro_batch=4 optimizer=fused", 0.03),
-    ],
-)
+    [(LORA, "micro_batch=4 optimizer=fused", 0.05), (LORA, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.08),
+    (LORA, "micro_batch=4", 0.05),
+    (Recipe(lora=Lora(rank=4, parts="attention")), "micro_batch=4 optimizer=fused", 0.05),
+    (Recipe(freeze=("decoder.blocks.0", "decoder.blocks.1")), "micro_batch=4 optimizer=fused", 0.1),
+    (INT4, "micro_batch=4 optimizer=fused", 0.03), (INT4, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.03),
+    (INT4, "micro_batch=4 optimizer=fused precision=O2", 0.03), (INT4, "micro_batch=4 precision=O3", 0.03),
+    (Recipe(lora=Lora(rank=8, base="int8_weights")), "micro_batch=4 optimizer=fused", 0.03)],
+)  # fmt: skip
 def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, within: float) -> None:
     plan = Plan.parse(line)
     learns = learning_of(RunConfig(model=MODEL, recipe=recipe, plan=plan))

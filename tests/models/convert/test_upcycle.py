@@ -29,15 +29,10 @@ def _mixed(config: Any, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        ("gpt", TWO),
-        ("llama", {**TWO, "experts_per_token": 4, "expert_every": 2}),
-        ("marian", {**TWO, "router": "sigmoid"}),
-        ("t5", {"experts": 2, "router": "given"}),
-        ("vit", TWO),
-        ("pruned", TWO),
-    ],
-)
+    [("gpt", TWO), ("llama", {**TWO, "experts_per_token": 4, "expert_every": 2}),
+    ("marian", {**TWO, "router": "sigmoid"}), ("t5", {"experts": 2, "router": "given"}), ("vit", TWO),
+    ("pruned", TWO)],
+)  # fmt: skip
 def test_an_upcycled_mixture_starts_as_the_dense_model(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -24,7 +24,7 @@ from penstock.parallel import dims_of
 from penstock.parallel.experts import split_experts
 from penstock.shards import whole_of
 
-RECIPE = Recipe(lr=1e-2, lr_width=8, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
+RECIPE = Recipe(lr=1e-2, eps=1e-4, clip_norm=0.5, ema_decay=0.5)
 
 
 BIASED: dict[str, Any] = {"router": "sigmoid", "bias_rate": 0.01, "shared_experts": 1}

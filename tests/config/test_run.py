@@ -12,7 +12,7 @@ import pytest
 from penstock.config.load import from_dict, load
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
-from penstock.config.removed import REMOVED, REMOVED_VALUES, without_removed
+from penstock.config.removed import removed, without_removed
 from penstock.config.run import Augment, DataConfig, Recipe, RunConfig
 from penstock.errors import ConfigError
 
@@ -83,14 +83,18 @@ def test_a_path_alone_is_answered_with_the_form_that_fits(tmp_path: Path) -> Non
         DataConfig(source="stdlb")
 
 
+SETTINGS = removed("settings")
 # What earlier versions had is refused by name, with what to use instead; what says the same as its absence is read.
 
 
-@pytest.mark.parametrize("key", [key for key in REMOVED if key.startswith(("Plan", "Recipe"))])
+@pytest.mark.parametrize(
+    "key",
+    [key for key, one in SETTINGS.items() if "same" in one and key.startswith(("Plan", "Recipe"))],
+)
 def test_a_removed_setting_is_refused_by_name_in_files_and_options(key: str) -> None:
     name = key[0].lower() + key[1:]
     section, _, field = name.partition(".")
-    instead, same = REMOVED[key]
+    instead, same = SETTINGS[key]["instead"], SETTINGS[key]["same"]
     for values in ({name: "something"}, {section: {field: "something"}}):
         with pytest.raises(ConfigError, match=rf"{name}=something was removed; ") as problem:
             load(RunConfig, overrides={"model": "vit-digits", **values})
@@ -111,7 +115,7 @@ def test_a_renamed_setting_is_read_by_its_former_name(values: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("path", ["model.router", "model.decoder.router"])
-@pytest.mark.parametrize("value", REMOVED_VALUES["Stack.router"])
+@pytest.mark.parametrize("value", SETTINGS["Stack.router"]["values"])
 def test_a_removed_router_is_refused_by_name(path: str, value: str) -> None:
     family = "encoder" if path == "model.router" else "seq2seq"
     with pytest.raises(ConfigError, match=rf"{path}={value} was removed; use softmax"):

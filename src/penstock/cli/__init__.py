@@ -13,7 +13,7 @@ from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 from penstock import __version__
 from penstock.boundary.files import explained, printable, quoted
 from penstock.boundary.trees import control_character
-from penstock.config.removed import COMMANDS
+from penstock.config.removed import removed
 from penstock.errors import ConfigError, ExitCode, PenstockError
 from penstock.launch.report import write_report
 
@@ -146,8 +146,8 @@ def _main(typed: Sequence[str]) -> int:
     try:
         words = before_script(typed)
         check_words(words)
-        if words[0] in COMMANDS:
-            raise ConfigError(f"penstock {words[0]} was removed; {COMMANDS[words[0]]}.")
+        if instead := removed("commands").get(words[0]):
+            raise ConfigError(f"penstock {words[0]} was removed; {instead}.")
         if not {*app.help_flags, "--help-all"}.isdisjoint(
             itertools.takewhile(lambda word: word != "--", words)
         ):

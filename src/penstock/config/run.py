@@ -34,7 +34,7 @@ from penstock.config.formats import BaseWeights
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.optimizers import Algorithm
 from penstock.config.plan import Plan
-from penstock.config.removed import GONE_SOURCES
+from penstock.config.removed import removed
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
 
@@ -132,7 +132,7 @@ class DataConfig(Checked, where="data"):
                 yield (
                     f"data.source is {quoted(source)}, but must be auto, digits, captions, stdlib, numbers, names, "
                     "captions:PATH, mnist:PATH, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
-                    f"hf:NAME.{GONE_SOURCES.get(kind) or likely_source(source) or nearest(kind, SOURCES)}"
+                    f"hf:NAME.{removed('sources').get(kind) or likely_source(source) or nearest(kind, SOURCES)}"
                 )
             elif share <= 0:
                 yield f"data.source gives {quoted(source)} no weight; write a number above 0 after its `=`."

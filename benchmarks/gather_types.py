@@ -1,13 +1,17 @@
-"""O1 under FSDP: matrices gathered in half precision, compared with gathering fp32 for autocast to cast.
+"""Types in which FSDP gathers. O1: matrices in half precision, compared with fp32 for autocast to cast; with `--fp8`
+O2: fp8 layers in fp8, compared with half precision.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 benchmarks/gather_types.py \\
         --output benchmarks/results/gather_types_cpu.json
+    … --fp8 --rounds 3 --output benchmarks/results/gather_types_fp8_cpu.json
 
 Both compute the same bits (checked first, over the losses of the warm-up). Autocast keeps each of its copies
 for the backward pass, so fp32 gathering leaves a half copy of the whole model on every rank: 2 bytes per
 weight, which is the predicted difference of `held`. `sent` is the bytes that each rank gets from the
 all-gathers of one step, predicted as twice the weights (forward and backward) in 4 or 2 bytes. Steps of both
-take turns, in rounds whose order is reversed each time; the ratio is the median of the ratios within a round.
+take turns, in rounds whose order is reversed each time; the ratio is the median of the ratios within a round. With
+`--fp8` on a CPU, products are emulated in fp32, so that only bytes carry over to GPUs; layers that gather in half keep
+their rounded weights, 1 byte each, for the backward pass.
 """
 
 from __future__ import annotations
@@ -18,12 +22,14 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
+from penstock import apply
 from penstock.build import Built, build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
@@ -31,6 +37,8 @@ from penstock.config.run import Recipe
 from penstock.config.trainable import require_vision
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
+from penstock.products.convert import convert_linears
+from penstock.products.eight_bits import Fp8Linear
 from penstock.report.record import environment
 
 SMALL = ViTConfig(
@@ -117,6 +125,7 @@ def main() -> None:
     parser.add_argument("--model", choices=["small", *PRESETS], default="small")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--fp8", action="store_true")
     arguments = parser.parse_args()
     config = SMALL if arguments.model == "small" else require_vision(PRESETS[arguments.model])
     ranks, cuda = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
@@ -124,8 +133,17 @@ def main() -> None:
     plan = Plan(precision="O1", optimizer="fused", sharding="fsdp", dp=ranks, micro_batch=arguments.batch)
     distributed.init_process_group("nccl" if cuda else "gloo")
     dims = dims_of(plan, device)
+    if arguments.fp8:
+        plan = replace(plan, precision="O2", products="fp8_tensorwise")
+        if not cuda:
+            apply.convert_linears = partial(convert_linears, emulate=True)
     half = build(config, plan, recipe=Recipe(lr=1e-4), device=device, dims=dims)
-    contestants = [Contestant("fp32", whole(config, plan, dims, device)), Contestant("half", half)]
+    if arguments.fp8:
+        plan = replace(plan, gather="products")
+        fp8 = build(config, plan, recipe=Recipe(lr=1e-4), device=device, dims=dims)
+        contestants = [Contestant("half", half), Contestant("fp8", fp8)]
+    else:
+        contestants = [Contestant("fp32", whole(config, plan, dims, device)), Contestant("half", half)]
     generator = torch.Generator().manual_seed(dims.rank)
     shape = (arguments.batch, config.channels, config.image_size, config.image_size)
     images = torch.randn(shape, generator=generator).to(device)
@@ -146,14 +164,23 @@ def main() -> None:
 
 
 def report(contestants: list[Contestant], output: Path, plan: Plan) -> None:
-    whole, half = contestants
-    weights = sum(parameter.numel() for parameter in whole.built.model.parameters())
-    ratios = [a / b for a, b in zip(whole.seconds, half.seconds, strict=True)]
+    wide, narrow = contestants
+    weights = sum(parameter.numel() for parameter in wide.built.model.parameters())
+    linears = [module for module in wide.built.model.modules() if isinstance(module, Fp8Linear)]
+    rounded = sum(linear.weight.numel() for linear in linears)
+    predicted: dict[str, Any] = {
+        "held_difference": 2 * weights,
+        "sent": {"fp32": 8 * weights, "half": 4 * weights},
+    }
+    if rounded:
+        sent = {"half": 4 * weights, "fp8": 4 * weights - 2 * rounded}
+        predicted = {"held_difference": rounded, "sent": sent}
+    ratios = [a / b for a, b in zip(wide.seconds, narrow.seconds, strict=True)]
     results = {
         "plan": str(plan),
         "weights": weights,
         "speedup": {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)},
-        "predicted": {"held_difference": 2 * weights, "sent": {"fp32": 8 * weights, "half": 4 * weights}},
+        "predicted": predicted,
         "contestants": {
             c.name: {
                 "held": c.held,
@@ -170,7 +197,9 @@ def report(contestants: list[Contestant], output: Path, plan: Plan) -> None:
             f"{c.name:5} {statistics.median(c.seconds):.3f} s a step, {c.held / 2**20:7.1f} MiB held for the backward "
             f"pass, {c.sent / 2**20:7.1f} MiB gathered"
         )
-    print(f"half is {statistics.median(ratios):.2f}× as fast ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(
+        f"{narrow.name} is {statistics.median(ratios):.2f}× as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

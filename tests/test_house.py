@@ -580,7 +580,7 @@ def test_every_setting_of_a_plan_is_applied() -> None:
     """By a step of the table, or by what runs the model: a new field is named here, or it is silently dropped."""
     from penstock.apply import INFERENCE, STEPS
 
-    runs = "matmul optimizer host_memory micro_batch accumulate dp sharding shard algorithm gradients overlap"
+    runs = "matmul optimizer host_memory micro_batch accumulate dp sharding shard gather algorithm gradients overlap"
     applied = [*runs.split(), *dict.fromkeys(name for step in STEPS for name in step.settings)]
     assert sorted(applied) == sorted(field.name for field in fields(penstock.Plan))
     assert all(step.why and step.purposes for step in STEPS)

@@ -35,6 +35,12 @@ TITAN_FLAGS = {  # torchtitan/config/job_config.py, v0.2.2
         "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size",
     },
     "activation_checkpoint": {"mode"},
+    "model": {"converters"},
+    "quantize": {
+        f"linear.float8.{name}" for name in (
+            "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp", "recipe_name", "filter_fqns"
+        )
+    },
 }  # fmt: skip
 
 
@@ -82,6 +88,13 @@ def test_torchtitan() -> None:
     # 16 replicas, of which each 4 share everything: 2 in each part of a sample's tokens, in 4 groups.
     assert options["--parallelism.data_parallel_shard_degree"] == "2"
     assert options["--parallelism.data_parallel_replicate_degree"] == "4"
+    eight = replace(LAYOUT, sharding="fsdp", products="fp8_tensorwise", gather="products")
+    said = torchtitan(PRESETS["llama3-8b"], H100, eight)
+    gathers = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
+    assert "--model.converters quantize.linear.float8" in said.command
+    assert gathers in said.command
+    assert not {"products=fp8_tensorwise", "gather=products"} & {*said.notes}
+    assert gathers not in torchtitan(PRESETS["llama3-8b"], H100, replace(eight, gather="level")).command
 
 
 def test_penstock_runs_what_it_can() -> None:
@@ -106,6 +119,7 @@ def test_penstock_runs_what_it_can() -> None:
         {},
         {"precision": "O0"}, {"precision": "O1"}, {"precision": "O3"}, {"dtype": "fp16"},
         {"products": "fp8_tensorwise"}, {"products": "fp8"},
+        {"products": "fp8_tensorwise", "sharding": "fsdp", "gather": "products"},
         *({"sharding": kind} for kind in ("ddp", "zero2", "fsdp")), {"sharding": "hsdp", "shard": 4},
         {"cp": 2}, {"cp": 2, "cp_exchange": "gather"}, {"ep": 2}, {"offload": "optimizer"}, {"gradients": "fp32"},
         *({"recompute": kind} for kind in ("none", "selective", "early", "full")),

@@ -31,6 +31,15 @@ from penstock.config.plan import Plan
         ("precision=O2 sharding=zero1 dp=2", "weights=bf16 reduction=fp32 masters=copy"),
         ("precision=O1 sharding=zero2 dp=2", "weights=bf16 gathered=bf16 masters=copy"),
         ("precision=O3 sharding=fsdp dp=2", "weights=bf16 gathered=bf16 reduction=bf16 masters=none"),
+        (
+            "precision=O1 sharding=fsdp dp=2 products=fp8_tensorwise gather=products",
+            "gathered=bf16 gathered_linears=fp8 gradients=fp32 reduction=fp32",
+        ),
+        (
+            "precision=O2 sharding=hsdp shard=2 dp=4 products=fp8_tensorwise gather=products",
+            "gathered_linears=fp8 gradients=bf16",
+        ),
+        ("precision=O2 sharding=fsdp dp=2 products=fp8_tensorwise", "gathered_linears=bf16"),
         ("precision=O2 gradients=fp32", "gradients=bf16 reduction=fp32"),
         ("precision=O1 gradients=half", "reduction=bf16"),
     ],

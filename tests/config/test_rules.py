@@ -28,6 +28,9 @@ BROKEN = {
     "products_have_gradients": ("precision=O1 products=int4", "vit-s16", "h100", "nothing would train them"),
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
+    "weights_gathered_in_fp8_have_one_scale": (
+        "precision=O2 products=fp8 gather=products", "gpt2", "h100", "which plan.products=fp8 does not have",
+    ),
     "half_norms_are_of_o2": ("norms=half", "vit-s16", "h100", "has no effect with plan.precision=O0"),
     "sequence_parallel_needs_tensor_parallel": ("sp=true", "gpt2", "h100", "but plan.tp=1"),
     "virtual_stages_interleave": ("virtual=2", "gpt2", "h100", "needs plan.schedule=interleaved"),
@@ -135,6 +138,22 @@ def test_recorded_passes_are_for_training_on_one_gpu() -> None:
         assert any(words in problem for problem in found), found
     assert not problems(Plan.parse("compile=graphs"), PRESETS["gpt2"], load_machine("h100"), run=True)
     assert "records training; use compile=whole" in inference_problems(Plan.parse("compile=graphs"))[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("", "use sharding=fsdp or hsdp with dp of 2 or more"), ("dp=2 sharding=zero2", "shards of weights"),
+        ("sharding=fsdp", "shards of weights"), ("dp=2 sharding=fsdp tp=2", "cannot be trained with plan.tp=2 yet"),
+        ("dp=2 sharding=fsdp recompute=full compile=blocks", ""), ("dp=4 sharding=hsdp shard=2", ""),
+        ("cp=2 sharding=fsdp", ""),
+    ],
+)  # fmt: skip
+def test_weights_are_gathered_in_fp8_where_they_are_sharded(more: str, words: str) -> None:
+    plan = Plan.parse(f"precision=O2 products=fp8_tensorwise gather=products {more}")
+    said = problems(plan, PRESETS["gpt2"], load_machine("h100"), run=True)
+    assert len(said) == bool(words)
+    assert words in "".join(said)
 
 
 def test_learned_clips_stand_on_fp32_weights() -> None:

@@ -67,7 +67,7 @@ def test_a_rung_changes_one_thing(rung: Rung) -> None:
         f.name for f in fields(FIRST.model) if getattr(changed.model, f.name) != getattr(FIRST.model, f.name)
     ]
     pairs = (
-        {"precision", "dtype", "master"}, {"dp", "sharding", "shard"}, {"pp", "micro_batch", "accumulate"},
+        {"precision", "dtype", "master"}, {"dp", "sharding", "shard", "gather"}, {"pp", "micro_batch", "accumulate"},
         {"algorithm", "optimizer"}, {"micro_batch", "recompute"},
     )  # fmt: skip
     assert any(set(differing) <= pair for pair in pairs) or len(differing) == 1
@@ -100,8 +100,8 @@ def test_the_order_is_that_of_the_ladder() -> None:
         "matmul", "half-bf16", "optimizer-foreach", "optimizer-fused", "optimizer-contiguous", "masters",
         "classifier", "token-order",
         "attention-plain", "compile-blocks", "compile-whole", "fp8", "int8", "batch-x2", "parallel-context",
-        "parallel-ddp", "parallel-fsdp", "parallel-hsdp", "image", "compress-depth", "compress-width", "muon",
-        "whole-half",
+        "parallel-ddp", "parallel-fsdp", "parallel-fsdp-fp8", "parallel-hsdp", "image", "compress-depth",
+        "compress-width", "muon", "whole-half",
     ]  # fmt: skip
     assert [name for name in order if name in told] == told
 
@@ -118,6 +118,10 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
     assert top.plan.line() == "precision=O2 optimizer=fused products=fp8_tensorwise"
     assert top.model is not None
     require(top.plan, top.model, hopper.machine, run=True)
+    several, gathered = replace(hopper, procs=2), _named("parallel-fsdp-fp8")
+    assert "use products=fp8_tensorwise" in str(gathered.refusal(plan, several))
+    assert gathered.refusal(top, several) is None
+    assert gathered.apply(top, several).plan.line().endswith("products=fp8_tensorwise")
     whole = _named("whole-half").apply(top, hopper)
     assert whole.plan.line() == "precision=O3 optimizer=fused"
     require(whole.plan, PRESETS["vit-s16"], hopper.machine, run=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.equality import TINY, images, trained
+from helpers.rank_pool import pool
 from helpers.spawn import spawn
 from helpers.sweeps import sweep
 from penstock.apply import compile_model
@@ -21,6 +22,8 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe
 from penstock.models import create
 from penstock.parallel import dims_of
+from penstock.parallel.fsdp import Sharded
+from penstock.parallel.gather import entries_of
 from penstock.products.convert import convert_linears
 from penstock.products.eight_bits import Fp8Linear, Int8Linear, RoundedLinear
 from penstock.products.fp8 import fp8_linear
@@ -28,6 +31,9 @@ from penstock.products.int8 import int8_linear
 
 SCALED = replace(TINY, layer_scale=0.5)
 RECIPE = Recipe(lr=1e-3, clip_norm=None, eps=1e-6)
+IN_FP8 = "products=fp8_tensorwise gather=products"
+_ANYWHERE = mock.patch("penstock.apply.convert_linears", partial(convert_linears, emulate=True))
+"""fp8 on any device."""
 
 
 class Mixed(nn.Module):
@@ -145,13 +151,16 @@ def _twice(step: int, samples: int) -> tuple[Tensor, Tensor]:
     return doubled[0], doubled[1]
 
 
-def _alike(lines: list[str]) -> list[tuple[str, float, float]]:
+def _alike(lines: list[str], steps: int = 10) -> list[tuple[str, float, float]]:
     found = []
     for line in lines:
         plan = Plan.parse(line)
-        got = trained(SCALED, plan, steps=10, recipe=RECIPE, batches=_twice)
-        single = replace(plan, dp=1, sharding="ddp", recompute="none")
-        one = trained(SCALED, single, steps=10, recipe=RECIPE)
+        single = replace(
+            plan, dp=1, sharding="ddp", shard=1, recompute="none", offload="none", gather="level"
+        )
+        with _ANYWHERE:
+            got = trained(SCALED, plan, steps=steps, recipe=RECIPE, batches=_twice)
+            one = trained(SCALED, single, steps=steps, recipe=RECIPE)
         worst = max(float((got.weights[name] - value).abs().max()) for name, value in one.weights.items())
         found.append((line, worst, max(abs(a - b) for a, b in zip(got.losses, one.losses, strict=True))))
     return found
@@ -168,9 +177,38 @@ def test_what_is_gathered_in_half_is_what_autocast_would_have_made() -> None:
         "dp=2 sharding=fsdp micro_batch=2 precision=O1 accumulate=2 recompute=full",
         "dp=2 sharding=zero1 micro_batch=2 precision=O1 accumulate=2",
         "dp=2 sharding=fsdp micro_batch=2 precision=O1 dtype=fp16 optimizer=fused",
+        f"dp=2 sharding=fsdp micro_batch=2 precision=O2 {IN_FP8} offload=optimizer optimizer=contiguous",
+        f"dp=2 sharding=hsdp shard=1 micro_batch=2 precision=O1 {IN_FP8}",
     ]
     for line, weights, losses in spawn(_alike, 2, lines)[0]:
         assert (weights, losses) == (0.0, 0.0), line
+
+
+def test_what_is_gathered_in_fp8_is_what_an_unsharded_layer_would_have_made() -> None:
+    lines = [
+        f"dp=2 sharding=fsdp micro_batch=2 precision=O1 {IN_FP8} accumulate=2",
+        f"dp=2 sharding=fsdp micro_batch=2 precision=O2 {IN_FP8} recompute=full",
+    ]
+    for line, weights, losses in pool(2).run(_alike, lines, 3)[0]:
+        assert (weights, losses) == (0.0, 0.0), line
+
+
+def _gathered_bytes(gather: str) -> int:
+    plan = Plan.parse(
+        f"dp=2 sharding=fsdp micro_batch=2 precision=O2 products=fp8_tensorwise gather={gather}"
+    )
+    with _ANYWHERE:
+        built = build(TINY, plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
+    built.step([images(0, 2)])
+    assert isinstance(built.replicas, Sharded)
+    return sum(
+        output.nbytes for entry in entries_of(built.replicas.units) for output in entry.all_gather_outputs
+    )
+
+
+def test_fp8_halves_the_bytes_of_linears() -> None:
+    level, products = (pool(2).run(_gathered_bytes, gather)[0] for gather in ("level", "products"))
+    assert level - products == 2 * (16 * 48 + 16 * 16 + 2 * 16 * 32)
 
 
 def _through_bf16(layer: RoundedLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -212,7 +250,8 @@ def test_weights_on_their_way_to_eight_bits_are_gathered_in_half(products: Produ
 
 def _kept(level: str) -> tuple[int, int]:
     plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 precision={level}")
-    built = build(create(TINY), plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
+    with _ANYWHERE:
+        built = build(create(TINY), plan, recipe=RECIPE, dims=dims_of(plan, "cpu"))
     shapes = {tuple(p.shape) for n, p in built.model.named_parameters() if "blocks" in n and p.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     saved: list[Tensor] = []
@@ -228,7 +267,7 @@ def _kept(level: str) -> tuple[int, int]:
     return len(matrices), sum(tensor.untyped_storage().nbytes() for tensor in matrices)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2", f"O2 {IN_FP8}"])
 def test_nothing_of_a_block_stays_behind_after_its_forward_pass(level: str) -> None:
     """Of weights that were gathered the backward pass remembers where they were, not what they were."""
     count, size = spawn(_kept, 2, level)[0]
@@ -240,13 +279,13 @@ def _compiled(level: str) -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     plan = Plan.parse(f"dp=2 sharding=fsdp micro_batch=2 compile=blocks precision={level}")
-    with mock.patch("penstock.apply.compile_model", partial(compile_model, backend="aot_eager")):
+    with _ANYWHERE, mock.patch("penstock.apply.compile_model", partial(compile_model, backend="aot_eager")):
         trained(SCALED, plan, steps=3, recipe=RECIPE)
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", sweep(["O1", "O2"], ["O1"]))
+@pytest.mark.parametrize("level", sweep(["O1", "O2", f"O1 {IN_FP8}"], ["O1", f"O1 {IN_FP8}"]))
 def test_gathering_does_not_cut_compiled_blocks(level: str) -> None:
     assert spawn(_compiled, 2, level, timeout=200)[0] == (1, 0), (
         "one graph serves all blocks, and it is whole"

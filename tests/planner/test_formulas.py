@@ -17,7 +17,7 @@ from penstock.planner.constants import HOST_LINK_SHARE
 from penstock.planner.describe import describe
 from penstock.planner.listing import QUANTIZERS
 from penstock.planner.rates import rates_of
-from penstock.planner.states import update_bytes
+from penstock.planner.states import device_share, update_bytes
 from penstock.planner.step import StepTime, step
 from penstock.planner.traffic import HOST_BYTES_PER_SECOND
 
@@ -301,6 +301,22 @@ def test_copies_of_shards_are_those_of_the_software() -> None:
     # Weights for both passes, those of embedding and head once, and gradients.
     ends = 2 * 128256 * 4096 + 4096
     assert second - in_place == pytest.approx(16 * each - 4 * ends / rates_of(H100, plan).memory)
+
+
+def test_linears_gathered_in_fp8_send_and_hold_half() -> None:
+    plan = replace(HALF, dp=64, sharding="fsdp", products="fp8_tensorwise", overlap=False)
+    level, products = (predict(LLAMA, H100, replace(plan, gather=kind)) for kind in ("level", "products"))
+    work, rates = describe(LLAMA, plan), rates_of(H100, plan)
+    share, group = device_share(work, plan), price.group_of(rates, 64, 1)
+    block = share.block_dense
+    assert level.memory["gathered_weights"] - products.memory["gathered_weights"] == pytest.approx(2 * block)
+    # Each block twice, with its copies out of and into flat buffers; and once the scales of all weights.
+    saved = (
+        price.gather_seconds(group, 2 * block) - price.gather_seconds(group, block) + 2 * block / rates.memory
+    )
+    scales = price.reduce_seconds(group, 4.0 * share.tensors) + 4 * share.sharded / rates.memory
+    found = level.seconds["data"] - products.seconds["data"]
+    assert found == pytest.approx(2 * 32 * saved - scales, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["ring", "gather"])

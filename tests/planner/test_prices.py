@@ -233,6 +233,13 @@ def test_every_kind_of_sharding_is_searched_and_none_is_empty() -> None:
     assert {plan.sharding for plan in plans if plan.dp > 1} == {"ddp", "zero1", "zero2", "fsdp", "hsdp"}
     assert all(1 < plan.shard < plan.dp * plan.cp for plan in plans if plan.sharding == "hsdp")
     assert not any(rules.problems(plan, PRESETS["llama3-8b"]) for plan in plans)
+    assert {plan.gather for plan in plans} == {"level"}
+    eight = Plan.parse(f"{BASE} products=fp8_tensorwise")
+    plans = list(layouts(PRESETS["llama3-8b"], H100, 64, 512, eight, Space()))
+    assert {plan.sharding for plan in plans if plan.gather == "products"} == {"fsdp", "hsdp"}
+    assert {plan.gather for plan in plans if plan.sharding == "fsdp" and plan.dp > 1} == {"products"}
+    kept = layouts(PRESETS["llama3-8b"], H100, 64, 512, eight, Space(), frozenset({"gather"}))
+    assert {plan.gather for plan in kept} == {"level"}
     best = search(PRESETS["vit-b16"], load_machine("h200"), 8, global_batch=8192)[0]
     assert best.plan.micro_batch > 64
 

@@ -20,6 +20,7 @@ from penstock.errors import ConfigError
 from penstock.models import Model, create
 from penstock.products.convert import STORED, TRAINED, convert_linears, device_problem
 from penstock.products.eight_bits import Fp8Linear, RoundedExpertLinear
+from penstock.products.fp8 import E4M3, tensor_in_fp8
 
 TINY = ViTConfig(image_size=16, patch_size=8, width=32, depth=2, heads=2, mlp_width=64, classes=16)
 ROUNDED: list[Products] = [name for name, row in PRODUCTS.items() if row.trains and name != "plain"]
@@ -63,6 +64,20 @@ def test_every_linear_of_the_blocks_and_no_other(images: Tensor, dropout: float)
     convert_linears(model, "plain")
     assert not any(isinstance(module, Fp8Linear) for module in model.modules())
     torch.testing.assert_close(run(model, images), plain, rtol=0.0, atol=0.0)
+
+
+def test_a_linear_multiplies_the_weight_that_was_gathered_for_it(images: Tensor) -> None:
+    model = Model(TINY)
+    convert_linears(model, "fp8_tensorwise", emulate=True)
+    expected = run(model, images)
+    for linear in [module for module in model.modules() if isinstance(module, Fp8Linear)]:
+        linear.gathered = tensor_in_fp8(linear.weight.detach(), E4M3)
+        linear.weight = nn.Parameter(torch.tensor(torch.nan).expand_as(linear.weight))
+    torch.testing.assert_close(run(model, images), expected, rtol=0.0, atol=0.0)
+    with pytest.raises(
+        ConfigError, match="not enough outside autocast; call the whole model, or use gather=level"
+    ):
+        model(images)
 
 
 def test_converting_again_changes_the_scaling() -> None:

@@ -67,6 +67,7 @@ def test_what_a_field_of_the_plan_does_to_results_decides_whether_it_may_change(
         "sharding": "fsdp", "sp": True, "schedule": "gpipe", "cp_exchange": "gather", "recompute": "full",
         "recompute_every": 2.0, "budget": 1.0, "products": "fp8", "algorithm": "sgd", "gradients": "half",
         "offload": "optimizer", "overlap": False, "tp_overlap": "all", "experts": "loop",
+        "gather": "products",
         "fuse": ("auto",),
     }  # fmt: skip
     other = replace(BASE, plan=replace(BASE.plan, **{name: others.get(name, 2)}))

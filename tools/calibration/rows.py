@@ -196,6 +196,7 @@ def _titan(row: dict[str, str]) -> tuple[DecoderConfig, Plan]:
         precision="O2", optimizer="fused", attention="flash", products=_titan_products(row["precision"]),
         tp=tp, sp=tp > 1, cp=cp, cp_exchange="gather", dp=int(row["gpus"]) // tp // cp, sharding="fsdp",
         micro_batch=int(row["local_batch"]), recompute=kind, recompute_every=every, tp_overlap=_titan_overlap(row),
+        gather="products" if "all-gather" in row["precision"] else "level",
         # The H200 rows are of 2025, when the loss was compiled too.
         compile="none" if row["compile"] != "yes" else "whole" if "H200" in row["table"] else "blocks",
     )  # fmt: skip

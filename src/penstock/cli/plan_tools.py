@@ -129,6 +129,13 @@ def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     options |= {"training.dtype": "bfloat16"} if plan.precision == "O3" else {}
     covered = {*_BOTH, "precision", *(["recompute"] if plan.recompute in _TITAN_RECOMPUTE else [])}
     covered -= {"virtual"} | ({"dtype"} if plan.dtype == "fp16" else set())
+    if plan.products in ("fp8", "fp8_tensorwise"):
+        float8 = "quantize.linear.float8"
+        options |= {"model.converters": float8, f"{float8}.filter_fqns": "output"}
+        options |= {f"{float8}.recipe_name": "rowwise"} if plan.products == "fp8" else {}
+        for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
+            options |= {f"{float8}.{name}": ""} if plan.gather == "products" else {}
+        covered |= {"products", "gather"}
     notes = ["model.name and model.flavor", *_other_fields(plan, covered)]
     if plan.sharding == "zero1":
         notes.append("sharding=zero1, for which it shards gradients too")

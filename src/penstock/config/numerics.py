@@ -31,6 +31,8 @@ class Numerics:
     """Type of the weights on a device between steps."""
     gathered: Dtype
     """Type of the weights that forward and backward read; for shards, the type in which they are gathered."""
+    gathered_linears: Dtype
+    """The same for linear layers of the blocks that multiply in 8 bits."""
     by_lists: bool
     """Whether the op lists choose the type of each operation (autocast), or the arguments' type is used."""
     compute: Dtype
@@ -101,7 +103,8 @@ def numerics_of(plan: Plan) -> Numerics:
         return latest[1]
     sharding = plan.sharding if plan.replicas > 1 else "ddp"
     numerics = _numerics(
-        plan.precision, plan.dtype, plan.matmul, sharding, plan.gradients, plan.algorithm, plan.products, plan.norms
+        plan.precision, plan.dtype, plan.matmul, sharding, plan.gradients, plan.algorithm, plan.products, plan.norms,
+        plan.gather,
     )  # fmt: skip
     _latest = (plan, numerics)
     return numerics
@@ -110,7 +113,7 @@ def numerics_of(plan: Plan) -> Numerics:
 @lru_cache(maxsize=512)
 def _numerics(
     precision: Precision, dtype: Dtype, matmul: str, sharding: str, gradients: str, algorithm: Algorithm,
-    products: Products, norms: str,
+    products: Products, norms: str, gather: str,
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
     compute: Dtype = "fp32" if precision == "O0" else dtype
@@ -126,15 +129,19 @@ def _numerics(
     gathered: Dtype = compute if precision == "O1" and sharding != "ddp" else weights
     if masters == "shards":
         gathered = compute
+    in_fp8 = sharded and gather == "products"
     # Sharded weights are updated in fp32, so their gradients are summed in fp32.
     added: Dtype = "fp32" if precision == "O1" or (precision == "O2" and sharding != "ddp") else weights
     reduction: Dtype = {"weights": added, "fp32": "fp32", "half": compute}[gradients]
     moments: Dtype = compute if precision == "O3" else "fp32"
     return Numerics(
-        level=precision, weights=weights, gathered=gathered, by_lists=precision in ("O1", "O2"),
+        level=precision, weights=weights, gathered=gathered, gathered_linears="fp8" if in_fp8 else gathered,
+        by_lists=precision in ("O1", "O2"),
         compute=compute, factors=factors, products=products,
         residual=compute if precision in ("O2", "O3") else "fp32",
-        norms=compute if precision == "O3" or norms == "half" else "fp32", gradients=gathered,
+        norms=compute if precision == "O3" or norms == "half" else "fp32",
+        # Of weights gathered in fp8: the type of unsharded weights.
+        gradients="fp32" if in_fp8 and precision == "O1" else gathered,
         reduction=reduction, masters=masters, moments=moments,
         moments_per_weight=OPTIMIZERS[algorithm].moments, loss_scale="dynamic" if compute == "fp16" else 1.0,
         outputs="keep" if compute == "fp32" else "fp32",

@@ -35,6 +35,7 @@ ScheduleKind = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Recompute = Literal["none", "selective", "elementwise", "operators", "early", "full", "budget"]
 ContextExchange = Literal["ring", "gather"]
 GradientType = Literal["weights", "fp32", "half"]
+GatherType = Literal["level", "products"]
 TensorOverlap = Literal["none", "weights", "all"]
 Offload = Literal["none", "optimizer", "activations"]
 
@@ -131,6 +132,9 @@ class Plan(Checked, where="plan"):
     (fsdp), or all of these within groups of `shard` replicas (hsdp)."""
     shard: Count = field(default=1, metadata=_ROUNDING)
     """Number of replicas in a group that shards everything, with sharding=hsdp."""
+    gather: GatherType = field(default="level", metadata=_PRECISION)
+    """Type in which sharded weights are gathered: that of the level of precision, or, for linear layers with one fp8
+    scale per weight, the fp8 of their products, which is half the bytes."""
     tp: Count = field(default=1, metadata=_ROUNDING)
     """Tensor parallel degree: number of devices over which each block's matrices are split."""
     sp: bool = field(default=False, metadata=_ROUNDING | {

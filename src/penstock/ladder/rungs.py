@@ -158,17 +158,13 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
     return _rung(f"parallel-{kind}", place, title, why, plan(**alone | fields), obstacle=obstacle, twin=True)
 
 
-def _larger(size: int, patch: int) -> int:
-    """256 pixels for the usual 224; for other sizes, a seventh more, as whole patches."""
-    if size == 224 and 256 % patch == 0:
-        return 256
-    patches = size // patch
-    return patch * (patches + max(1, round(patches / 7)))
-
-
 def _larger_image(setting: Setting, situation: Situation) -> Setting:
+    """256 pixels for the usual 224; for other sizes, a seventh more, as whole patches."""
     vit: Any = setting.model  # `vision_only` ensures this
-    return replace(setting, model=replace(vit, image_size=_larger(vit.image_size, vit.patch_size)))
+    patches = vit.image_size // vit.patch_size
+    size = vit.patch_size * (patches + max(1, round(patches / 7)))
+    size = 256 if vit.image_size == 224 and 256 % vit.patch_size == 0 else size
+    return replace(setting, model=replace(vit, image_size=size))
 
 
 def _half_depth(stack: Stack) -> Any:
@@ -340,10 +336,15 @@ for _each in (
         dp=_procs, sharding="fsdp",
     ),
     _several(
+        "fsdp-fp8", 862, "shards gathered in fp8",
+        "Weights with one fp8 scale each are gathered in fp8: half the bytes, and a small reduction for the scales.",
+        dp=_procs, sharding="fsdp", gather="products",
+    ),
+    _several(
         "hsdp", 870, "grouped shards (HSDP)",
         "Weights are sharded within groups of neighbours and replicated between groups: they are gathered within a "
         "group, and only gradients are sent between groups, once a step.",
-        dp=_procs, sharding="hsdp", shard=lambda situation: group_size(situation.procs),
+        dp=_procs, sharding="hsdp", gather="level", shard=lambda situation: group_size(situation.procs),
     ),
     _rung(
         "image", 900, "larger image (FLOP/s)",
@@ -365,7 +366,7 @@ for _each in (
         "whole-half", 1000, "whole model half",
         "Weights, gradients and optimizer state have half the size too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
-        plan(precision="O3", dtype=lambda situation: situation.half, products="plain"),
+        plan(precision="O3", dtype=lambda situation: situation.half, products="plain", gather="level"),
     ),
 ):  # fmt: skip
     register(_each)

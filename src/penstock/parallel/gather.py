@@ -9,24 +9,25 @@ every rank.
 from __future__ import annotations
 
 import functools
-import weakref
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 
 from penstock.config.formats import PRODUCTS
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.models.anatomy import anatomy_of, is_norm
 from penstock.models.roles import Linear
-from penstock.models.wrap import class_under
+from penstock.models.wrap import class_under, set_class
 from penstock.parallel.parts import OfRanks
 from penstock.precision.forward import precision_on
 from penstock.precision.lists import fp32_modules_of
 from penstock.precision.settings import half_type, relisted
-from penstock.products.eight_bits import RoundedLinear
+from penstock.products.eight_bits import Fp8Linear, RoundedLinear
+from penstock.products.fp8 import E4M3, quantize, scale_to
 
 _PRODUCTS: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -66,7 +67,8 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
 
     O1: parameters read only by matrix products, which autocast would cast, in half precision; all others in fp32. O2:
     norms in fp32, all others in half precision. Values are bit-identical to gathering all in fp32 and casting later,
-    except that weights in fp8 or int8 are rounded to bf16 first.
+    except that weights in fp8 or int8 are rounded to bf16 first. With `gather=products`, linear layers that multiply in
+    fp8 with one scale per weight are gathered in fp8, and what is multiplied is bit-identical to an unsharded layer's.
     """
     numerics = numerics_of(plan)
     if not numerics.by_lists:
@@ -81,6 +83,7 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append((module, name))
     own = precision_on(model) or numerics
+    in_fp8 = plan.gather == "products"
     wide = fp32_modules_of(model, own.lists)
 
     def in_half(module: nn.Module, name: str) -> bool:
@@ -88,9 +91,12 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
             return False
         if numerics.residual == "fp32":
             # If operations have other lists, products may also be computed in fp32.
-            return not relisted(own) and _multiplied(module, name, module in linears)
+            if relisted(own) or (in_fp8 and isinstance(module, RoundedLinear)):
+                return False
+            return _multiplied(module, name, module in linears)
         return own.norms != "fp32" or not is_norm(module)
 
+    (stored, rounded, unit), weights = _records(), list[Any]()
     for group in groups_of(units):
         kinds = set()
         for entry in group.fsdp_params:
@@ -99,10 +105,19 @@ def gather_mixed(model: nn.Module, units: Sequence[Any], plan: Plan) -> None:
             whole = not entry.sharded_param.is_floating_point()
             half = not whole and all(in_half(module, name) for module, name in holders)
             kinds |= set() if whole else {half}
-            if not half:
-                entry.init_dtype_attrs = functools.partial(_in_fp32, weakref.ref(entry))
+            if in_fp8 and all(
+                isinstance(module, Fp8Linear) and name == "weight" and module not in wide
+                for module, name in holders
+            ):
+                entry.holders = [module for module, _ in holders]
+                entry.unsharded_type = half_type(numerics) if half else entry.sharded_param.dtype
+                weights.append(set_class(entry, rounded))
+            elif not half:
+                set_class(entry, stored)
         if len(kinds) == 2:
-            group.post_backward = functools.partial(_reduced_alike, weakref.ref(group))
+            set_class(group, unit)
+    if weights:
+        model.register_forward_pre_hook(functools.partial(_agree_on_scales, weights), prepend=True)
 
 
 def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
@@ -123,25 +138,67 @@ def _multiplied(module: nn.Module, name: str, linear: bool) -> bool:
     return any(class_under(module, OfRanks).forward is base.forward for base in roles_known)
 
 
-def _in_fp32(entry: weakref.ref[Any], policy: Any) -> None:
-    """Replaces torch's `FSDPParam.init_dtype_attrs`: the unit's policy, but gathered in the stored type."""
+@functools.cache
+def _records() -> tuple[Any, Any, Any]:
+    """Classes for torch's records of a parameter gathered in its stored type, of a weight gathered in fp8, and of the
+    parameters of a unit. Each rank rounds its shard of such a weight with the scale of the whole weight. A parameter in
+    fp8 would get its gradient in fp8; so the linear reads the weight from `gathered`, and its parameter is a stand-in
+    without memory, of the unsharded weight's type."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    alive = entry()
-    if alive is not None:
-        type(alive).init_dtype_attrs(alive, MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype))
+    class AsStored(FSDPParam):
+        def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+            super().init_dtype_attrs(MixedPrecisionPolicy(reduce_dtype=mp_policy.reduce_dtype))
+
+    class InFp8(AsStored):
+        holders: list[Fp8Linear]
+        unsharded_type: torch.dtype
+        scale: Tensor
+        inverse_scale: Tensor
+
+        @property
+        def all_gather_inputs(self) -> list[Tensor]:
+            shard = self._sharded_param_data.to(self.device, self.unsharded_type, non_blocking=True)
+            return [quantize(shard, E4M3, self.scale).view(torch.uint8)]  # not every backend sends fp8
+
+        def init_unsharded_param(self) -> None:
+            if not hasattr(self, "_unsharded_param"):
+                # A view: torch frees this memory after each pass, and gathers into it again.
+                rows, shape = self.all_gather_outputs[0].view(E4M3), self.sharded_param.shape
+                self.rounded = rows[: shape.numel()].view(shape)
+                nothing = torch.full((), math.nan, dtype=self.unsharded_type, device=self.device)
+                self._unsharded_param = nn.Parameter(nothing.expand(shape), self.sharded_param.requires_grad)
+
+        def _setattr_on_modules(self, param: nn.Parameter) -> None:
+            super()._setattr_on_modules(param)
+            for linear in self.holders:
+                sharded = param is self.sharded_param
+                linear.gathered = None if sharded else (self.rounded, self.inverse_scale)
+
+    class MixedUnit(FSDPParamGroup):
+        @torch.compiler.disable
+        def post_backward(self, *unused: Any) -> None:
+            # torch needs all gradients of a unit in one type: here fp32, in which they are reduced anyway.
+            for entry in self.fsdp_params:
+                if hasattr(entry, "unsharded_param"):
+                    entry.accumulate_unsharded_grad_if_needed()
+                    entry.to_accumulated_grad_if_needed()
+            super().post_backward(*unused)
+
+    return AsStored, InFp8, MixedUnit
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _reduced_alike(group: weakref.ref[Any], *unused: Any) -> None:
-    """Replaces torch's `FSDPParamGroup.post_backward`, which needs all gradients of a unit in one type: gradients of
-    half weights are first cast to fp32, as they would be for their reduction anyway.
-    """
-    alive = group()
-    if alive is None:
-        return
-    for entry in alive.fsdp_params:
-        if hasattr(entry, "unsharded_param"):
-            entry.accumulate_unsharded_grad_if_needed()
-            entry.to_accumulated_grad_if_needed()
-    type(alive).post_backward(alive, *unused)
+@torch.no_grad()
+def _agree_on_scales(weights: Sequence[Any], *unused: Any) -> None:
+    """A hook before the model's forward pass: the scales of whole weights, by one reduction of their shards' maxima."""
+    first = weights[0]
+    largest = torch.stack(torch._foreach_norm([weight._sharded_param_data for weight in weights], math.inf))
+    largest = largest.to(first.device)
+    distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=first.mesh_info.shard_process_group)
+    scales = scale_to(largest.to(first.unsharded_type), E4M3)
+    # New tensors: the backward pass of an earlier forward pass may still need the old ones.
+    for weight, *of_weight in zip(weights, scales.unbind(), scales.reciprocal().unbind(), strict=True):
+        weight.scale, weight.inverse_scale = of_weight

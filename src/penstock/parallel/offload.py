@@ -23,6 +23,7 @@ from penstock.errors import ConfigError
 from penstock.models.anatomy import anatomy_of
 from penstock.models.wrap import Around, put_around
 from penstock.optim.tensors import local
+from penstock.products.eight_bits import Fp8Linear
 
 LEAST_BYTES = 1 << 16
 """Smaller tensors stay on the device: a copy costs more than it frees."""
@@ -205,6 +206,8 @@ class _Offloaded(Around):
             return self.forward(*args, **kwargs)
         transfers = self.transfers
         weights = {local(p.detach()).untyped_storage().data_ptr() for p in self.module.parameters()}
+        linears = (module for module in self.module.modules() if isinstance(module, Fp8Linear))
+        weights |= {one.gathered[0].untyped_storage().data_ptr() for one in linears if one.gathered}
         transfers.make_room(ON_DEVICE - 1)
         shelf = _Shelf(transfers, None if self.first else transfers.last, weights)
         with saved_tensors_hooks(shelf.pack, _unpack):

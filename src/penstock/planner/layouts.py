@@ -17,7 +17,7 @@ from penstock.planner.describe import describe_on
 
 LEAST_TOKENS = 8192
 CONTEXT_DEGREES = (1, 2, 4, 8, 16)
-AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp")
+AXES = ("tp", "pp", "cp", "ep", "micro_batch", "virtual", "sharding", "shard", "recompute", "sp", "gather")
 SEARCHED = (*AXES, "dp", "accumulate", "schedule")
 _FIELDS = tuple(f.name for f in fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
@@ -40,6 +40,8 @@ class Space:
     recompute: tuple[str, ...] = ("none", "selective", "elementwise", "operators", "early")
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
+    gather: tuple[str, ...] = ("products",)
+    """Types in which sharded weights may be gathered, besides that of the level: that of products halves the bytes."""
 
 
 def vary(plan: Plan, **changes: Any) -> Plan:
@@ -71,7 +73,8 @@ def layouts(
         if dp * tp * pp * cp != gpus or batch % dp:
             continue
         corner = vary(
-            base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sharding="ddp", shard=1, sp=False, virtual=1, schedule="1f1b"
+            base, tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sharding="ddp", shard=1, sp=False, virtual=1, schedule="1f1b",
+            gather="level",
         )  # fmt: skip
         if not rules.problems(corner, model):
             plain = base.schedule if base.schedule in ("gpipe", "zero_bubble") else "1f1b"
@@ -94,6 +97,8 @@ def _within(
         for kind, size in _shardings(corner, machine.devices_per_node // corner.tp, space)
         if legal(sharding=kind, shard=size)
     ]
+    kinds = ("fsdp", "hsdp") if "products" in space.gather else ()
+    gather = {kind: "products" for kind in kinds if legal(sharding=kind, gather="products")}
     splits = sorted({sp and legal(sp=True) for sp in space.sp})
     chunks = _chunks(model, corner.pp, space.virtual)
     sizes = [size for size in space.micro_batch or divisors(samples) if samples % size == 0]
@@ -104,6 +109,7 @@ def _within(
             yield vary(
                 corner, micro_batch=micro, accumulate=samples // micro, virtual=virtual,
                 schedule="interleaved" if virtual > 1 else plain, sharding=sharding, shard=shard, recompute=kind, sp=sp,
+                gather=gather.get(sharding, "level"),
             )  # fmt: skip
 
 

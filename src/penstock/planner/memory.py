@@ -198,15 +198,11 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     if plan.offload == "optimizer" and share.gathers:
         gradients = 0.0
     gathered = at_hand = 0.0
-    if share.gathers and plan.pp > 1:
-        # A stage's unsharded weights stay from its first micro-batch to its last.
-        gathered = share.parameters * work.weight_bytes(BYTES[numerics.gathered])
-    elif share.gathers:
-        block = (share.block_dense + share.block_experts) / work.pieces
-        # The unsharded weights of the current block and of the next one, and of the ends.
-        each = BYTES[numerics.gathered]
-        gathered = 2 * block * work.weight_bytes(each) + share.ends * each
+    if share.gathers:
+        gathered = of_states.gathered_bytes(work, plan, share)
+    if share.gathers and plan.pp == 1:
         # The unsharded gradients of one block, and those of the previous block, which are being reduced.
+        block = (share.block_dense + share.block_experts) / work.pieces
         at_hand = block * (gradient + reduced_gradient)
     gradients, buckets, at_hand = (share.learned * size for size in (gradients, buckets, at_hand))
     begun = activations | {

@@ -99,6 +99,27 @@ def _device_share(
     )  # fmt: skip
 
 
+def block_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, float]:
+    """Bytes of a gathered block: without its experts, and of its experts."""
+    numerics = numerics_of(plan)
+    dense, experts = BYTES[numerics.gathered_linears], BYTES[numerics.gathered]
+    return share.block_dense * work.weight_bytes(dense), share.block_experts * work.weight_bytes(experts)
+
+
+def gathered_bytes(work: Workload, plan: Plan, share: DeviceShare) -> float:
+    """The most bytes of gathered weights that a device holds."""
+    numerics = numerics_of(plan)
+    each = BYTES[numerics.gathered]
+    if plan.pp > 1:
+        # A stage's unsharded weights stay from its first micro-batch to its last.
+        narrower = each - BYTES[numerics.gathered_linears]
+        return (
+            share.parameters * work.weight_bytes(each) - share.block_dense * work.depth / plan.pp * narrower
+        )
+    # Those of the current block and of the next one, and of the ends.
+    return 2 * sum(block_bytes(work, plan, share)) / work.pieces + share.ends * each
+
+
 def orthogonal_share(work: Workload, plan: Plan) -> float:
     """Share of the parameters on a device whose updates the optimizer orthogonalises: matrices of the blocks."""
     if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":

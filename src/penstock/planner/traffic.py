@@ -19,7 +19,7 @@ from penstock.planner.price import (
     send_seconds,
 )
 from penstock.planner.rates import Rates
-from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes
+from penstock.planner.states import DeviceShare, accumulation_bytes, block_bytes, orthogonal_share, update_bytes
 from penstock.planner.terms import PENSTOCK, Software
 
 IN_PLACE = 0.75
@@ -41,7 +41,6 @@ def data_seconds(
     `blocks` blocks that takes `forward` and `backward` seconds for a micro-batch."""
     numerics, total = numerics_of(plan), 0.0
     whole, size = BYTES[numerics.gathered], BYTES[numerics.reduction]
-    block_whole = work.weight_bytes(whole)
     if plan.pp > 1 and work.tied:
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         total = reduce_seconds(pair, work.tied * size)
@@ -50,9 +49,10 @@ def data_seconds(
     group, hides = group_of(rates, share.replicas, plan.tp), plan.overlap and not rates.cpu
     alike = group_of(rates, share.expert_replicas, plan.ep if plan.ep > 1 else plan.tp)
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
-    gather = scatter = 0.0
+    dense, sparse = block_bytes(work, plan, share)
+    gather = gather_seconds(group, dense, work.pieces) + gather_seconds(alike, sparse, work.pieces)
+    scatter = 0.0
     for members, moved in ((group, share.block_dense), (alike, share.block_experts)):
-        gather += gather_seconds(members, moved * block_whole, work.pieces)
         scatter += gather_seconds(members, share.learned * moved * size, work.pieces, scatters=True)
     again = 0.0 if plan.pp > 1 else gather
     block = gather + again + scatter
@@ -71,14 +71,17 @@ def data_seconds(
             1 if plan.pp > 1 else 2,
             (4 if software.divides_gradients or rates.cpu else 2) * size,
         )
-        block += (
-            (share.block_dense + share.block_experts) * (2 * passes * block_whole + gradient) / rates.memory
-        )
+        gradients = (share.block_dense + share.block_experts) * gradient
+        block += (2 * passes * (dense + sparse) + gradients) / rates.memory
         ends += share.ends * (2 * whole + gradient) / rates.memory
     # A pipeline's stage gathers its weights once a step and keeps them; else each micro-batch does.
     times = 1 if plan.pp > 1 else plan.accumulate
     total += times * blocks * block
     total += times * ends
+    if plan.gather == "products":
+        # Before each forward pass, the scales of all weights: each rank reads its shards, and all reduce the maxima.
+        read = share.sharded * BYTES[numerics.weights] / rates.memory
+        total += plan.accumulate * (read + reduce_seconds(group, 4.0 * share.tensors))
     if plan.sharding == "hsdp":
         # Between the groups, overlapped with the part of the backward pass that transfers within them leave free.
         outer = group_of(rates, max(1, plan.replicas // share.replicas), plan.tp * share.replicas)

@@ -90,9 +90,10 @@ def properties_of(
     kinds: dict[str, Dtype] = {"fp32": "fp32", "half": numerics.compute}
     weights = kinds[properties["weights"]]
     return replace(
-        numerics, weights=weights, gathered=weights, gradients=weights, by_lists=properties["autocast"],
-        norms=kinds[properties["norms"]], masters=properties["master"], loss_scale=properties["loss_scale"],
-        outputs=properties["outputs"], products=properties["products"], lists=properties["lists"],
+        numerics, weights=weights, gathered=weights, gathered_linears=weights, gradients=weights,
+        by_lists=properties["autocast"], norms=kinds[properties["norms"]], masters=properties["master"],
+        loss_scale=properties["loss_scale"], outputs=properties["outputs"], products=properties["products"],
+        lists=properties["lists"],
     )  # fmt: skip
 
 

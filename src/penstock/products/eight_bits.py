@@ -56,6 +56,16 @@ def _in_8_bits(products: Products, x: Tensor) -> bool:
 class Fp8Linear(RoundedLinear):
     """A linear layer with matrix products in fp8."""
 
+    gathered: tuple[Tensor, Tensor] | None = None
+    """The weight in fp8 and its inverse scale, while a sharded weight is gathered so. `weight` then has no values: it
+    only takes the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gathered and x.numel() and not torch.is_autocast_enabled(x.device.type):
+            why = "gathers this layer's weight in fp8, which is not enough outside autocast"
+            raise ConfigError(f"plan.gather=products {why}; call the whole model, or use gather=level.")
+        return super().forward(x)
+
     @property
     def scaling(self) -> Scaling:
         """Which numbers share a scale."""
@@ -64,7 +74,8 @@ class Fp8Linear(RoundedLinear):
 
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `RoundedLinear`."""
-        return fp8_linear(x, self.weight, self.bias, scaling=self.scaling, dtype=dtype, emulate=self.emulate)
+        how: dict[str, Any] = {"scaling": self.scaling, "dtype": dtype, "emulate": self.emulate}
+        return fp8_linear(x, self.weight, self.bias, rounded=self.gathered, **how)
 
 
 class Int8Linear(RoundedLinear):

@@ -45,8 +45,13 @@ def scale_of(x: Tensor, dtype: torch.dtype, dim: int | None = None, *, power_of_
     `power_of_two` it is rounded down to a power of two, so that scaling is exact.
     """
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
-    scale = LARGEST[dtype] / largest.float().clamp_min(_LEAST)
+    scale = scale_to(largest, dtype)
     return (scale.view(torch.int32) & _EXPONENT).view(torch.float32) if power_of_two else scale
+
+
+def scale_to(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The fp32 factors that scale these magnitudes to the largest value of an fp8 type."""
+    return LARGEST[dtype] / largest.float().clamp_min(_LEAST)
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
@@ -76,15 +81,16 @@ def scaled_product(
 
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scaling: Scaling = "tensorwise",
-    dtype: torch.dtype = torch.bfloat16, emulate: bool = False,
+    dtype: torch.dtype = torch.bfloat16, emulate: bool = False, rounded: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`F.linear` with its three products in fp8. x: (..., K), not empty; result: (..., N) in `dtype`.
 
-    Gradients have the dtypes of `x`, `weight` and `bias`. Weights of any dtype are rounded to fp8 directly. K and N
-    must be multiples of 16. Cannot be differentiated twice.
+    Gradients have the dtypes of `x`, `weight` and `bias`. Weights of any dtype are rounded to fp8 directly; tensorwise
+    ones may come `rounded`, with their inverse scale, and the values of `weight` are then not read. K and N must be
+    multiples of 16. Cannot be differentiated twice.
     """
     function: Any = _Tensorwise if scaling == "tensorwise" else _Rowwise
-    y: Tensor = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, dtype, emulate)
+    y: Tensor = function.apply(x.reshape(-1, x.shape[-1]), weight, bias, dtype, emulate, *(rounded or ()))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -93,11 +99,12 @@ class _Tensorwise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulate: bool
-    ) -> Tensor:
-        scale_x, scale_w = scale_of(x, E4M3), scale_of(weight, E4M3)
-        qx, qw = quantize(x, E4M3, scale_x), quantize(weight, E4M3, scale_w)
-        inverse_x, inverse_w = scale_x.reciprocal(), scale_w.reciprocal()
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulate: bool,
+        qw: Tensor | None = None, inverse_w: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        qx, inverse_x = tensor_in_fp8(x, E4M3)
+        if qw is None or inverse_w is None:
+            qw, inverse_w = tensor_in_fp8(weight, E4M3)
         ctx.save_for_backward(qx, qw, inverse_x, inverse_w)
         ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.emulate = emulate
@@ -109,8 +116,7 @@ class _Tensorwise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         qx, qw, inverse_x, inverse_w = ctx.saved_tensors
         x_type, weight_type, bias_type = ctx.types
-        scale = scale_of(dy, E5M2)
-        q, inverse = quantize(dy, E5M2, scale), scale.reciprocal()
+        q, inverse = tensor_in_fp8(dy, E5M2)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = scaled_product(q, _column_major(qw), inverse, inverse_w, dy.dtype, emulate=ctx.emulate)
@@ -118,7 +124,7 @@ class _Tensorwise(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             qt, qx = _padded(q).t().contiguous(), _column_major(_padded(qx))
             dweight = scaled_product(qt, qx, inverse, inverse_x, weight_type, emulate=ctx.emulate)
-        return dx, dweight, _bias_gradient(ctx, dy, bias_type), None, None
+        return dx, dweight, _bias_gradient(ctx, dy, bias_type), None, None, None, None
 
 
 class _Rowwise(torch.autograd.Function):
@@ -163,6 +169,12 @@ def rows_in_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """A row-major matrix rounded to e4m3 with a scale per row, and the inverse scales (rows, 1)."""
     scale = scale_of(x, E4M3, 1, power_of_two=True)
     return quantize(x, E4M3, scale).contiguous(), scale.reciprocal()
+
+
+def tensor_in_fp8(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor rounded to an fp8 type with one scale, and the inverse scale, 0-d."""
+    scale = scale_of(x, dtype)
+    return quantize(x, dtype, scale), scale.reciprocal()
 
 
 def _column_major(q: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ def removal(cls: type, name: str, value: Any, path: str) -> str | None:
     """The problem of a setting or value that was removed; `path` is the setting's name in messages. Empty if leaving
     the setting out means the same, None if it was not removed."""
     table, text = removed("settings"), str(value)
-    entry = next((table[key] for base in cls.__mro__ if (key := f"{base.__name__}.{name}") in table), {})
+    entry: Mapping[str, Any] = next(
+        (table[key] for base in cls.__mro__ if (key := f"{base.__name__}.{name}") in table), {}
+    )
     if text.lower() in entry.get("same", ()):
         return ""
     instead = entry.get("instead") or entry.get("values", {}).get(text)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -241,13 +240,7 @@ def _follow_moves(units: Sequence[Any]) -> None:
     gathers from an address that it stores beside the parameter.
     """
     for entry in entries_of(units):
-        setattr(entry.sharded_param, MOVED, functools.partial(_set_memory, weakref.ref(entry)))
-
-
-def _set_memory(entry: weakref.ref[Any], slot: Tensor) -> None:
-    alive = entry()
-    if alive is not None:
-        alive._sharded_param_data = slot
+        setattr(entry.sharded_param, MOVED, functools.partial(setattr, entry, "_sharded_param_data"))
 
 
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:

@@ -178,7 +178,7 @@ def _records() -> tuple[Any, Any, Any]:
                 linear.gathered = None if sharded else (self.rounded, self.inverse_scale)
 
     class MixedUnit(FSDPParamGroup):
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def post_backward(self, *unused: Any) -> None:
             # torch needs all gradients of a unit in one type: here fp32, in which they are reduced anyway.
             for entry in self.fsdp_params:

@@ -29,7 +29,7 @@ BROKEN = {
     "budget_is_of_its_recomputation": ("budget=2", "vit-s16", "h100", "use recompute=budget"),
     "shard_is_of_hsdp": ("shard=2", "vit-s16", "h100", "shard=2 needs plan.sharding=hsdp"),
     "weights_gathered_in_fp8_have_one_scale": (
-        "precision=O2 products=fp8 gather=products", "gpt2", "h100", "which plan.products=fp8 does not have",
+        "precision=O2 products=fp8 gather=products", "gpt2", "h100", "but the plan has products=fp8 sharding=ddp dp=1",
     ),
     "half_norms_are_of_o2": ("norms=half", "vit-s16", "h100", "has no effect with plan.precision=O0"),
     "sequence_parallel_needs_tensor_parallel": ("sp=true", "gpt2", "h100", "but plan.tp=1"),
@@ -143,8 +143,8 @@ def test_recorded_passes_are_for_training_on_one_gpu() -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("", "use sharding=fsdp or hsdp with dp of 2 or more"), ("dp=2 sharding=zero2", "shards of weights"),
-        ("sharding=fsdp", "shards of weights"), ("dp=2 sharding=fsdp tp=2", "cannot be trained with plan.tp=2 yet"),
+        ("", "or gather=level"), ("dp=2 sharding=zero2", "sharding=zero2 dp=2; use"),
+        ("sharding=fsdp", "sharding=fsdp dp=1; use"), ("dp=2 sharding=fsdp tp=2", "be trained with plan.tp=2 yet"),
         ("dp=2 sharding=fsdp recompute=full compile=blocks", ""), ("dp=4 sharding=hsdp shard=2", ""),
         ("cp=2 sharding=fsdp", ""),
     ],

@@ -37,12 +37,8 @@ def field_docs(cls: type) -> dict[str, str]:
     docs = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
-            docs.update(_own_docs(base))
+            docs.update(_module_docs(base.__module__).get(base.__name__, {}))
     return docs
-
-
-def _own_docs(cls: type) -> dict[str, str]:
-    return _module_docs(cls.__module__).get(cls.__name__, {})
 
 
 @functools.cache

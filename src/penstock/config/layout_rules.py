@@ -112,15 +112,12 @@ def _shard_is_of_hsdp(plan: Plan) -> Iterator[str]:
 @LAYOUT_RULES.of("degrees")
 def _weights_gathered_in_fp8_have_one_scale(plan: Plan) -> Iterator[str]:
     """`gather=products` needs products with one fp8 scale per weight, and weights sharded over several replicas."""
-    if plan.gather == "products" and PRODUCTS[plan.products].scales != "tensorwise":
+    shards = plan.sharding in ("fsdp", "hsdp") and plan.replicas > 1
+    if plan.gather == "products" and not (shards and PRODUCTS[plan.products].scales == "tensorwise"):
         yield (
-            "plan.gather=products needs one fp8 scale for each weight, which plan.products="
-            f"{plan.products} does not have; use products=fp8_tensorwise, or gather=level."
-        )
-    if plan.gather == "products" and (plan.sharding not in ("fsdp", "hsdp") or plan.replicas == 1):
-        yield (
-            f"plan.gather=products is for shards of weights, but the plan has sharding={plan.sharding} dp={plan.dp}; "
-            "use sharding=fsdp or hsdp with dp of 2 or more, or gather=level."
+            "plan.gather=products needs shards of weights with one fp8 scale each, but the plan has products="
+            f"{plan.products} sharding={plan.sharding} dp={plan.dp}; use products=fp8_tensorwise with sharding=fsdp or "
+            "hsdp and dp of 2 or more, or gather=level."
         )
 
 

@@ -51,7 +51,12 @@ def load_run(
         described = model_in(weights) if model_in and given_weights else None
     if name is None and file is None and described is None:
         name, known = "vit-digits", True
-    base = _job(name) if known else RunConfig()
+    base = RunConfig()
+    if known:
+        settings = {"output": f"runs/{name}", **JOBS.get(name, {})}
+        base = from_dict(
+            RunConfig, settings, origin=f"the job of {name}", base=RunConfig(model=PRESETS[name])
+        )
     if described is not None:
         base = replace(base, model=_of_weights(described, weights, base.model if known else None))
         tuning = dict(TUNING.get(given.get("task", stored.get("task", "")), {}))
@@ -299,11 +304,6 @@ def _outputs(graph: Graph) -> str:
     if graph.words is None:
         return "nothing"
     return f"{graph.words.vocabulary} words" + (", each after those before it" if graph.main.causal else "")
-
-
-def _job(name: str) -> RunConfig:
-    settings = {"output": f"runs/{name}", **JOBS.get(name, {})}
-    return from_dict(RunConfig, settings, origin=f"the job of {name}", base=RunConfig(model=PRESETS[name]))
 
 
 def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:

@@ -130,7 +130,10 @@ def shard(
         for unit in units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     _materialise(model, units, device, shares or {})
-    _follow_moves(units)
+    for entry in entries_of(
+        units
+    ):  # torch gathers from an address of its own, and optimizers may move shards
+        setattr(entry.sharded_param, MOVED, functools.partial(setattr, entry, "_sharded_param_data"))
     for module in model.modules():
         if _has_parameters(module):
             module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]
@@ -233,14 +236,6 @@ def _materialise(
             setattr(module, key, new_parameters[id(parameter)])
     for entry in entries_of(units):
         entry.reset_sharded_param()
-
-
-def _follow_moves(units: Sequence[Any]) -> None:
-    """Update torch's record of a shard's memory after an optimizer has moved the shard into its own flat buffer: torch
-    gathers from an address that it stores beside the parameter.
-    """
-    for entry in entries_of(units):
-        setattr(entry.sharded_param, MOVED, functools.partial(setattr, entry, "_sharded_param_data"))
 
 
 def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:

@@ -210,7 +210,9 @@ class _Offloaded(Around):
         weights |= {one.gathered[0].untyped_storage().data_ptr() for one in linears if one.gathered}
         transfers.make_room(ON_DEVICE - 1)
         shelf = _Shelf(transfers, None if self.first else transfers.last, weights)
-        with saved_tensors_hooks(shelf.pack, _unpack):
+        with saved_tensors_hooks(
+            shelf.pack, lambda one: one if isinstance(one, Tensor) else one.shelf.take(one)
+        ):
             out = self.forward(*args, **kwargs)
         transfers.last = shelf
         if not self.last:
@@ -227,7 +229,3 @@ def _memory_like(tensor: Tensor, device: torch.device, pinned: bool = False) -> 
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, pin_memory=pinned
     )
-
-
-def _unpack(saved: Tensor | _SavedTensor) -> Tensor:
-    return saved if isinstance(saved, Tensor) else saved.shelf.take(saved)

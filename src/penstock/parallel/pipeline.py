@@ -202,7 +202,10 @@ class Stages:
             yield
         finally:
             for (owner, name, _), old in zip(changes, before):
-                _take_back(owner, name, old)
+                if name in owner.__dict__:
+                    del owner.__dict__[name]
+                else:
+                    setattr(owner, name, old)
 
     def _replacements(self, stage: int, *, probing: bool) -> Iterator[tuple[Any, str, Any]]:
         anatomy, cut = anatomy_of(self.model), self.cut
@@ -366,13 +369,6 @@ def _put(owner: nn.Module, name: str, new: Any) -> None:
         setattr(owner, name, new)
     else:
         owner.__dict__[name] = new  # it hides a parameter of that name
-
-
-def _take_back(owner: nn.Module, name: str, old: Any) -> None:
-    if name in owner.__dict__:
-        del owner.__dict__[name]
-    else:
-        setattr(owner, name, old)
 
 
 def split_backwards(model: nn.Module) -> None:

@@ -64,9 +64,10 @@ def layouts(
         # No scores are stored that could be recomputed.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))
     per_node, experts = machine.devices_per_node, max(stack.experts * stack.mixes for stack in stacks(model))
+    most = max(1, min(model.graph.lengths) // LEAST_TOKENS)
     degrees = itertools.product(
         space.tp or divisors(min(gpus, per_node)), space.pp or stages(model, gpus),
-        space.cp or _context_degrees(model), space.ep or divisors(max(1, experts)),
+        space.cp or [degree for degree in CONTEXT_DEGREES if degree <= most], space.ep or divisors(max(1, experts)),
     )  # fmt: skip
     for tp, pp, cp, ep in degrees:
         dp = gpus // (tp * pp * cp)
@@ -144,12 +145,6 @@ def stages(model: ModelConfig, gpus: int) -> list[int]:
     """Numbers of stages that split the blocks evenly, with or without counting entrance and exit."""
     n = depth(model)
     return [p for p in range(1, min(n, gpus) + 1) if n % p == 0 or (p > 2 and (n + 2) % p == 0)]
-
-
-def _context_degrees(model: ModelConfig) -> list[int]:
-    """Context parallel degrees that leave each device enough of the tokens."""
-    most = max(1, min(model.graph.lengths) // LEAST_TOKENS)
-    return [degree for degree in CONTEXT_DEGREES if degree <= most]
 
 
 def _chunks(model: ModelConfig, pp: int, wanted: Sequence[int]) -> list[int]:

@@ -31,8 +31,7 @@ from torch.nn import functional as F
 
 from penstock.config.model import ViTConfig
 from penstock.config.theirs.backbones import BACKBONES
-from penstock.config.theirs.libraries import LIBRARIES
-from penstock.config.theirs.library import WindowTurns
+from penstock.config.theirs.library import LIBRARIES, WindowTurns
 from penstock.config.theirs.read import config_of
 from penstock.models import create
 from penstock.models.convert import from_pretrained, hf_config, save_pretrained

@@ -28,7 +28,7 @@ from penstock.config.model import (
 from penstock.config.plan import Plan, Precision
 from penstock.config.shipped import read_shipped
 from penstock.config.theirs.backbones import BACKBONES
-from penstock.config.theirs.libraries import ELSEWHERE, LIBRARIES
+from penstock.config.theirs.library import ELSEWHERE, LIBRARIES
 from penstock.config.theirs.text import TEXTS_OF
 from penstock.errors import ConfigError
 from penstock.models.convert import hf_config, write_text_config

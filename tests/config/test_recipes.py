@@ -11,11 +11,10 @@ import pytest
 from penstock.cli.plan_config import PlanConfig
 from penstock.config.compress import Distil
 from penstock.config.convert import EXCLUSIVE
-from penstock.config.jobs import JOBS
 from penstock.config.load import dump_toml
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.recipes import load_run, plan_option
+from penstock.config.recipes import JOBS, load_run, plan_option
 from penstock.config.run import Recipe, RunConfig
 from penstock.config.trainable import task_name
 from penstock.errors import ConfigError

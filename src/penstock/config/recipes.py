@@ -11,13 +11,13 @@ from typing import Any
 from penstock.boundary.files import quoted
 from penstock.config.convert import NONE_WORDS
 from penstock.config.graph import FeatureHead, Graph, PatchInput, TokenInput
-from penstock.config.jobs import JOBS, TUNING
 from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, option_words, stacks, title
 from penstock.config.optimizers import BY_WIDTH, OPTIMIZERS
 from penstock.config.plan import Plan
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
+from penstock.config.shipped import read_shipped, with_forms
 from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -323,3 +323,28 @@ def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) ->
     if stacks(preset) != stacks(model):
         _log.warning("The model has the sizes of %s: %s.", weights, title(model))
     return model
+
+
+Settings = dict[str, Any]
+"""Values by dotted key."""
+
+
+def _dotted(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+_TABLES = read_shipped("jobs")
+
+
+def _settings(kind: str) -> dict[str, Settings]:
+    return {name: dict(_dotted(with_forms(table, _TABLES["forms"]))) for name, table in _TABLES[kind].items()}
+
+
+JOBS = _settings("presets")
+"""Settings by preset."""
+TUNING = _settings("tasks")
+"""Settings by task, for models that start from weights. They override those of the preset."""

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.build import Built, build
-from penstock.config.jobs import JOBS
 from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words, title, vocabulary_of
 from penstock.config.plan import SWITCHES, Plan
-from penstock.config.recipes import plan_option
+from penstock.config.recipes import JOBS, plan_option
 from penstock.config.run import Recipe
 from penstock.config.tasks import TaskName
 from penstock.cpu import kind_of, this_cpu

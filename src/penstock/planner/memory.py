@@ -197,9 +197,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
         gradients, standing = share.parameters * reduced_gradient, True
     if plan.offload == "optimizer" and share.gathers:
         gradients = 0.0
-    gathered = at_hand = 0.0
-    if share.gathers:
-        gathered = of_states.gathered_bytes(work, plan, share)
+    gathered, at_hand = of_states.gathered_bytes(work, plan, share)[2] if share.gathers else 0.0, 0.0
     if share.gathers and plan.pp == 1:
         # The unsharded gradients of one block, and those of the previous block, which are being reduced.
         block = (share.block_dense + share.block_experts) / work.pieces

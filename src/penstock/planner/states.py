@@ -99,25 +99,20 @@ def _device_share(
     )  # fmt: skip
 
 
-def block_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, float]:
-    """Bytes of a gathered block: without its experts, and of its experts."""
+def gathered_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, float, float]:
+    """Bytes of a gathered block without its experts, of its experts, and the most of gathered weights on a device."""
     numerics = numerics_of(plan)
-    dense, experts = BYTES[numerics.gathered_linears], BYTES[numerics.gathered]
-    return share.block_dense * work.weight_bytes(dense), share.block_experts * work.weight_bytes(experts)
-
-
-def gathered_bytes(work: Workload, plan: Plan, share: DeviceShare) -> float:
-    """The most bytes of gathered weights that a device holds."""
-    numerics = numerics_of(plan)
-    each = BYTES[numerics.gathered]
-    if plan.pp > 1:
-        # A stage's unsharded weights stay from its first micro-batch to its last.
-        narrower = each - BYTES[numerics.gathered_linears]
-        return (
-            share.parameters * work.weight_bytes(each) - share.block_dense * work.depth / plan.pp * narrower
-        )
-    # Those of the current block and of the next one, and of the ends.
-    return 2 * sum(block_bytes(work, plan, share)) / work.pieces + share.ends * each
+    narrow, each = BYTES[numerics.gathered_linears], BYTES[numerics.gathered]
+    dense, experts = (
+        share.block_dense * work.weight_bytes(narrow),
+        share.block_experts * work.weight_bytes(each),
+    )
+    # Of the current block and of the next one, and of the ends.
+    most = 2 * (dense + experts) / work.pieces + share.ends * each
+    if plan.pp > 1:  # A stage's unsharded weights stay from its first micro-batch to its last.
+        most = share.parameters * work.weight_bytes(each)
+        most -= share.block_dense * work.depth / plan.pp * (each - narrow)
+    return dense, experts, most
 
 
 def orthogonal_share(work: Workload, plan: Plan) -> float:

@@ -27,8 +27,7 @@ from penstock.config.model import (
     stacks,
 )
 from penstock.config.theirs.backbones import BACKBONES
-from penstock.config.theirs.libraries import ELSEWHERE, LIBRARIES
-from penstock.config.theirs.library import FREE, Library, refused
+from penstock.config.theirs.library import ELSEWHERE, FREE, LIBRARIES, Library, refused
 from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
 from penstock.errors import ConfigError
 

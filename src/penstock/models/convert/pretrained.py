@@ -233,7 +233,7 @@ def from_pretrained(
     labels: Sequence[int] = (),
 ) -> Model:  # fmt: skip
     """The model in a folder that `save_pretrained`, or transformers' for a ViT classifier or a text model of
-    `penstock.config.theirs.libraries`, wrote. With `labels`, the numbers of labels that select experts, other labels'
+    `penstock.config.theirs.library`, wrote. With `labels`, the numbers of labels that select experts, other labels'
     experts are not read: see `penstock.models.convert.upcycle`.
 
     Raises ConfigError for another family, CheckpointError for broken files.

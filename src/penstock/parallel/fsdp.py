@@ -121,10 +121,9 @@ def shard(
     units = [*units[1:], units[0]]
     gather_mixed(model, units, plan)
     numerics = numerics_of(plan)
-    if numerics.residual != numerics.norms:
-        for module in model.modules():
-            if is_norm(module) and _has_parameters(module):
-                compute_in_fp32(module)
+    for module in model.modules() if numerics.residual != numerics.norms else ():
+        if is_norm(module) and _has_parameters(module):
+            compute_in_fp32(module)
     _prefetch(model, blocks)
     if device.type == "cpu":
         for unit in units:

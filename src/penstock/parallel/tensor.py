@@ -277,7 +277,10 @@ class _Splitter:
         only_users = all(
             name in users for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) in held
         )
-        plain = all(_plain_table(self._module(role.name)) for role in tables)
+        every: list[Any] = [self._module(role.name) for role in tables]
+        plain = all(
+            isinstance(t, nn.Embedding) and t.max_norm is None and not t.scale_grad_by_freq for t in every
+        )
         if len(rows) > 1 or step * (self.line.count - 1) >= max(rows) or not only_users or not plain:
             return False
         for role in tables:
@@ -393,10 +396,6 @@ def _divide(module: nn.Module, names: tuple[str, ...], count: int) -> None:
     for name in names:
         if hasattr(module, name):
             setattr(module, name, getattr(module, name) // count)
-
-
-def _plain_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
 
 
 def _before(line: Line, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

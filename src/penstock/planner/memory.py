@@ -197,7 +197,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
         gradients, standing = share.parameters * reduced_gradient, True
     if plan.offload == "optimizer" and share.gathers:
         gradients = 0.0
-    gathered, at_hand = of_states.gathered_bytes(work, plan, share)[2] if share.gathers else 0.0, 0.0
+    gathered, at_hand = of_states.whole_bytes(work, plan, share)[2] if share.gathers else 0.0, 0.0
     if share.gathers and plan.pp == 1:
         # The unsharded gradients of one block, and those of the previous block, which are being reduced.
         block = (share.block_dense + share.block_experts) / work.pieces
@@ -220,17 +220,12 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     if not standing and plan.pp == 1 and work.blocks:
         entrance, first = work.parts[0], work.blocks[0]
         made = 1.0 - (entrance.learned - work.tied + first.learned) / work.parameters
-        moments.append(
-            begun | _in_first_block(work, plan) | {"gradients": made * gradients, "buckets": made * buckets}
-        )
+        kept = sum(sum(kept_by(part, NOTHING).values()) for part in (entrance, first))
+        working = live_bytes(first, *_gradient_bytes(plan))[0]
+        # While the first block runs backward, recomputed activations included.
+        alive = {"activations": kept, "output": 0.0, "working": working}
+        moments.append(begun | alive | {"gradients": made * gradients, "buckets": made * buckets})
     return max(moments, key=lambda moment: sum(moment.values()))
-
-
-def _in_first_block(work: Workload, plan: Plan) -> dict[str, float]:
-    """Bytes of activations while the first block runs backward, recomputed ones included, and of its temporaries."""
-    entrance, first = work.parts[0], work.blocks[0]
-    kept = sum(sum(kept_by(part, NOTHING).values()) for part in (entrance, first))
-    return {"activations": kept, "output": 0.0, "working": live_bytes(first, *_gradient_bytes(plan))[0]}
 
 
 @lru_cache(maxsize=1024)

@@ -99,7 +99,7 @@ def _device_share(
     )  # fmt: skip
 
 
-def gathered_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, float, float]:
+def whole_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, float, float]:
     """Bytes of a gathered block without its experts, of its experts, and the most of gathered weights on a device."""
     numerics = numerics_of(plan)
     narrow, each = BYTES[numerics.gathered_linears], BYTES[numerics.gathered]

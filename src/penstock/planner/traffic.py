@@ -19,7 +19,7 @@ from penstock.planner.price import (
     send_seconds,
 )
 from penstock.planner.rates import Rates
-from penstock.planner.states import DeviceShare, accumulation_bytes, block_bytes, orthogonal_share, update_bytes
+from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes, whole_bytes
 from penstock.planner.terms import PENSTOCK, Software
 
 IN_PLACE = 0.75
@@ -49,7 +49,7 @@ def data_seconds(
     group, hides = group_of(rates, share.replicas, plan.tp), plan.overlap and not rates.cpu
     alike = group_of(rates, share.expert_replicas, plan.ep if plan.ep > 1 else plan.tp)
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
-    dense, sparse, _ = gathered_bytes(work, plan, share)
+    dense, sparse, _ = whole_bytes(work, plan, share)
     gather = gather_seconds(group, dense, work.pieces) + gather_seconds(alike, sparse, work.pieces)
     scatter = 0.0
     for members, moved in ((group, share.block_dense), (alike, share.block_experts)):

@@ -105,16 +105,13 @@ def refused(
             if value not in must[option]:
                 allowed = must[option][0]
                 yield f"config.json has {option} {shown_value(value)}, but Penstock's model has {allowed!r} only."
-        elif option not in known and not option.startswith("_") and not _is_off(value):
+        elif value in ([], {}, "", None) or value is False:
+            continue  # turned off, it has no effect
+        elif option not in known and not option.startswith("_"):
             yield (
                 f"config.json has {shown(option)} {shown_value(value)}, whose effect Penstock does not "
                 "know; remove it if it does not change what the model computes."
             )
-
-
-def _is_off(value: Any) -> bool:
-    """Whether an unknown option has no effect because it is turned off."""
-    return value is None or value is False or value in ({}, [], "")
 
 
 _ACTIVATIONS: dict[str, Mapping[str, Mlp]] = {

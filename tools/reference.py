@@ -5,10 +5,13 @@ A test compares the page with `page()`, so it is always up to date.
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
+from typing import Annotated, Any
 
-from penstock.config.describe import Field, default_word, range_word, settings, type_word
-from penstock.config.kinds import dataclasses_of
+from penstock.config.convert import Range
+from penstock.config.describe import Field, default_word, settings, type_word
+from penstock.config.kinds import dataclasses_of, is_union
 from penstock.config.machine import known_machines, load_machine
 from penstock.config.model import PRESETS, ViTConfig, stacks
 from penstock.config.rules import RULES
@@ -29,6 +32,14 @@ for the batch where a Plan line names neither `micro_batch` nor `accumulate`;
 single fields then override it. In a file, `preset = "vit-s16"` in the `[model]` table does the same. Write `none` if a
 setting may be empty. [plan.md](plan.md) explains each field of the Plan.
 """
+
+
+def range_word(kind: Any) -> str:
+    """The range of a setting's numbers: `≥ 1, ≤ 100`. Empty if the type says enough."""
+    if is_union(kind):
+        return "".join(map(range_word, typing.get_args(kind)))
+    allowed = typing.get_args(kind)[1] if typing.get_origin(kind) is Annotated else None
+    return str(allowed) if isinstance(allowed, Range) else ""
 
 
 def page() -> str:

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from penstock.config.convert import Range, word
+from penstock.config.convert import word
 from penstock.config.kinds import accepts_none, dataclasses_of, family_of, field_types, is_union
 
 
@@ -118,14 +118,6 @@ def type_word(kind: Any) -> str:
     if dataclasses.is_dataclass(kind):
         return "TEXT"
     return {int: "INT", float: "FLOAT", bool: "true|false"}.get(kind, "TEXT")
-
-
-def range_word(kind: Any) -> str:
-    """The range of a setting's numbers: `≥ 1, ≤ 100`. Empty if the type says enough."""
-    if is_union(kind):
-        return "".join(map(range_word, typing.get_args(kind)))
-    allowed = typing.get_args(kind)[1] if typing.get_origin(kind) is Annotated else None
-    return str(allowed) if isinstance(allowed, Range) else ""
 
 
 def default_word(value: Any) -> str:

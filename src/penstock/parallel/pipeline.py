@@ -198,7 +198,10 @@ class Stages:
         before = [getattr(owner, name, None) for owner, name, _ in changes]
         try:
             for owner, name, new in changes:
-                _put(owner, name, new)
+                if isinstance(new, nn.Module):
+                    setattr(owner, name, new)
+                else:
+                    owner.__dict__[name] = new  # it hides a parameter of that name
             yield
         finally:
             for (owner, name, _), old in zip(changes, before):
@@ -362,13 +365,6 @@ def cut_stages(
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, key = name.rpartition(".")
     return model.get_submodule(parent), key
-
-
-def _put(owner: nn.Module, name: str, new: Any) -> None:
-    if isinstance(new, nn.Module):
-        setattr(owner, name, new)
-    else:
-        owner.__dict__[name] = new  # it hides a parameter of that name
 
 
 def split_backwards(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ SHOWN = 8
 def times(predictions: Sequence[Prediction]) -> Section:
     """Section on where each layout's time goes."""
     title, figure = "Where the time goes", "Time of one step by part"
-    return _stacked(predictions, title, figure, "s", _seconds, SECOND_WORDS)
+    return _stacked(predictions, title, figure, "s", lambda one: one.seconds, SECOND_WORDS)
 
 
 def memories(predictions: Sequence[Prediction], limit: float | None = None) -> Section:
@@ -30,7 +30,10 @@ def memories(predictions: Sequence[Prediction], limit: float | None = None) -> S
         words += " The limit leaves room for the context, libraries and the allocator."
         limit /= GIB
     title, figure = "Where the memory goes", "Memory by part"
-    return _stacked(predictions, title, figure, "GiB", _gibibytes, MEMORY_WORDS, text=words, limit=limit)
+    return _stacked(
+        predictions, title, figure, "GiB", lambda one: {name: size / GIB for name, size in one.memory.items()},
+        MEMORY_WORDS, text=words, limit=limit,
+    )  # fmt: skip
 
 
 def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vision: bool) -> Section:
@@ -104,14 +107,6 @@ def _label(rank: int, one: Prediction) -> str:
     budget = f" {p.budget:g} GiB" if p.recompute == "budget" else ""
     words += [f"recompute {p.recompute}{budget}"] * (p.recompute != "none")
     return f"{rank}: {', '.join(words)}"
-
-
-def _seconds(prediction: Prediction) -> Mapping[str, float]:
-    return prediction.seconds
-
-
-def _gibibytes(prediction: Prediction) -> Mapping[str, float]:
-    return {name: size / GIB for name, size in prediction.memory.items()}
 
 
 def _stacked(

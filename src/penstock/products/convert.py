@@ -225,9 +225,8 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
         model.set_submodule(name, stored[linear])
     if row.weights is not None and "cpu" in row.devices:
         for name, experts in list(model.named_modules()):
-            if (
-                isinstance(experts, ExpertLinear) and experts.weight is not None
-            ):  # else other ranks hold the experts
+            # Without a weight, other ranks hold the experts.
+            if isinstance(experts, ExpertLinear) and experts.weight is not None:
                 form = careful_form if name in exact else STORED[products]
                 model.set_submodule(name, _stored_experts(experts, form, row))
     return model

@@ -19,7 +19,13 @@ from penstock.planner.price import (
     send_seconds,
 )
 from penstock.planner.rates import Rates
-from penstock.planner.states import DeviceShare, accumulation_bytes, orthogonal_share, update_bytes, whole_bytes
+from penstock.planner.states import (
+    DeviceShare,
+    accumulation_bytes,
+    orthogonal_share,
+    update_bytes,
+    whole_bytes,
+)
 from penstock.planner.terms import PENSTOCK, Software
 
 IN_PLACE = 0.75

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 import penstock
 from helpers.small_folders import every_digit, folder, learn_digits, quantised
@@ -37,6 +38,24 @@ from penstock.products.rounded import store_rounded
 ROOT = Path(__file__).parents[2]
 
 
+def written(where: Path, form: ExportForm, within: float = 1e-5) -> Path:
+    """The program that a model is exported as, into `out` beside it."""
+    if form != "aoti":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        path, difference = export(where, where.parent / "out", form)
+    assert difference < within
+    return path
+
+
+def answers(path: Path, given: dict[str, Tensor]) -> list[Tensor]:
+    """The outputs of ONNX Runtime."""
+    found = open_session(path).run(None, {name: value.numpy() for name, value in given.items()})
+    return [torch.from_numpy(one) for one in found]
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "name",
@@ -46,19 +65,12 @@ ROOT = Path(__file__).parents[2]
     ),
 )
 def test_onnx_gives_what_the_model_gives(name: str, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(folder(name, tmp_path), tmp_path / "out", "onnx")
-    assert difference < 1e-5
+    path = written(folder(name, tmp_path), "onnx")
     model = penstock.from_pretrained(tmp_path / name).eval()
-    session = onnxruntime.InferenceSession(str(path))
     for sizes in ((1, 2, 2), (4, 30, 20)):
         given = inputs_of(model, *sizes)
-        found = session.run(["outputs"], {key: value.numpy() for key, value in given.items()})[0]
         with torch.inference_mode():
-            torch.testing.assert_close(torch.from_numpy(found), model(*given.values()), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(answers(path, given), [model(*given.values())], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -99,25 +111,16 @@ def test_several_heads_are_exported_together_or_each_with_its_inputs(name: str, 
 
 @pytest.mark.sweep
 def test_onnx_names_the_outputs_of_several_heads(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(folder("multimodal-tiny", tmp_path), tmp_path / "out", "onnx")
-    assert difference < 1e-5
-    model, session = (
-        penstock.from_pretrained(tmp_path / "multimodal-tiny").eval(),
-        onnxruntime.InferenceSession(str(path)),
-    )
+    path = written(folder("multimodal-tiny", tmp_path), "onnx")
+    model, session = penstock.from_pretrained(tmp_path / "multimodal-tiny").eval(), open_session(path)
     assert [one.name for one in session.get_inputs()] == HEADS["multimodal-tiny"][1]
     names = [one.name for one in session.get_outputs()]
     assert names == ["image_vector", "text_vector", "head"]
     given = inputs_of(SomeHeads(cast(Any, model), names), 4, 30, 9)
-    found = session.run(None, {key: value.numpy() for key, value in given.items()})
     with torch.inference_mode():
         expected = model(**given)
-    for name, output in zip(names, found, strict=True):
-        torch.testing.assert_close(torch.from_numpy(output), expected[name], rtol=1e-4, atol=1e-4)
+    wanted = [expected[name] for name in names]
+    torch.testing.assert_close(answers(path, given), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_that_a_model_lacks_is_refused(tmp_path: Path) -> None:
@@ -166,14 +169,9 @@ def test_onnx_with_a_cache_goes_on_as_the_model(
     name: str, changes: dict[str, Any], files: int, tmp_path: Path
 ) -> None:
     """The export itself reads prompts of three lengths and then two tokens, one by one."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(folder(name, tmp_path, **changes), tmp_path / "out", "onnx-cache")
-    assert difference < 1e-5
+    path = written(folder(name, tmp_path, **changes), "onnx-cache")
     assert len(list((tmp_path / "out").glob("*.onnx"))) == files
-    session = onnxruntime.InferenceSession(str(path))
+    session = open_session(path)
     given, made = ([one.name for one in side] for side in (session.get_inputs(), session.get_outputs()))
     own = "decoder." if files == 2 else ""
     assert given[:2] == ["input_ids", "encoder_attention_mask" if files == 2 else "attention_mask"]
@@ -222,16 +220,11 @@ def test_weights_keep_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_an_onnx_file_of_images_says_how_they_are_read(tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
     where = folder("vit-s16", tmp_path)
     config = json.loads((where / "config.json").read_text())
     names = {str(n): f"kind {n}" for n in range(5)}
     (where / "config.json").write_text(json.dumps(config | {"id2label": names}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(where, tmp_path / "out", "onnx")
-    assert difference < 1e-5
-    facts = onnxruntime.InferenceSession(str(path)).get_modelmeta().custom_metadata_map
+    facts = open_session(written(where, "onnx")).get_modelmeta().custom_metadata_map
     assert json.loads(facts["labels"]) == list(names.values())
     assert [facts[name] for name in ("image_size", "image_mean", "image_std")] == [
         "32",
@@ -246,10 +239,7 @@ def test_an_onnx_file_of_images_says_how_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_aotinductor_compiled_takes_any_size(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(folder("marian-tiny", tmp_path, depth=1), tmp_path / "out", "aoti")
-    assert difference < 1e-5
+    path = written(folder("marian-tiny", tmp_path, depth=1), "aoti")
     model, compiled = penstock.from_pretrained(tmp_path / "marian-tiny").eval(), load_package(path)
     for sizes in ((1, 2, 2), (5, 40, 30)):
         given = inputs_of(model, *sizes).values()
@@ -408,21 +398,15 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 ) -> None:
     """All digits that there are, by a model that learned them."""
     onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     options = QuantiseOptions(format="int8", inputs=inputs)
     quantise_folder(digits, tmp_path / "few bits", options, task_data(digits, DataConfig()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(tmp_path / "few bits", tmp_path / "out", "onnx")
-    assert difference < 0.02
+    path = written(tmp_path / "few bits", "onnx", within=0.02)
     kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
     assert kinds.count("QuantizeLinear") == 8
     assert kinds.count("DequantizeLinear") == 16
     images, classes = every_digit()
     assert len(images) == 1797
-    found = open_session(path).run(None, {"images": images.numpy()})[0]
-    theirs = torch.from_numpy(found).argmax(1)
+    theirs = answers(path, {"images": images})[0].argmax(1)
     with torch.inference_mode():
         ours = penstock.Classifier(tmp_path / "few bits").model(images).argmax(1)
     assert float((ours == theirs).float().mean()) >= 0.999
@@ -433,21 +417,15 @@ def test_onnx_runtime_classifies_as_a_quantised_model_does(
 @pytest.mark.parametrize("name", sweep(["bert-tiny", "gpt-tiny", "t5-tiny"], ["bert-tiny"]))
 def test_onnx_runtime_reads_texts_as_a_quantised_model_does(name: str, tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
     where = quantised(name, tmp_path, inputs="static")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own
-        path, difference = export(where, tmp_path / "out", "onnx")
-    assert difference < 0.02
+    path = written(where, "onnx", within=0.02)
     rounded = rounded_weights(where)
     kinds = [node.op_type for node in onnx.load(str(path)).graph.node]
     assert kinds.count("DequantizeLinear") == kinds.count("QuantizeLinear") + len(rounded)
     model = penstock.from_pretrained(where).eval()
     store_rounded(model, rounded)
     given = inputs_of(model, 32, 40, 30)
-    session = open_session(path)
-    found = torch.from_numpy(session.run(None, {key: value.numpy() for key, value in given.items()})[0])
+    (found,) = answers(path, given)
     with torch.inference_mode():
         ours = model(*given.values())
     # Of weights that have not learned, the largest two of some logits are nearly equal.
@@ -465,16 +443,12 @@ def test_transformers_opens_the_values_of_a_quantised_model(name: str, tmp_path:
     theirs = kind.from_pretrained(path).eval()
     model = penstock.from_pretrained(where).eval()
     given = torch.randint(4, 200, (2, 9))
-    ours = (
-        (given, torch.tensor([9, 9])) if name == "bert-tiny" else (given, given[:, :5], torch.tensor([9, 9]))
-    )
-    asked = (
-        {"input_ids": given}
-        if name == "bert-tiny"
-        else {"input_ids": given, "decoder_input_ids": given[:, :5]}
-    )
+    words = {"input_ids": given}
+    if name == "marian-tiny":
+        words["decoder_input_ids"] = given[:, :5]
+    ours = (*words.values(), torch.tensor([9, 9]))
     with torch.inference_mode():
-        torch.testing.assert_close(theirs(**asked).logits, model(*ours), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(theirs(**words).logits, model(*ours), rtol=1e-4, atol=1e-4)
     assert json.loads((path / "config.json").read_text())["eos_token_id"] == Bytes.end
     assert (path / "tokenizer.json").is_file()
 

@@ -136,39 +136,55 @@ def _deep(model: Any, depth: int) -> Any:
     return replace(model, depth=depth)
 
 
-def _features(model: nn.Module, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
-    """The outputs of some blocks, by hooks."""
+def _student(
+    kind: str, model: ModelConfig, teacher: nn.Module, folder: Path, **shares: float
+) -> tuple[Recipe, Built, Any, Any, tuple[Any, ...]]:
+    """A student that learns from its teacher what `shares` name, and no words: the recipe, the student, the teacher as
+    it is read, a batch and the inputs in it."""
+    save_pretrained(teacher, folder)
+    recipe = Recipe(teacher=str(folder), teacher_weight=0.0, clip_norm=None, **shares)
+    built, batch = build(model, Plan(), recipe=recipe, loss=KINDS[kind][1]), _batch(kind)
+    return recipe, built, from_pretrained(folder).eval(), batch, KINDS[kind][1].inputs(batch)
+
+
+def _counts(kind: str, run: Any, inputs: tuple[Any, ...], tokens: int) -> list[int]:
+    """How many of `tokens` are no padding, for each sample."""
+    lengths = {"masked words": 1, "sentences": 1, "translation": 2}.get(kind)
+    return [tokens] * 4 if lengths is None or run.causal else inputs[lengths].tolist()
+
+
+def _outputs(model: nn.Module, inputs: tuple[Any, ...], *modules: nn.Module) -> list[Tensor]:
+    """What some modules give, by hooks."""
     seen: list[Tensor] = []
-    blocks: Any = model.get_submodule(f"{run}.blocks")
-    handles = [blocks[i].register_forward_hook(lambda _, __, output: seen.append(output)) for i in numbers]
+    handles = [one.register_forward_hook(lambda _, __, output: seen.append(output)) for one in modules]
     model(*inputs)
     for handle in handles:
         handle.remove()
     return seen
 
 
+def _blocks(model: Any, run: Any) -> Any:
+    return model.get_submodule(f"{run.name}.blocks")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: Path) -> None:
     model, task = KINDS[kind]
-    save_pretrained(create(_deep(model, 4)), tmp_path / "teacher")
-    recipe = Recipe(teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_hidden=2.0, clip_norm=None)
-    built, batch = build(_deep(model, 2), Plan(), recipe=recipe, loss=task), _batch(kind)
-    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
-    inputs = task.inputs(batch)
+    recipe, built, teacher, batch, inputs = _student(
+        kind, _deep(model, 2), create(_deep(model, 4)), tmp_path / "teacher", teacher_hidden=2.0
+    )
     parts = []
     for run in teacher.graph.runs:
-        ours = _features(built.model, inputs, run.name, [0, 1])
-        theirs = _features(teacher, inputs, run.name, [1, 3])
-        lengths = {"masked words": 1, "sentences": 1, "translation": 2}.get(kind)
-        real = torch.ones(ours[0].shape[:2], dtype=torch.bool)
-        if lengths is not None and not run.causal:
-            real = torch.arange(8) < inputs[lengths][:, None]
+        ours = _outputs(built.model, inputs, *_blocks(built.model, run))
+        theirs = _outputs(teacher, inputs, *_blocks(teacher, run)[1::2])
+        tokens = ours[0].shape[1]
+        real = torch.arange(tokens) < torch.tensor(_counts(kind, run, inputs, tokens))[:, None]
         ratios = [
             ((o - t.detach()).norm(dim=-1) / t.detach().norm(dim=-1))[real] ** 2 for o, t in zip(ours, theirs)
         ]
         parts.append(torch.stack([ratio.mean() for ratio in ratios]).mean())
     expected = task(built.model, batch) + 2.0 * torch.stack(parts).mean()
-    _require_loss(built, batch, weights, expected, rtol=None, atol=None)
+    _require_loss(built, batch, expected, rtol=None, atol=None)
     with pytest.raises(ConfigError, match="use a shallower student"):
         build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match="padding=keep"):
@@ -178,14 +194,11 @@ def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: P
         build(model, Plan(), recipe=recipe, loss=task)
 
 
-def _relations(model: Any, inputs: tuple[Any, ...], run: str) -> list[Tensor]:
-    """Queries, keys and values of the last block, (B, N, heads, K), by a hook on their projection."""
-    seen: list[Tensor] = []
-    attention: Any = model.get_submodule(f"{run}.blocks")[-1].attention
-    handle = attention.qkv.register_forward_hook(lambda _, __, output: seen.append(output))
-    model(*inputs)
-    handle.remove()
-    return [*seen[0].unflatten(-1, (-1, 3, attention.head_width)).unbind(3)]
+def _relations(model: Any, inputs: tuple[Any, ...], run: Any) -> list[Tensor]:
+    """Queries, keys and values of the last block, (B, N, heads, K)."""
+    attention = _blocks(model, run)[-1].attention
+    (seen,) = _outputs(model, inputs, attention.qkv)
+    return [*seen.unflatten(-1, (-1, 3, attention.head_width)).unbind(3)]
 
 
 @pytest.mark.parametrize("kind", ["images", "next token", "sentences", "translation"])
@@ -196,23 +209,14 @@ def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
     if not isinstance(model, Seq2SeqConfig):
         wide = replace(wide, heads=4)
     torch.manual_seed(3)
-    save_pretrained(create(wide), tmp_path / "teacher")
-    recipe = Recipe(
-        teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_attention=3.0, clip_norm=None
+    recipe, built, teacher, batch, inputs = _student(
+        kind, model, create(wide), tmp_path / "teacher", teacher_attention=3.0
     )
-    built, batch = build(model, Plan(), recipe=recipe, loss=task), _batch(kind)
-    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
-    inputs = task.inputs(batch)
     parts = []
     for run in teacher.graph.runs:
-        lengths = {"sentences": 1, "translation": 2}.get(kind)
-        for own, other in zip(
-            _relations(built.model, inputs, run.name), _relations(teacher, inputs, run.name)
-        ):
-            total, rows = torch.zeros(()), 0
-            for sample in range(len(own)):
-                whole = own.shape[1]
-                count = int(inputs[lengths][sample]) if lengths is not None and not run.causal else whole
+        for own, other in zip(_relations(built.model, inputs, run), _relations(teacher, inputs, run)):
+            total, rows, whole = torch.zeros(()), 0, own.shape[1]
+            for sample, count in enumerate(_counts(kind, run, inputs, whole)):
                 for row in range(count):
                     seen = slice(0, row + 1 if run.causal else count)
                     for head in range(2):
@@ -225,16 +229,16 @@ def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
             parts.append(total / rows)
     term = torch.stack(parts).mean()
     assert float(term.detach()) > 1e-4
-    _require_loss(built, batch, weights, task(built.model, batch) + 3.0 * term)
+    _require_loss(built, batch, task(built.model, batch) + 3.0 * term)
     with pytest.raises(ConfigError, match="compile=none"):
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
 
 
 def _require_loss(
-    built: Any, batch: Any, weights: list[Any], expected: Tensor,
-    *, rtol: float | None = 1e-4, atol: float | None = 1e-6,
-) -> None:  # fmt: skip
+    built: Any, batch: Any, expected: Tensor, *, rtol: float | None = 1e-4, atol: float | None = 1e-6
+) -> None:
     """The loss of a batch and its gradients are those of `expected`, within the type's own tolerance for `None`."""
+    weights = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(expected, weights, allow_unused=True)
     loss = built.loss(built.model, batch)
     assert isinstance(loss, Tensor)
@@ -245,13 +249,11 @@ def _require_loss(
             torch.testing.assert_close(parameter.grad, gradient, rtol=rtol, atol=atol)
 
 
-def _scores(model: Any, inputs: tuple[Any, ...], run: str, numbers: list[int]) -> list[Tensor]:
+def _scores(model: Any, inputs: tuple[Any, ...], blocks: Any) -> list[Tensor]:
     """The scores (B, heads, N, N) of some blocks, of the queries and keys that they multiply."""
     seen: list[Tensor] = []
-    blocks: Any = model.get_submodule(f"{run}.blocks")
     with pytest.MonkeyPatch.context() as patch:
-        for number in numbers:
-            attention = blocks[number].attention
+        for attention in (block.attention for block in blocks):
 
             def mix(q: Tensor, k: Tensor, v: Tensor, *rest: Any, mix: Any = attention.mix) -> Tensor:
                 groups = q.shape[2] // k.shape[2]
@@ -276,28 +278,22 @@ def test_scores_of_attention_are_compared_at_the_same_depth(kind: str, tmp_path:
     with torch.no_grad():
         for parameter in wide.parameters():
             parameter.mul_(5.0)  # so that scores are far from zero
-    save_pretrained(wide, tmp_path / "teacher")
-    recipe = Recipe(teacher=str(tmp_path / "teacher"), teacher_weight=0.0, teacher_scores=3.0, clip_norm=None)
-    built, batch = build(_deep(model, 2), Plan(), recipe=recipe, loss=task), _batch(kind)
-    teacher, weights = from_pretrained(tmp_path / "teacher").eval(), list(built.model.parameters())
-    inputs, parts = task.inputs(batch), []
+    recipe, built, teacher, batch, inputs = _student(
+        kind, _deep(model, 2), wide, tmp_path / "teacher", teacher_scores=3.0
+    )
+    parts = []
     for run in teacher.graph.runs:
-        lengths = {"masked words": 1, "sentences": 1, "translation": 2}.get(kind)
-        for own, other in zip(
-            _scores(built.model, inputs, run.name, [0, 1]), _scores(teacher, inputs, run.name, [1, 3])
-        ):
-            squares = []
-            for sample, (mine, theirs) in enumerate(zip(own, other.detach())):
-                count = mine.shape[-1]
-                if lengths is not None and not run.causal:
-                    count = int(inputs[lengths][sample])
+        ours = _scores(built.model, inputs, _blocks(built.model, run))
+        for own, other in zip(ours, _scores(teacher, inputs, _blocks(teacher, run)[1::2])):
+            squares, counts = [], _counts(kind, run, inputs, own.shape[-1])
+            for mine, theirs, count in zip(own, other.detach(), counts, strict=True):
                 apart = (mine - theirs)[:, :count, :count].square()
                 pairs = [(i, j) for i in range(count) for j in range(i + 1 if run.causal else count)]
                 squares += [apart[:, i, j].mean() for i, j in pairs]
             parts.append(torch.stack(squares).mean())
     term = torch.stack(parts).mean()
     assert float(term.detach()) > 1e-2
-    _require_loss(built, batch, weights, task(built.model, batch) + 3.0 * term)
+    _require_loss(built, batch, task(built.model, batch) + 3.0 * term)
     with pytest.raises(ConfigError, match="compile=none"):
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match=r"teacher_scores .* use a shallower student"):
@@ -314,11 +310,10 @@ def test_loss_and_gradients_are_those_computed_by_hand(kind: str, tmp_path: Path
     model, task = KINDS[kind]
     recipe = _teacher(model, tmp_path / "teacher")
     built, batch = build(model, Plan(), recipe=recipe, loss=task), _batch(kind)
-    weights = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
     expected = _by_hand(kind, built, from_pretrained(tmp_path / "teacher").eval(), batch)
     plain = float(task(built.model, batch).detach())
     assert abs(float(expected.detach()) - plain) > 0.05  # the teacher says something
-    _require_loss(built, batch, weights, expected)
+    _require_loss(built, batch, expected)
     # An evaluation is of the task alone, and nothing of the teacher is in the student.
     assert float(task(built.model, batch).detach()) == pytest.approx(plain)
     assert built.model.state_dict().keys() == create(model).state_dict().keys()
@@ -346,9 +341,8 @@ def test_embeddings_are_taught_by_their_cosine(tmp_path: Path) -> None:
     apart = 1 - F.cosine_similarity(means[0], means[1].detach()).mean()
     assert float(apart.detach()) > 0.1
     expected = (1 - SHARE) * Embedding()(built.model, batch) + SHARE * apart
-    weights = list(built.model.parameters())
-    _require_loss(built, batch, weights, expected)
-    assert all(weight.grad is not None for weight in weights)
+    _require_loss(built, batch, expected)
+    assert all(weight.grad is not None for weight in built.model.parameters())
     save_pretrained(create(replace(student, width=32)), tmp_path / "teacher")
     with pytest.raises(ConfigError, match="embeddings have 32 features, the student's 16"):
         build(student, Plan(), recipe=recipe, loss=Embedding())
@@ -400,7 +394,6 @@ def test_a_second_head_learns_from_the_teacher(targets: Any, distilled: bool, tm
     if targets == "hard":
         recipe = replace(recipe, temperature=Recipe().temperature, teacher_targets=targets)
     built, batch = build(model, Plan(), recipe=recipe), _batch("images", samples=6)
-    weights = list(built.model.parameters())
     images, labels = batch
     counted = labels != -100
     student: Any = built.model
@@ -416,7 +409,8 @@ def test_a_second_head_learns_from_the_teacher(targets: Any, distilled: bool, tm
         p, q = (taught[counted] / WARMTH).log_softmax(1), (u[counted] / WARMTH).softmax(1)
         apart = WARMTH**2 * (q * (q.log() - p)).sum(1).mean()
     expected = (1 - SHARE) * F.cross_entropy(z[counted], labels[counted]) + SHARE * apart
-    _require_loss(built, batch, weights, expected)
+    _require_loss(built, batch, expected)
+    weights = built.model.parameters()
     assert all(weight.grad is not None and weight.grad.any() for weight in weights)
     assert student(images).shape == (6, 5)
     with pytest.raises(ConfigError, match="uses the teacher's likeliest class"):

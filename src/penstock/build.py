@@ -81,16 +81,10 @@ class Built:
 
 
 def build(
-    model: ModelConfig | nn.Module | Callable[[], nn.Module],
-    plan: Plan,
-    *,
-    device: torch.device | str = "cpu",
-    recipe: Recipe | None = None,
-    loss: Loss | None = None,
-    seed: int = 0,
-    machine: Machine | None = None,
-    dims: ParallelDims | None = None,
-) -> Built:
+    model: ModelConfig | nn.Module | Callable[[], nn.Module], plan: Plan, *,
+    device: torch.device | str = "cpu", recipe: Recipe | None = None, loss: Loss | None = None, seed: int = 0,
+    machine: Machine | None = None, dims: ParallelDims | None = None,
+) -> Built:  # fmt: skip
     """Apply a Plan to a model: a configuration, or any module (timm, transformers, your own), which is changed in
     place; or a function that returns a module. With a function, no rank needs memory for a whole model that the Plan
     shards.
@@ -111,8 +105,7 @@ def build(
     require_recipe(recipe, plan, preferences=isinstance(loss, Preferences))
     if config is not None and machine is not None:
         require(plan, config, machine, run=True)
-    if dims is None:
-        dims = dims_of(plan, device) if plan.gpus > 1 else ALONE
+    dims = dims or (dims_of(plan, device) if plan.gpus > 1 else ALONE)
     loss = _among_ranks(loss or (classification_loss if config is None else task_of(config)), plan, dims)
 
     # All changes to the model itself are in the table of `penstock.apply`.

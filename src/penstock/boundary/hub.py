@@ -111,8 +111,8 @@ def _fetched(hub: Any, options: dict[str, object]) -> Path:
 def _alike(name: str) -> str:
     """A hint such as ` Did you mean runs/digits?` where a similar path exists; else an empty string."""
     path = Path(name)
-    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
+    neighbours = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, neighbours, n=1)
     return f" Did you mean {shown(path.parent / near[0])}?" if near else ""
 
 

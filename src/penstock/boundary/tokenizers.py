@@ -68,8 +68,8 @@ def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
     """The most characters that a part of a tokenizer makes of one character, and how many it adds to each text."""
     factor, added = 1.0, 0.0
     for step in part.get("normalizers") or part.get("decoders") or ():
-        more, beside = _growth(step)
-        factor, added = factor * more, added * more + beside
+        ratio, constant = _growth(step)
+        factor, added = factor * ratio, added * ratio + constant
     if part.get("type") == "Prepend":
         return 1.0, float(len(part["prepend"]))
     if part.get("type") == "Replace":

@@ -112,9 +112,9 @@ def load_or_described(cls: type[Any], *, file: Path | None, overrides: Mapping[s
     `weights`, and `package.module:function` the setting `factory`, where these settings exist."""
     settings, known = dict(overrides), {field.name for field in fields(cls)}
     named = settings.get("model")
-    given = named if isinstance(named, str) else ""
-    named = given.removeprefix("hf:")
-    library = named != given or named.startswith("timm:")
+    typed = named if isinstance(named, str) else ""
+    named = typed.removeprefix("hf:")
+    library = named != typed or named.startswith("timm:")
     if ":" in named and not library and "factory" in known:
         settings["factory"] = settings.pop("model")
     elif library or (named not in PRESETS and (Path(named).exists() or "/" in named) and named):

@@ -183,4 +183,4 @@ def average_(path: Path, target: Path | None = None, *, last: int = 2, weights: 
 
     folder = target or path / "average"
     averaged = export_average(path, folder, count=last, which=weights)
-    print(f"{folder}: the mean of '{weights}' of {', '.join(each.path.name for each in averaged)}.")
+    print(f"{folder}: the mean of '{weights}' of {', '.join(saved.path.name for saved in averaged)}.")

@@ -43,7 +43,8 @@ def deploy(config: DeployConfig) -> int:
     if config.json:
         data: dict[str, Any] = {"model": config.called, "machine": machine.name, "requests": config.requests}
         layouts = [
-            plain(one) | {"gpus": one.gpus, "device_hours": one.device_hours} for one in result.layouts
+            plain(layout) | {"gpus": layout.gpus, "device_hours": layout.device_hours}
+            for layout in result.layouts
         ]
         print(json.dumps(data | {"found": result.choice is not None, "layouts": layouts}, indent=1))
     else:

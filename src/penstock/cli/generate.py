@@ -35,8 +35,8 @@ def _over_the_folders(
     stored = {} if file is None else read_file(file)
     config = load(cls, file=file, overrides=overrides, stored=stored)
     named = {key.partition(".")[2] for key in (*stored, *overrides) if key.startswith("decoding.")}
-    given = {name: getattr(config.decoding, name) for name in sorted({*named, *stored.get("decoding", ())})}
-    fields, dropped = chosen(usual_of(config.model).fields if config.model else {}, given)
+    typed = {name: getattr(config.decoding, name) for name in sorted({*named, *stored.get("decoding", ())})}
+    fields, dropped = chosen(usual_of(config.model).fields if config.model else {}, typed)
     report_dropped(dropped, set())
     return replace(config, decoding=from_dict(Decoding, fields))
 

@@ -64,9 +64,9 @@ def pack(
 
 
 def _refuse_of_the_other_kind(source: str, packing: Packing, text: TextPacking) -> None:
-    other, default, kind = (packing, _DEFAULTS, "images") if is_text(source) else (text, _TEXT, "text")
-    for field in fields(other):
-        if getattr(other, field.name) != getattr(default, field.name):
+    unused, default, kind = (packing, _DEFAULTS, "images") if is_text(source) else (text, _TEXT, "text")
+    for field in fields(unused):
+        if getattr(unused, field.name) != getattr(default, field.name):
             raise ConfigError(
                 f"--{field.name.replace('_', '-')} is about {kind}, but {quoted(source)} is not. Leave it out; "
                 "text is named with its kind, such as text:PATH."

@@ -18,7 +18,7 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
     gpus = config.gpus or 1
     rungs = predicted_climb(config.model, machine, gpus=gpus, global_batch=config.global_batch)
     if config.json:
-        climb = [plain(one) | {"plan": one.prediction.plan.line()} for one in rungs]
+        climb = [plain(rung) | {"plan": rung.prediction.plan.line()} for rung in rungs]
         data = {"model": config.called, "machine": machine.name, "gpus": gpus, "rungs": climb}
         print(json.dumps(data, indent=1))
         return
@@ -27,7 +27,7 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
         f"{config.called} on {gpus} {machine.name}, {first.global_batch} samples a step, predicted: each rung on top "
         "of those before it."
     )
-    path = [one for one in rungs if one.kept]
+    path = [rung for rung in rungs if rung.kept]
     console.print(terminal_table(_table([rungs[0], *path]), console.width))
     if path:
         whole = path[-1]
@@ -35,12 +35,12 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
             f"all together: {whole.to_baseline:.2f} times as fast: {whole.prediction.plan.line()}",
             soft_wrap=True,
         )
-    others = [one for one in rungs[1:] if not one.kept]
-    if others:
+    offered = [rung for rung in rungs[1:] if not rung.kept]
+    if offered:
         console.print(
             "These change results, and are shown one by one on top of all of the above:", style="bold"
         )
-        console.print(terminal_table(_table(others), console.width))
+        console.print(terminal_table(_table(offered), console.width))
     console.print("penstock ladder measures the same climb on the machine that it runs on.", style="dim")
 
 
@@ -51,16 +51,16 @@ def _table(rungs: list[PredictedRung]) -> Section:
     heads += [Cell("share"), Cell("MFU", rank=1), Cell("GiB"), Cell("changes", words=True, rank=3)]
     rows = [
         (
-            "" if one.prediction.fits else "faint",
+            "" if rung.prediction.fits else "faint",
             [
-                Cell(one.title, words=True), Cell(duration(one.prediction.iteration_seconds, 3)),
-                Cell(f"{one.prediction.samples_per_second:,.1f}"), Cell(f"{one.to_previous:.2f}×"),
-                Cell(f"{one.to_baseline:.2f}×"), Cell(f"{one.share:.0%}" if one.kept else ""),
-                Cell(f"{one.prediction.mfu:.1%}"),
-                Cell(f"{one.prediction.memory_bytes / GIB:.1f}{'' if one.prediction.fits else ' too much'}"),
-                Cell(one.change, words=True),
+                Cell(rung.title, words=True), Cell(duration(rung.prediction.iteration_seconds, 3)),
+                Cell(f"{rung.prediction.samples_per_second:,.1f}"), Cell(f"{rung.to_previous:.2f}×"),
+                Cell(f"{rung.to_baseline:.2f}×"), Cell(f"{rung.share:.0%}" if rung.kept else ""),
+                Cell(f"{rung.prediction.mfu:.1%}"),
+                Cell(f"{rung.prediction.memory_bytes / GIB:.1f}{'' if rung.prediction.fits else ' too much'}"),
+                Cell(rung.change, words=True),
             ],
         )
-        for one in rungs
+        for rung in rungs
     ]  # fmt: skip
     return Section(title="The climb", columns=heads, rows=rows)

@@ -43,21 +43,21 @@ def explain_lines(config: PlanConfig, machine: Machine) -> None:
     assert config.model is not None
     assert config.explain is not None
     lines = {line.strip(): with_base(config.base, line.strip()) for line in config.explain.split("|")}
-    first, *others = lines.values()
-    if others or not is_layout(first, config.gpus):
+    first, *more_lines = lines.values()
+    if more_lines or not is_layout(first, config.gpus):
         _compare(config, machine, lines)
         return
     gpus = Plan.parse(first).gpus
     check_line(Plan.parse(first), config.global_batch)
-    one = _answer(config, machine, first, gpus)
+    choice = _answer(config, machine, first, gpus)
     if config.json:
-        data = _question(config, machine, gpus, one) | {
-            "layouts": [_layout(one.best, costs_of(config, one.best, machine))]
+        data = _question(config, machine, gpus, choice) | {
+            "layouts": [_layout(choice.best, costs_of(config, choice.best, machine))]
         }
         print(json.dumps(data, indent=1))
         return
-    print("\n".join(explain(config.model, machine, one.best.plan, config.uneven())))
-    _notes(plain_console(), config, machine, one)
+    print("\n".join(explain(config.model, machine, choice.best.plan, config.uneven())))
+    _notes(plain_console(), config, machine, choice)
 
 
 def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -> BestLayout:
@@ -81,20 +81,20 @@ def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> 
     best = choices[BEST]
     if config.json:
         named = [
-            {"asked": name} | _layout(one.best, costs_of(config, one.best, machine))
-            for name, one in choices.items()
+            {"asked": name} | _layout(choice.best, costs_of(config, choice.best, machine))
+            for name, choice in choices.items()
         ]
         print(json.dumps(_question(config, machine, best.best.gpus, best) | {"layouts": named}, indent=1))
         return
     console = plain_console()
     console.print(f"{config.called}, the best layout of all beside the best with other settings:")
-    sides = {name: (one.best, costs_of(config, one.best, machine)) for name, one in choices.items()}
+    sides = {name: (choice.best, costs_of(config, choice.best, machine)) for name, choice in choices.items()}
     console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
-    for name, one in choices.items():
-        console.print(f"{name}: {one.best.plan.line()}", soft_wrap=True)
-        if one is not best:
-            console.print(f"  {one.against(best.best)}", soft_wrap=True)
-    for words in sorted({one.assumed for one in choices.values()} - {""}):
+    for name, choice in choices.items():
+        console.print(f"{name}: {choice.best.plan.line()}", soft_wrap=True)
+        if choice is not best:
+            console.print(f"  {choice.against(best.best)}", soft_wrap=True)
+    for words in sorted({choice.assumed for choice in choices.values()} - {""}):
         console.print(words, soft_wrap=True)
 
 
@@ -172,27 +172,28 @@ def as_data(
     assert config.model is not None
     result = choice.result
     runs = best_runnable(result, config.model, machine)
-    others = [_layout(one, by_name) for one, by_name in [*sides.values()][1:]]
+    compared = [_layout(layout, by_name) for layout, by_name in [*sides.values()][1:]]
     return {
         **_question(config, machine, choice.best.gpus, choice),
         "layouts_tried": result.tried,
         "layouts_too_large": result.too_large,
         "layouts": [
-            _layout(one, costs_of(config, one, machine)) for one in result.predictions[: config.top or 10]
+            _layout(layout, costs_of(config, layout, machine))
+            for layout in result.predictions[: config.top or 10]
         ],
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
-        "run": [plain(one) for one in how_to_run(config.model, machine, choice.best.plan)],
+        "run": [plain(way) for way in how_to_run(config.model, machine, choice.best.plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
-        **({"against": others[0]} if others else {}),
+        **({"against": compared[0]} if compared else {}),
     }
 
 
-def _layout(one: Prediction, by_name: dict[str, float]) -> dict[str, Any]:
-    entry: dict[str, Any] = plain(one)
-    entry["plan"] = one.plan.line()
-    entry["tokens_per_second_per_gpu"] = one.tokens_per_second_per_gpu
+def _layout(layout: Prediction, by_name: dict[str, float]) -> dict[str, Any]:
+    entry: dict[str, Any] = plain(layout)
+    entry["plan"] = layout.plan.line()
+    entry["tokens_per_second_per_gpu"] = layout.tokens_per_second_per_gpu
     return entry | by_name
 
 
@@ -239,8 +240,8 @@ def _show(
     _notes(console, config, machine, choice)
     if len(sides) > 1:
         console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
-        for name, (one, _) in [*sides.items()][1:]:
-            console.print(f"best on {name}: {one.plan.line()}", soft_wrap=True)
+        for name, (layout, _) in [*sides.items()][1:]:
+            console.print(f"best on {name}: {layout.plan.line()}", soft_wrap=True)
     # The best, and where Penstock does not run that, the best that it does.
     ways = how_to_run(model, machine, best.plan)
     if runs is not None and runs is not best:

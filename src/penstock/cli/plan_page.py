@@ -50,9 +50,9 @@ def plan_page(
         sections.append(_pipeline(best))
     if levers:
         rows = [
-            ("", [Cell(one.words, words=True), Cell(f"{one.gain:+.1%}"), Cell(one.plan.line(), words=True)])
-            for one in levers
-        ]
+            ("", [Cell(lever.words, words=True), Cell(f"{lever.gain:+.1%}"), Cell(lever.plan.line(), words=True)])
+            for lever in levers
+        ]  # fmt: skip
         sections.append(
             Section(
                 title="What would help most",
@@ -166,7 +166,7 @@ LEGEND = (
 
 def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) -> Prediction | None:
     """The fastest layout that can be trained today."""
-    runs = (one for one in result.predictions if not problems(one.plan, model, machine, run=True))
+    runs = (layout for layout in result.predictions if not problems(layout.plan, model, machine, run=True))
     return next(runs, None)
 
 
@@ -194,8 +194,8 @@ def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
         Cell("GiB"), Cell("bubble", rank=6), Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4),
     ]  # fmt: skip
     rows = [
-        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, one))])
-        for rank, one in enumerate(result.predictions[:top], 1)
+        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, layout))])
+        for rank, layout in enumerate(result.predictions[:top], 1)
     ]
     return Section(
         title="The fastest layouts", text=f"{LEGEND}\n\n{_error_words(result)}".strip(),
@@ -203,14 +203,14 @@ def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     )  # fmt: skip
 
 
-def _row(model: ModelConfig, one: Prediction) -> list[str]:
-    p = one.plan
+def _row(model: ModelConfig, layout: Prediction) -> list[str]:
+    p = layout.plan
     extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
     return [
         f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
-        p.sharding if p.dp > 1 else "–", p.recompute, f"{one.iteration_seconds:.4g}", f"{one.mfu:.1%}",
-        f"{one.hfu:.1%}", f"{one.memory_bytes / GIB:.1f}",
-        f"{one.bubble_fraction:.1%}", f"{rate_of(model, one)[0]:,.0f}",
+        p.sharding if p.dp > 1 else "–", p.recompute, f"{layout.iteration_seconds:.4g}", f"{layout.mfu:.1%}",
+        f"{layout.hfu:.1%}", f"{layout.memory_bytes / GIB:.1f}",
+        f"{layout.bubble_fraction:.1%}", f"{rate_of(model, layout)[0]:,.0f}",
     ]  # fmt: skip
 
 
@@ -220,7 +220,8 @@ def _error_words(result: SearchResult) -> str:
     if best.interval is None:
         return ""
     error = best.interval.spread
-    equal = sum(one.iteration_seconds <= (1 + error) * best.iteration_seconds for one in result.predictions)
+    slowest = (1 + error) * best.iteration_seconds
+    equal = sum(layout.iteration_seconds <= slowest for layout in result.predictions)
     words = f"The best takes {best.interval.seconds(best.iteration_seconds)}. "
     if equal == 1:
         return f"{words}No other layout is within {error:.1%} of it, the error between layouts of one model."

@@ -74,12 +74,14 @@ def overtrained(law: ParametricLaw, compute: float, served: float) -> list[dict[
 
 def _allocations(compute: float, served: float) -> list[dict[str, Any]]:
     """The optimum of every law; with tokens to serve, also the model of the same loss that is cheapest overall."""
-    allocations = [(one.law, one) for one in optima(compute)]
+    allocations = [(size.law, size) for size in optima(compute)]
     for law in LAWS if served else ():
         cheapest = law.with_inference(law.optimum(compute), served)
         allocations.append((f"{law.name}, serving {served:.3g} tokens", cheapest))
     per_parameter = "tokens_per_parameter"
-    return [plain(one) | {"law": name, per_parameter: one.tokens_per_parameter} for name, one in allocations]
+    return [
+        plain(size) | {"law": name, per_parameter: size.tokens_per_parameter} for name, size in allocations
+    ]
 
 
 def _laws(compute: float, served: float) -> Section:
@@ -87,12 +89,12 @@ def _laws(compute: float, served: float) -> Section:
         (
             "",
             [
-                Cell(one["law"], words=True), Cell(f"{one['parameters'] / 1e9:.4g} B"),
-                Cell(f"{one['tokens'] / 1e9:.5g} B"), Cell(f"{one['tokens_per_parameter']:.3g}"),
-                Cell(f"{one['loss']:.4f}"), Cell(f"{one['compute_flops']:.3g}"),
+                Cell(row["law"], words=True), Cell(f"{row['parameters'] / 1e9:.4g} B"),
+                Cell(f"{row['tokens'] / 1e9:.5g} B"), Cell(f"{row['tokens_per_parameter']:.3g}"),
+                Cell(f"{row['loss']:.4f}"), Cell(f"{row['compute_flops']:.3g}"),
             ],
         )
-        for one in _allocations(compute, served)
+        for row in _allocations(compute, served)
     ]  # fmt: skip
     heads = [Cell("law", words=True), *map(Cell, ("parameters", "tokens", "per parameter", "loss"))]
     return Section(title="The optimum, by each law", columns=[*heads, Cell("FLOPs", rank=2)], rows=rows)
@@ -104,14 +106,14 @@ def _smaller(compute: float, served: float) -> Section:
     for law in LAWS:
         rows += [
             (
-                "strong" if one["share"] == 1.0 else "",
+                "strong" if row["share"] == 1.0 else "",
                 [
-                    Cell(law.name if one["share"] == 1.0 else "", words=True), Cell(f"{one['share']:.2f}"),
-                    Cell(f"{one['parameters'] / 1e9:.4g} B"), Cell(f"{one['tokens'] / 1e9:.5g} B"),
-                    Cell(f"{one['training_flops'] / compute - 1:+.0%}"), Cell(f"{one['total_flops']:.3g}"),
+                    Cell(law.name if row["share"] == 1.0 else "", words=True), Cell(f"{row['share']:.2f}"),
+                    Cell(f"{row['parameters'] / 1e9:.4g} B"), Cell(f"{row['tokens'] / 1e9:.5g} B"),
+                    Cell(f"{row['training_flops'] / compute - 1:+.0%}"), Cell(f"{row['total_flops']:.3g}"),
                 ],
             )
-            for one in overtrained(law, compute, served)
+            for row in overtrained(law, compute, served)
         ]  # fmt: skip
     heads = [
         Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"), Cell("training", "FLOPs more"),

@@ -84,5 +84,5 @@ def _products(machine: Machine) -> Table:
 
 def _product(sample: GemmSample) -> str:
     forms = {"forward": "", "ragged": ", odd rows", "vocabulary": ", a vocabulary"}
-    other = f", {sample.form}{' gradient' if sample.plain else ''}"
-    return f"{sample.m} × {sample.n} × {sample.k}{forms.get(sample.form, other)}"
+    gradient = f", {sample.form}{' gradient' if sample.plain else ''}"
+    return f"{sample.m} × {sample.n} × {sample.k}{forms.get(sample.form, gradient)}"

@@ -57,8 +57,8 @@ def sample(
     how, places = config.sampling, " and ".join(str(place) for place in (grid, out) if place is not None)
     print(f"{len(labels)} images in {took:.1f} s, {how.steps} steps of {how.sampler}: {places}")
     if generator.opened:
-        some, total = (size / 1e6 for size in generator.bytes)
+        loaded_bytes, total = (size / 1e6 for size in generator.bytes)
         print(
             f"{len(generator.ranges)} ranges of time have experts of their own, and those of one are loaded at a time: "
-            f"{some:,.1f} MB of {total:,.1f} MB of weights."
+            f"{loaded_bytes:,.1f} MB of {total:,.1f} MB of weights."
         )

@@ -54,8 +54,8 @@ def tune_kernels(*, rounds: int = 15, as_json: Json = False) -> None:
         table.add_column(heading, justify="right" if "than" in heading else "left")
     for name, variants in gains.items():
         for variant, types in variants.items():
-            for dtype, one in types.items():
-                table.add_row(name, variant, dtype, *(f"{one[form]:.2f}" for form in ("eager", "compiled")))
+            for dtype, gain in types.items():
+                table.add_row(name, variant, dtype, *(f"{gain[form]:.2f}" for form in ("eager", "compiled")))
     console = Console()
     console.print(table)
     console.print(f"plan.fuse=auto takes what is {LEAST_GAIN} times as fast, or more.", soft_wrap=True)

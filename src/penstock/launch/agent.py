@@ -100,17 +100,17 @@ class Life:
         if self.requests.signal is signal.SIGINT:
             saved = [f for f in failures if f.code == ExitCode.INTERRUPTED and f.text]
             return Outcome(int(ExitCode.INTERRUPTED), order(saved))
-        own = judge(failures, stopping=self.requests.signal is not None)
-        if own.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
-            again = self._regrouping or self._goes_on_elsewhere()
-            return replace(own, regroup=again, final=not again)
+        verdict = judge(failures, stopping=self.requests.signal is not None)
+        if verdict.code == ExitCode.SAVED_REQUEUE and self.requests.signal is None:
+            goes_on = self._regrouping or self._goes_on_elsewhere()
+            return replace(verdict, regroup=goes_on, final=not goes_on)
         if self.assignment.nodes == 1:
-            return own
+            return verdict
         if failures and all(failure.consequence for failure in failures):
             # A lost node reports nothing; that it is lost is known only after a long enough silence.
             heard = self._hear(lambda outcome: not outcome.regroup, self.settings.lost_seconds)
-            return heard or own
-        return own
+            return heard or verdict
+        return verdict
 
     def _goes_on_elsewhere(self) -> bool:
         """Whether this node restarts although its ranks stopped: a stop request on any node stops the ranks of all."""

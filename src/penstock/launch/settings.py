@@ -109,8 +109,8 @@ def usable_cores() -> list[int]:
 def own_cores(rank: int, ranks: int) -> list[int]:
     """The cores that rank `rank` of this machine's `ranks` is bound to: adjacent ones, equally many per rank."""
     cores = usable_cores()
-    each = len(cores) // ranks
-    return cores[rank * each : (rank + 1) * each]
+    share = len(cores) // ranks
+    return cores[rank * share : (rank + 1) * share]
 
 
 def _number(option: str, text: str, words: str) -> int:

@@ -128,7 +128,7 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
         "fused": case.fused,
         "fused_compiled": torch.compile(case.fused, dynamic=False),
     }
-    inputs = [one.requires_grad_() for one in case.inputs(dtype)]
+    inputs = [tensor.requires_grad_() for tensor in case.inputs(dtype)]
     gradients: list[Tensor] | None = None
     taken: dict[str, list[float]] = {name: [] for name in forms}
     for number in range(-WARM_UP, rounds):
@@ -137,7 +137,7 @@ def measure(case: Case, dtype: torch.dtype, rounds: int) -> KernelTime:
             out = forms[name](*inputs)
             outs = out if isinstance(out, tuple) else (out,)
             if gradients is None:
-                gradients = [torch.randn_like(one) for one in outs]
+                gradients = [torch.randn_like(tensor) for tensor in outs]
             torch.autograd.grad(outs, inputs, gradients)
             if number >= 0:
                 taken[name].append(time.process_time() - start)
@@ -176,9 +176,9 @@ def measure_all(
 def gains_of(times: list[KernelTime]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
     """The table that `penstock.config.gains` stores: the geometric mean over sizes for each variant and type."""
     table: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for key in dict.fromkeys((one.operator, one.variant, one.dtype) for one in times):
+    for key in dict.fromkeys((timed.operator, timed.variant, timed.dtype) for timed in times):
         name, variant, dtype = key
-        every = [one.gains for one in times if (one.operator, one.variant, one.dtype) == key]
+        every = [timed.gains for timed in times if (timed.operator, timed.variant, timed.dtype) == key]
         table.setdefault(name, {}).setdefault(variant, {})[dtype] = {
             form: round(math.exp(statistics.fmean(math.log(gains[form]) for gains in every)), 3)
             for form in every[0]

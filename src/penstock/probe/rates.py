@@ -249,8 +249,8 @@ def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
     for _ in range(TURNS):
         longer -= products.seconds(MEETINGS)
         longer += products.seconds(MEETINGS, lambda: distributed.all_reduce(few, group=group))
-    each = float(_summed(torch.tensor(longer, dtype=torch.float64, device=device)))
-    return max(0.0, each / (distributed.get_world_size() * TURNS * MEETINGS))
+    total = float(_summed(torch.tensor(longer, dtype=torch.float64, device=device)))
+    return max(0.0, total / (distributed.get_world_size() * TURNS * MEETINGS))
 
 
 class _Products:

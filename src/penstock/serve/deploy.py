@@ -243,18 +243,19 @@ def _replicas(
     if not counts:
         return
     mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
-    each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
+    per_token, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     longest, recorded = Limits(context=context).blocks(context), serving.steps == "recorded"
-    text = recorded_bytes(model, serving, context) if recorded else each * mean
+    text = recorded_bytes(model, serving, context) if recorded else per_token * mean
     slots = min(SLOTS[0], max(1, int(room / text))) if text else SLOTS[0]
-    capacity = slots * longest if recorded else int(min(1 << 30, max(0.0, room) / each if each else 1 << 30))
+    paged = max(0.0, room) / per_token if per_token else 1 << 30
+    capacity = slots * longest if recorded else int(min(1 << 30, paged))
     plain = Layout(
         type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=capacity, context=context,
         memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=serving.spare, uneven=serving.uneven,
         assumption=assumption(machine, stored_on(machine, serving.weights)), steps=serving.steps,
     )  # fmt: skip
-    if room < (text if recorded else each * longest):
-        needs = plain.memory_bytes + each * context
+    if room < (text if recorded else per_token * longest):
+        needs = plain.memory_bytes + per_token * context
         yield replace(
             plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
         )
@@ -344,7 +345,8 @@ def server_command(config: DeployConfig, machine: Machine, layout: Layout) -> li
     """The command of our own server for one replica of a layout; empty without weights, or if it cannot run it."""
     assert config.model is not None
     # Each rank of our server needs whole KV heads.
-    whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
+    layers = (layer for stack in stacks(config.model) for layer in stack.kinds)
+    whole_heads = all(layer.kv_heads % layout.tp == 0 for layer in layers)
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     runs = machine.device != "other" and layout.pp == 1 and split and layout.type in SERVED
     if config.weights is None or not runs:

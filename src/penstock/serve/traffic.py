@@ -177,20 +177,24 @@ class Served:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
-        span = max((each.last for each in outcomes), default=0.0) - min(
-            (each.at for each in outcomes), default=0.0
+        span = max((outcome.last for outcome in outcomes), default=0.0) - min(
+            (outcome.at for outcome in outcomes), default=0.0
         )
-        tokens = sum(each.tokens for each in outcomes)
+        tokens = sum(outcome.tokens for outcome in outcomes)
         return cls(
             requests=len(outcomes) + refused,
             refused=refused,
             seconds=span,
             tokens_per_second=tokens / span if span > 0 else 0.0,
-            first_token=Spread.of([each.first - each.at for each in outcomes]),
+            first_token=Spread.of([outcome.first - outcome.at for outcome in outcomes]),
             per_token=Spread.of(
-                [(each.last - each.first) / (each.tokens - 1) for each in outcomes if each.tokens > 1]
+                [
+                    (outcome.last - outcome.first) / (outcome.tokens - 1)
+                    for outcome in outcomes
+                    if outcome.tokens > 1
+                ]
             ),
-            latency=Spread.of([each.last - each.at for each in outcomes]),
+            latency=Spread.of([outcome.last - outcome.at for outcome in outcomes]),
         )
 
 
@@ -300,12 +304,12 @@ def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, floa
     if not turn.decode:
         return 1, seconds
     cached = max(job.prompt + job.made for job in turn.decode)
-    each = costs.decode(rows, cached)
+    step_seconds = costs.decode(rows, cached)
     if turn.reads:
-        return 1, seconds + each
+        return 1, seconds + step_seconds
     steps = min(job.max_tokens - job.made for job in turn.decode)
-    if until < math.inf and each > 0:
-        steps = max(1, min(steps, math.ceil(until / each)))
+    if until < math.inf and step_seconds > 0:
+        steps = max(1, min(steps, math.ceil(until / step_seconds)))
     return steps, steps * costs.decode(rows, cached + (steps - 1) / 2)
 
 

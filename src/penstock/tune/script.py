@@ -143,9 +143,9 @@ class ScriptContender:
 
     def lengthen(self) -> None:
         """Make further steps, up to the number over which losses are compared, if time allows."""
-        made = self.process.steps
+        steps_made = self.process.steps
         affordable = int(LOSS_SHARE * self.script.config.budget / self.step_seconds)
-        wanted = int(min(LOSS_STEPS - made, affordable, self.script.length - made - 1))
+        wanted = int(min(LOSS_STEPS - steps_made, affordable, self.script.length - steps_made - 1))
         if wanted > 0:
             try:
                 self.process.turn(wanted)

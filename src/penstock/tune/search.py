@@ -197,14 +197,14 @@ class _Tuning(Course):
 
     def _report(self, greedy: Greedy, control: Control | None) -> LadderReport:
         attempts = [*greedy.attempts.values()]
-        kept = [a for a in attempts if a.paid and a.rung.searched]
+        paid = [a for a in attempts if a.paid and a.rung.searched]
         offered = [a for a in attempts if a.paid and not a.rung.searched]
         # Recommend only settings that all rounds together show to be faster, and no part that was not raced again.
-        path = kept if kept and self.arena.faster(kept[-1].setting, self.first) else []
+        path = paid if paid and self.arena.faster(paid[-1].setting, self.first) else []
         same = path[-1].setting if path else self.first
         fastest = greedy.best if offered and self.arena.faster(greedy.best, same) else None
         names, more = _names(path), _names(offered if fastest else [])
-        order = dict.fromkeys([*_names(kept), *_names(offered), *greedy.attempts])
+        order = dict.fromkeys([*_names(paid), *_names(offered), *greedy.attempts])
         results = greedy.results(order, carried=[*names, *more])
         if late := [result.title for result in results if result.status == "not run"]:
             longer = 2 * math.ceil(self.budget)

@@ -125,8 +125,8 @@ class ScriptSwitches:
         apply(model, setup, "compile")
         if "host_memory" in named:
             set_host_memory(keep=plan.host_memory == "keep")
-        own = [name for name in APPLIED if name in named and name not in PRECISION]
-        return [word for word in self.line.split() if word.partition("=")[0] in own]
+        fields = [name for name in APPLIED if name in named and name not in PRECISION]
+        return [word for word in self.line.split() if word.partition("=")[0] in fields]
 
     def remove(self) -> None:
         """Undo the settings that apply to the whole process."""

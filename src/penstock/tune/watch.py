@@ -304,8 +304,8 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
     def loss(model: nn.Module, call: tuple[Any, Any]) -> Tensor:
         out = model(*call[0], **call[1])
         floats = [t for t in tensors(out) if t.is_floating_point() and t.requires_grad]
-        own = getattr(out, "loss", None)
-        scalars = [own] if isinstance(own, Tensor) else [t for t in floats if t.numel() == 1]
+        output_loss = getattr(out, "loss", None)
+        scalars = [output_loss] if isinstance(output_loss, Tensor) else [t for t in floats if t.numel() == 1]
         return scalars[-1] if scalars else floats[0].float().mean()
 
     try:

@@ -323,7 +323,7 @@ STEPS = (
     ApplyStep(
         "split", _split, (TRAINING, INFERENCE), settings=("tp", "sp", "ep", "tp_overlap"),
         when=lambda s: s.dims.tp > 1 or (s.purpose == TRAINING and s.dims.ep > 1),
-        why="On the host, so that of what is split each device gets its part alone.",
+        why="On the host, so that each device receives only its part of a split layer.",
     ),
     ApplyStep(
         "freeze", lambda model, s: freeze(model, s.recipe.freeze), (TRAINING,),

@@ -216,7 +216,7 @@ def _averages(
 
 
 def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:
-    """The loss; if it compares samples, it is wrapped to compare those of all ranks."""
+    """The loss; if it compares samples, it is wrapped to compare the samples of all ranks."""
     if isinstance(loss, Embedding) and plan.dp != plan.gpus:
         raise ConfigError(
             "The task embedding compares the texts of all ranks, so each rank must have texts of its own and the whole "

@@ -209,7 +209,7 @@ def test_the_command_line_writes_a_grid_and_a_folder(
     said = capsys.readouterr().out
     assert "4 images" in said
     assert f"steps of dpm: {grid} and {out}\n" in said
-    assert "3 ranges of time" in said
+    assert "3 ranges of timesteps" in said
     expected = pixels_of(ImageGenerator(folder).sample([3, 3, 7, 7], steps=3, seed=5, guidance=2.0))
     assert (read(grid) == grid_of(expected, 2)[..., 0]).all()
     names = sorted(file.relative_to(out).as_posix() for file in out.rglob("*.png"))

@@ -1,4 +1,4 @@
-"""Whether another user may have written files that are run or believed, such as compiled kernels and measurements in a
+"""Whether another user may have written files that are run or trusted, such as compiled kernels and measurements in a
 cache. Like ssh with its own files, only files that nobody but this user and root can write are trusted."""
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
         return {"problem": f"{problem}".rstrip(".")}
     if len(text) > TEXT_CHARACTERS:
         return {
-            "problem": f"it makes a text of {len(text):,} characters, of which {TEXT_CHARACTERS:,} are taken"
+            "problem": f"it makes a text of {len(text):,} characters, and at most {TEXT_CHARACTERS:,} are accepted"
         }
     return {"text": text}
 

@@ -43,7 +43,7 @@ class Bounds:
 SETTINGS = Bounds()
 """Limits of files that people write."""
 YAML = Bounds(bytes=1 << 16, values=10_000)
-"""The most of any YAML, whose parser is written in Python: 30,000 values take it two seconds."""
+"""Limits of YAML, whose parser is written in Python: 30,000 values take it two seconds."""
 
 Language = Literal["JSON", "TOML", "YAML"]
 _LANGUAGES: dict[str, Language] = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}
@@ -164,7 +164,7 @@ class _Examination:
 def control_character(text: str, *, halves_only: bool = False) -> str | None:
     """The first character of `text` that controls a terminal or has no place in UTF-8, in words; None without one.
 
-    Tabs and ends of lines are not meant. With `halves_only`, those of the second kind alone are.
+    Tabs and line ends are allowed. With `halves_only`, only characters without a place in UTF-8 are found.
     """
     # Only what is not printable can be one, and asking for that is quick.
     if text.isprintable() or (match := re.search(_HALF if halves_only else _CONTROL, text)) is None:

@@ -40,7 +40,7 @@ def configured(
     `positional` names a setting that may also be the first argument. `flags` are settings that are true where they are
     named; other booleans take a value. `aliases` are other prefixes of options, separated by spaces. With `first`,
     `--help` lists these settings alone, and `--help-all` the others too. `--help` does not list settings of families
-    other than the default's, which are as many again.
+    other than the default's, which would double the page.
 
     The function is called with the loaded configuration, the words after the positional setting if it takes any
     (`*words`), and its own options by keyword. A `loader` has the arguments of `penstock.config.load.load`, for verbs

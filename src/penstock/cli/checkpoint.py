@@ -115,7 +115,7 @@ def export_(
 ) -> None:
     """Write weights as a Hugging Face folder.
 
-    The weights are those of a checkpoint; the folder gets safetensors and config.json.
+    The folder gets a checkpoint's weights as safetensors, and config.json.
 
     Parameters
     ----------
@@ -133,8 +133,8 @@ def export_(
     shard_gb
         The size in GB above which the weights are split into several files with an index, as transformers does.
     branch
-        The branch of a model with several, `understanding` or `generating`, that is written alone, as an encoder or a
-        decoder of transformers; of two heads it keeps that for words.
+        Write only this branch of a model with several, `understanding` or `generating`, as an encoder or a decoder of
+        transformers. If the branch has two heads, the one for words is kept.
     adapter
         Write the adapters of a run with `recipe.lora` alone, as peft reads them, and not merged into the weights.
     """

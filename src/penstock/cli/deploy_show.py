@@ -21,9 +21,9 @@ LEGEND = (
 )
 
 STEPS = {
-    "device": "Steps are those of a server that records its steps, as vLLM does: the device's work alone.",
-    "launched": "Steps of the choice are those of penstock.sh, whose operators Python launches one by one.",
-    "recorded": "Steps of the choice are those of penstock.sh, which records them (--compile whole --cache slots).",
+    "device": "Predicted for a server that records its steps, as vLLM does, so that only the device's work takes time.",
+    "launched": "The choice is predicted for penstock.sh, where Python launches the operators one by one.",
+    "recorded": "The choice is predicted for penstock.sh, which records its steps (--compile whole --cache slots).",
 }
 
 

@@ -24,8 +24,8 @@ def evaluate(
     """Measure a trained model: every metric of its task.
 
     For classes these are accuracy, precision, recall and F1 of each, and the confusion matrix; for texts perplexity,
-    chrF and BLEU; for preferences the share of pairs won. The data are those of the run, unless --data names others,
-    whose classes are matched by their names.
+    chrF and BLEU; for preferences the share of pairs won. The data set is the run's, unless --data names
+    another, whose classes are matched by name.
 
         penstock evaluate runs/digits
         penstock evaluate runs/flowers --data imagefolder:/data/other --split all

@@ -23,7 +23,7 @@ def export(
 ) -> None:
     """Write a model for other programs: ONNX, CTranslate2, torch, transformers.
 
-    What is written is run once. Ends with code 6 if its outputs differ from MODEL's by more than TYPE rounds.
+    The written model is run once. Ends with code 6 if its outputs differ from MODEL's by more than TYPE rounds.
 
         penstock export runs/vit-digits/export out --to onnx
 
@@ -36,14 +36,14 @@ def export(
     to
         `onnx`: model.onnx, run in ONNX Runtime. `onnx-cache`: for generating, with keys and values passed in and out.
         `transformers`: a folder of transformers; layers of a pruned model are padded with zeros up to the widest, and
-        weights of a quantised one are the values that they stand for. `ctranslate2`: a folder of CTranslate2.
+        weights of a quantised model are dequantised. `ctranslate2`: a folder of CTranslate2.
         `torch`: model.pt2, for torch.export.load. `aoti`: compiled.pt2, machine code by AOTInductor.
         `compressed-tensors`: a folder of transformers with the integers of a quantised model. `gguf`: model.gguf, for
         llama.cpp.
     type
         Type of the weights of `ctranslate2` and `gguf`. bf16, fp16 and int8 change results.
     head
-        Write the output of this head, of a model with several; may be repeated. By default all, each by its name.
+        Write only the output of this head of a model with several; may be repeated. By default all, each by its name.
     """
     from penstock.compress.pad import write_transformers
     from penstock.export.export import export as write

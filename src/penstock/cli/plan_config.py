@@ -30,11 +30,11 @@ class PlanConfig(Checked):
     hub, or `timm:NAME`. `--model.NAME` changes a field of it, such as `--model.sequence 8192`;
     docs/reference/settings.md lists them."""
     name: FilledText | None = None
-    """Name of the model in what is printed; that of its folder or preset if omitted."""
+    """Name of the model in the output; by default that of its folder or preset."""
     machine: FilledText = "h100"
     """Name of a known machine, or a file that probe wrote."""
     against: FilledText | None = None
-    """A second machine: the best layout on as many of its devices is shown beside the best."""
+    """A second machine: the best layout on the same number of its devices is shown beside the best."""
     gpus: Annotated[int, Range(1, 1 << 24)] | None = None
     """Number of devices; 8 if omitted."""
     global_batch: Count | None = None
@@ -48,9 +48,9 @@ class PlanConfig(Checked):
     price: NotNegative | None = None
     """Price of one device hour: gives the cost."""
     against_price: NotNegative | None = None
-    """Price of one device hour of --against; that of --price if omitted."""
+    """Price of one device hour of --against; by default that of --price."""
     grams_per_kwh: NotNegative | None = None
-    """Grams of CO₂ emitted for each kilowatt hour: gives those of the run."""
+    """Grams of CO₂ emitted per kilowatt hour: gives the emissions of the run."""
     base: str | None = None
     """Fixed settings, as a Plan line; the rest is searched. A line without a precision gets the planner's own."""
     explain: str | None = None
@@ -137,7 +137,7 @@ class PlanConfig(Checked):
 
     @property
     def called(self) -> str:
-        """The model's name in what is printed."""
+        """The model's name in the output."""
         return self.name or ("" if self.model is None else title(self.model))
 
     @property
@@ -148,7 +148,7 @@ class PlanConfig(Checked):
     def samples(self) -> float | None:
         """Samples of the whole run, or None if its length is not given.
 
-        A sample counts for as many tokens as in tokens per second: of an encoder–decoder the decoder's.
+        A sample has the same number of tokens as in tokens per second: for an encoder–decoder, the decoder's.
         """
         from penstock.planner.operators import counted_tokens
 

@@ -29,8 +29,8 @@ def sample(
 ) -> None:
     """Make images with a trained diffusion model.
 
-    The images go to --grid, to --out, or to both. If a model has separate experts for each range of time, those of one
-    range are loaded at a time.
+    The images go to --grid, to --out, or to both. If a model has separate experts for each range of timesteps, the
+    experts of one range are loaded at a time.
 
         penstock sample runs/digits --count 4 --grid digits.png
     """
@@ -59,6 +59,6 @@ def sample(
     if generator.opened:
         loaded_bytes, total = (size / 1e6 for size in generator.bytes)
         print(
-            f"{len(generator.ranges)} ranges of time have experts of their own, and those of one are loaded at a time: "
+            f"{len(generator.ranges)} ranges of timesteps have separate experts, loaded one range at a time: "
             f"{loaded_bytes:,.1f} MB of {total:,.1f} MB of weights."
         )

@@ -42,10 +42,10 @@ _TYPES: tuple[tuple[str, torch.dtype, Matmul], ...] = (
 """A type's name, what operands are stored in, and the setting of fp32 products."""
 _ROWS, _WIDTH = 512, 384
 _SCORES = ((12608, 16), (1024, 197), (100, 2017))
-"""Rows of softmax and their length: numbers of short ones take longer, most of all in half types, whose vectors they
-do not fill."""
+"""Rows of softmax and their length: an element of a short row takes longer, most of all in half types, whose vector
+registers such a row does not fill."""
 _FUSED: tuple[Mlp, ...] = ("gelu", "gelu_tanh", "silu")
-"""Activations that take longer than their numbers move, as `plan.fuse` computes them."""
+"""Activations that take longer to compute than to move, as `plan.fuse` computes them."""
 _LAYERS = 8
 _OPERATORS_PER_LAYER = 8
 """Operators as the planner counts them: a norm and its gradient, a linear layer and its three gradients, GELU and its

@@ -53,18 +53,17 @@ _CUDA_QUICK = ("square", "mlp in", "mlp out", "square half")
 _LOAD_SECONDS = 60.0
 """Time after which a GPU's clock has settled under its power limit."""
 _STORED_ROWS, _STORED_ROWS_QUICK = (1, 8, 128, 1024), (1, 8, 128)
-"""Rows of inputs of layers that store their weights: of generated tokens, and of whole texts and images."""
+"""Rows of inputs of layers that store their weights: generated tokens, and whole texts and images."""
 _STORED_WIDTHS, _STORED_WIDTHS_QUICK = (384, 768), (768,)
-"""Widths of models. Of each a layer has as many outputs as inputs, one four times as many, and one as many from four
-times the inputs."""
+"""Widths of models. Three layers of each width are measured: to the same width, to four times the width, and back."""
 _READ_SIDE, _READ_BYTES = 2048, 1 << 28
-"""Inputs and outputs of layers whose weights are read from memory, and bytes of all of them."""
+"""Inputs and outputs of layers whose weights are read from memory, and the bytes of all their weights."""
 # The first product of each type. A CPU without units for a type can be hundreds of times slower in it, so that large
 # shapes would take minutes. This product predicts which ones would take too long, and they are left out. It runs on a
 # single thread, because a busy neighbour can slow short products on several threads a hundredfold.
 _FIRST_SHAPE: Shape = (256, 256, 256)
 _CUDA_FIRST_SHAPE: Shape = (2048, 2048, 2048)
-"""A GPU's must take long beside its launch, whose time would otherwise pass for the product's."""
+"""On a GPU the product must take long compared with its launch, or the launch would be measured instead."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,8 @@ def _waits(device: torch.device) -> float:
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median time of one `call` over about `budget` seconds, at least three times, after a warm-up: what a step gets
-    where other guests of a host come and go."""
+    """Median time of one `call` over about `budget` seconds, at least three times, after a warm-up: what a step
+    takes while other guests of the host come and go."""
     sharing = _sharing.get()
     if sharing:
         distributed.barrier()

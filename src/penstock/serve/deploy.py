@@ -125,11 +125,11 @@ def explore(
 
     Raises ConfigError if prompts and answers are longer than the model's positions, or the model cannot be served.
     """
-    context = max(arrival.prompt + arrival.made for arrival in arrivals)
+    context = max(arrival.prompt + arrival.answer for arrival in arrivals)
     if model.graph.vision:
         raise ConfigError("A vision model reads images, not tokens; penstock deploy is for text models.")
     if not model.graph.generates:
-        arrivals = [arrival._replace(made=1) for arrival in arrivals]
+        arrivals = [arrival._replace(answer=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
     most = min(learned, default=context)
     if context > most:
@@ -242,7 +242,7 @@ def _replicas(
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
+    mean = sum(arrival.prompt + arrival.answer for arrival in arrivals) / len(arrivals)
     per_token, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     longest, recorded = Limits(context=context).blocks(context), serving.steps == "recorded"
     text = recorded_bytes(model, serving, context) if recorded else per_token * mean
@@ -295,8 +295,8 @@ def _replicas(
 
 def _alone(request: Arrival, costs: StepCosts) -> float:
     """Seconds that a request takes on an idle server."""
-    last = request.made - 1
-    decoded = last * costs.decode(1, request.prompt + request.made / 2) if last > 0 else 0.0
+    last = request.answer - 1
+    decoded = last * costs.decode(1, request.prompt + request.answer / 2) if last > 0 else 0.0
     return costs.request + costs.prefill(request.prompt) + decoded
 
 

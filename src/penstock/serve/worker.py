@@ -148,7 +148,7 @@ class Worker:
             if finished:
                 self._drop(number)
         if pieces:
-            self.link.send(made=pieces)
+            self.link.send(pieces=pieces)
         if self.opened.experts is not None and (state := self.opened.experts()) is not None:
             self.link.send(experts=state)
 

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.boundary.files import own_file, write_text
 from penstock.cli._app import configured, load_or_described
 from penstock.config.convert import plain
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import load_machine
 from penstock.errors import ConfigError, ExitCode
 from penstock.serve.settings import DeployConfig
 
@@ -33,7 +33,12 @@ def deploy(config: DeployConfig) -> int:
     from penstock.serve.deploy import explore, server_command
     from penstock.serve.traffic import requests_of
 
-    machine = _machine(config.machine)
+    if config.machine == "here":
+        from penstock.probe import machine_for
+
+        machine = machine_for()
+    else:
+        machine = load_machine(config.machine)
     arrivals = requests_of(config.requests, config.count, lasting=config.lasting, seed=config.seed)
     result = explore(config.model, machine, arrivals, config)
     command = [] if result.choice is None else server_command(config, machine, result.choice)
@@ -52,11 +57,3 @@ def deploy(config: DeployConfig) -> int:
         if command and config.output is not None:
             print(f"written: {config.output}/penstock.sh")
     return int(ExitCode.DONE if result.choice is not None else ExitCode.OUT_OF_MEMORY)
-
-
-def _machine(name: str) -> Machine:
-    if name == "here":
-        from penstock.probe import machine_for
-
-        return machine_for()
-    return load_machine(name)

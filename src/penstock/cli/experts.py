@@ -73,7 +73,7 @@ def experts(
         Write a page with the tables of layers and labels to this file.
     """
     from penstock.boundary.files import write_text
-    from penstock.cli.place_experts import place_layers, read_placements, room_of
+    from penstock.cli.place_experts import place_layers, placement_tables, read_placements, room_of
     from penstock.planner.loads import loads_page, loads_table, read_loads
     from penstock.report.page import plain_console, terminal_table
 
@@ -84,30 +84,18 @@ def experts(
     if problems := list(placing.problems()):
         raise ConfigError(problems)
     record = read_loads(run)
+    placed: dict[str, Any] | None = None
     if html is not None:
         write_text(html, loads_page(record))
     if placing.place:
         before = None if placing.before is None else read_placements(placing.before)
         room = room_of(placing.place)
         placed = place_layers(record, room, before=before, moves=placing.moves, target=placing.target)
-        _show(placed, as_json=as_json)
-    elif as_json:
-        print(record.to_json())
+    if as_json:
+        print(record.to_json() if placed is None else json.dumps(placed))
     elif csv:
         print(record.to_csv(), end="")
     else:
         console = plain_console()
-        console.print(terminal_table(loads_table(record), console.width))
-
-
-def _show(placements: dict[str, Any], *, as_json: bool) -> None:
-    from penstock.cli.place_experts import devices_table, placements_table
-    from penstock.report.page import plain_console, terminal_table
-
-    if as_json:
-        print(json.dumps(placements))
-        return
-    console = plain_console()
-    for name, layer in placements["layers"].items():
-        console.print(terminal_table(devices_table(name, layer), console.width))
-    console.print(terminal_table(placements_table(placements), console.width))
+        for section in [loads_table(record)] if placed is None else placement_tables(placed):
+            console.print(terminal_table(section, console.width))

@@ -78,8 +78,8 @@ def read_placements(path: Path) -> dict[str, Placement]:
         ) from None
 
 
-def placements_table(placements: Mapping[str, Any]) -> Section:
-    """A row for each layer."""
+def placement_tables(placements: Mapping[str, Any]) -> list[Section]:
+    """The experts of each device, for each layer; and a row for each layer."""
     target = placements["target"]
     reaching = "" if target is None else f"slots for {target:g}"
     heads = ("layer", "slots", "largest over mean", "next window", "bound", reaching, "moved")
@@ -93,10 +93,11 @@ def placements_table(placements: Mapping[str, Any]) -> Section:
         )  # fmt: skip
         rows.append(("", [Cell(text, words=place_ == 0) for place_, text in enumerate(cells)]))
     columns = [Cell(head, words=place_ == 0, rank=place_) for place_, head in enumerate(heads)]
-    return Section(title="Placement", columns=columns, rows=rows)
+    devices = [_devices_table(name, layer) for name, layer in placements["layers"].items()]
+    return [*devices, Section(title="Placement", columns=columns, rows=rows)]
 
 
-def devices_table(name: str, layer: Mapping[str, Any]) -> Section:
+def _devices_table(name: str, layer: Mapping[str, Any]) -> Section:
     """The experts of each device of a layer."""
     rows = [
         ("", [Cell(str(device)), Cell(", ".join(map(str, experts)), words=True)])

@@ -96,6 +96,12 @@ class PlanConfig(Checked):
         return unevenness(read_loads(Path(self.loads)), experts)
 
     @property
+    def planned(self) -> ModelConfig:
+        """The model; `check` has found that there is one."""
+        assert self.model is not None
+        return self.model
+
+    @property
     def laws(self) -> bool:
         """Whether the scaling laws are to be shown, instead of planning a model."""
         return self.compute is not None or self.budget_gpu_hours is not None

@@ -14,9 +14,8 @@ from penstock.report.units import GIB, duration
 
 def show_climb(config: PlanConfig, machine: Machine) -> None:
     """Show rung by rung how much faster training gets on a machine, and which part of the whole gain each rung has."""
-    assert config.model is not None
     gpus = config.gpus or 1
-    rungs = predicted_climb(config.model, machine, gpus=gpus, global_batch=config.global_batch)
+    rungs = predicted_climb(config.planned, machine, gpus=gpus, global_batch=config.global_batch)
     if config.json:
         climb = [plain(rung) | {"plan": rung.prediction.plan.line()} for rung in rungs]
         data = {"model": config.called, "machine": machine.name, "gpus": gpus, "rungs": climb}

@@ -40,7 +40,6 @@ Sides = dict[str, tuple[Prediction, dict[str, float]]]
 
 def explain_lines(config: PlanConfig, machine: Machine) -> None:
     """Explain one layout in sentences; or show the best layout that each line allows beside the best of all."""
-    assert config.model is not None
     assert config.explain is not None
     lines = {line.strip(): with_base(config.base, line.strip()) for line in config.explain.split("|")}
     first, *more_lines = lines.values()
@@ -56,26 +55,23 @@ def explain_lines(config: PlanConfig, machine: Machine) -> None:
         }
         print(json.dumps(data, indent=1))
         return
-    print("\n".join(explain(config.model, machine, choice.best.plan, config.uneven())))
+    print("\n".join(explain(config.planned, machine, choice.best.plan, config.uneven())))
     _notes(plain_console(), config, machine, choice)
 
 
 def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -> BestLayout:
-    assert config.model is not None
     batch = config.global_batch
     if line is not None and not is_layout(line, gpus):
-        base = base_of(line, config.model, machine, gpus)
+        base = base_of(line, config.planned, machine, gpus)
         option = "--base" if config.explain is None else "--explain"
         batch = check_base(base.plan, base.fixed, gpus, batch, option)
     return answer(
-        config.model, machine, gpus, line, global_batch=batch, uneven=config.uneven(), name=config.called
+        config.planned, machine, gpus, line, global_batch=batch, uneven=config.uneven(), name=config.called
     )
 
 
 def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> None:
     """The best layout of each line, by what was asked for, beside the best of all."""
-    model = config.model
-    assert model is not None
     named_lines = {BEST: config.base, **lines}
     choices = {name: _answer(config, machine, line, config.devices) for name, line in named_lines.items()}
     best = choices[BEST]
@@ -89,7 +85,7 @@ def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> 
     console = plain_console()
     console.print(f"{config.called}, the best layout of all beside the best with other settings:")
     sides = {name: (choice.best, costs_of(config, choice.best, machine)) for name, choice in choices.items()}
-    console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))
+    console.print(terminal_table(beside(sides, vision=config.planned.graph.vision), console.width))
     for name, choice in choices.items():
         console.print(f"{name}: {choice.best.plan.line()}", soft_wrap=True)
         if choice is not best:
@@ -100,8 +96,7 @@ def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> 
 
 def search_all(config: PlanConfig, machine: Machine) -> None:
     """Search all layouts; show the fastest, explain them, and write them to the files that the settings name."""
-    model, gpus = config.model, config.devices
-    assert model is not None
+    model, gpus = config.planned, config.devices
     choice = _answer(config, machine, config.base, gpus)
     result = choice.result
     if config.run:
@@ -120,19 +115,16 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
         )
     sides = {machine.name: (choice.best, costs_of(config, choice.best, machine))}
     if config.against is not None:
-        sides |= _against(config, load_machine(config.against))
+        against = load_machine(config.against)
+        best = _answer(config, against, config.base, gpus).best
+        sides |= {against.name: (best, costs_of(config, best, against, config.against_price))}
     if config.html is not None:
-        write(config.html, plan_page(config, machine, result, levers, base, sides))
+        write_text(config.html, plan_page(config, machine, result, levers, base, sides))
+        print(f"written: {config.html}", file=sys.stderr)
     if config.json:
         print(json.dumps(as_data(config, machine, choice, levers, sides), indent=1))
     else:
         _show(config, machine, choice, levers if config.sensitivity else [], sides)
-
-
-def _against(config: PlanConfig, machine: Machine) -> Sides:
-    """The best layout on the machine of --against, with what it costs there."""
-    best = _answer(config, machine, config.base, config.devices).best
-    return {machine.name: (best, costs_of(config, best, machine, config.against_price))}
 
 
 def _question(config: PlanConfig, machine: Machine, gpus: int, choice: BestLayout) -> dict[str, Any]:
@@ -146,17 +138,15 @@ def _question(config: PlanConfig, machine: Machine, gpus: int, choice: BestLayou
 
 def _lengths_line(config: PlanConfig) -> str:
     """A line on the tokens of a sample, where a file says only how many the model can have; empty for a preset."""
-    assert config.model is not None
-    if config.name is None or config.model.graph.vision:
+    if config.name is None or config.planned.graph.vision:
         return ""
-    tokens = " and ".join(f"{length:,}" for length in config.model.graph.lengths)
+    tokens = " and ".join(f"{length:,}" for length in config.planned.graph.lengths)
     return f"samples of {tokens} tokens; --model.sequence sets how many."
 
 
 def _loads_line(config: PlanConfig, plan: Plan) -> str:
     """A line on the loads of experts that were assumed; empty for a model without experts."""
-    assert config.model is not None
-    if not any(run.stack.mixes for run in config.model.graph.runs):
+    if not any(run.stack.mixes for run in config.planned.graph.runs):
         return ""
     if config.loads is None:
         return "experts: assumed to be visited evenly; --loads RUN reads a run's record instead."
@@ -165,13 +155,11 @@ def _loads_line(config: PlanConfig, plan: Plan) -> str:
 
 
 def as_data(
-    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever],
-    sides: Sides,
-) -> dict[str, Any]:  # fmt: skip
+    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever], sides: Sides
+) -> dict[str, Any]:
     """The answer as plain data, with units in the names."""
-    assert config.model is not None
     result = choice.result
-    runs = best_runnable(result, config.model, machine)
+    runs = best_runnable(result, config.planned, machine)
     compared = [_layout(layout, by_name) for layout, by_name in [*sides.values()][1:]]
     return {
         **_question(config, machine, choice.best.gpus, choice),
@@ -182,7 +170,7 @@ def as_data(
             for layout in result.predictions[: config.top or 10]
         ],
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
-        "run": [plain(way) for way in how_to_run(config.model, machine, choice.best.plan)],
+        "run": [plain(way) for way in how_to_run(config.planned, machine, choice.best.plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
@@ -213,11 +201,9 @@ def _notes(console: Console, config: PlanConfig, machine: Machine, choice: BestL
 
 
 def _show(
-    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever],
-    sides: Sides,
-) -> None:  # fmt: skip
-    model, best, result = config.model, choice.best, choice.result
-    assert model is not None
+    config: PlanConfig, machine: Machine, choice: BestLayout, levers: Sequence[Lever], sides: Sides
+) -> None:
+    model, best, result = config.planned, choice.best, choice.result
     console = plain_console()
     console.print(
         f"{config.called} ({best.parameters / 1e9:.3g} billion parameters) on {best.gpus} {machine.name}, "
@@ -257,9 +243,3 @@ def _show(
         console.print("what would help most:")
         for lever in levers:
             console.print(f"  {lever.gain:+.1%}  {lever.words}", soft_wrap=True)
-
-
-def write(path: str, text: str) -> None:
-    """Write `text`, and create the folders for it."""
-    write_text(path, text)
-    print(f"written: {path}", file=sys.stderr)

@@ -34,8 +34,7 @@ def plan_page(
 ) -> str:  # fmt: skip
     """The page as text. `base` is that of the search, because it is repeated for other numbers of devices; `sides` are
     layouts to compare, with their costs."""
-    model, best = config.model, result.predictions[0]
-    assert model is not None
+    model, best = config.planned, result.predictions[0]
     reasons = why_others_lose(model, machine, result, best, config.uneven())
     sections = [
         layouts(model, result, SHOWN),

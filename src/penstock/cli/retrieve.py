@@ -14,6 +14,8 @@ from penstock.cli.generate import input_texts
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
 
+_GRID = "Draw images that are answers here (PNG) as the model sees them, a row for each question."
+
 
 @configured(EncodeConfig, positional="model")
 def retrieve(
@@ -24,12 +26,7 @@ def retrieve(
     images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
     texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
     best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
-    grid: Annotated[
-        Path | None,
-        Parameter(
-            help="Draw images that are answers here (PNG) as the model sees them, a row for each question."
-        ),
-    ] = None,
+    grid: Annotated[Path | None, Parameter(help=_GRID)] = None,
 ) -> None:
     """Find texts or images by their likeness to a text or an image.
 
@@ -57,14 +54,8 @@ def retrieve(
         scores, places = near.topk(min(best, len(searched)), dim=1)
         if grid is not None:
             drawn = [searched[place] for place in places.flatten().tolist()]
-            write_bytes(
-                grid,
-                png(
-                    grid_of(
-                        pixels_of(read_images(embedder.model, drawn, white=embedder.white)), places.shape[1]
-                    )
-                ),
-            )
+            pixels = pixels_of(read_images(embedder.model, drawn, white=embedder.white))
+            write_bytes(grid, png(grid_of(pixels, places.shape[1])))
     for question, row, order in zip(text or image, scores.tolist(), places.tolist(), strict=True):
         for score, place in zip(row, order, strict=True):
             print(f"{question}\t{score:.4f}\t{searched[place]}")

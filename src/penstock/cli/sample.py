@@ -14,18 +14,15 @@ from penstock.cli._app import configured
 from penstock.config.sampling import SampleConfig
 from penstock.errors import ConfigError
 
+_OUT = "Write each image into a folder of its class inside this one, which `--data imagefolder:PATH` reads."
+
 
 @configured(SampleConfig, positional="model", aliases={"sampling.": ""})
 def sample(
     config: SampleConfig,
     *,
     grid: Annotated[Path | None, Parameter(help="Write all into this PNG file, a row of each class.")] = None,
-    out: Annotated[
-        Path | None,
-        Parameter(
-            help="Write each image into a folder of its class inside this one, which `--data imagefolder:PATH` reads."
-        ),
-    ] = None,
+    out: Annotated[Path | None, Parameter(help=_OUT)] = None,
 ) -> None:
     """Make images with a trained diffusion model.
 

@@ -23,7 +23,7 @@ def export(
 ) -> None:
     """Write a model for other programs: ONNX, CTranslate2, torch, transformers.
 
-    The written model is run once. Ends with code 6 if its outputs differ from MODEL's by more than TYPE rounds.
+    The written model is run once. Ends with code 6 if its outputs differ from MODEL's beyond the rounding of TYPE.
 
         penstock export runs/vit-digits/export out --to onnx
 

@@ -30,7 +30,7 @@ class PlanConfig(Checked):
     hub, or `timm:NAME`. `--model.NAME` changes a field of it, such as `--model.sequence 8192`;
     docs/reference/settings.md lists them."""
     name: FilledText | None = None
-    """Name of the model in the output; by default that of its folder or preset."""
+    """Name of the model in the output; by default the name of its folder or preset."""
     machine: FilledText = "h100"
     """Name of a known machine, or a file that probe wrote."""
     against: FilledText | None = None
@@ -48,7 +48,7 @@ class PlanConfig(Checked):
     price: NotNegative | None = None
     """Price of one device hour: gives the cost."""
     against_price: NotNegative | None = None
-    """Price of one device hour of --against; by default that of --price."""
+    """Price of one device hour of --against; by default the same as --price."""
     grams_per_kwh: NotNegative | None = None
     """Grams of CO₂ emitted per kilowatt hour: gives the emissions of the run."""
     base: str | None = None

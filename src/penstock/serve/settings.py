@@ -28,7 +28,7 @@ class DeployConfig(Checked):
     weights: FilledText | None = None
     """The folder of weights, for the script that is written; the model is read from it."""
     name: FilledText | None = None
-    """Name of the model in the output; by default that of its folder or preset."""
+    """Name of the model in the output; by default the name of its folder or preset."""
     machine: FilledText = "h100"
     """Name of a known machine, a file that probe wrote, or `here`."""
     gpus: FilledText = "1..8"
@@ -48,7 +48,7 @@ class DeployConfig(Checked):
     price: NotNegative | None = None
     """Price of one device hour: gives the cost of a million tokens."""
     count: Annotated[int, Range(10, 1_000_000)] | None = None
-    """Number of requests to simulate for a rate; by default those of ten times the time that one request may take."""
+    """Number of requests to simulate for a rate; by default as many as arrive in ten times the time that one request may take."""
     seed: Seed = 0
     """Seed of the arrival times of a rate's requests."""
     top: Count = 10

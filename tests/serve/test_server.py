@@ -570,7 +570,7 @@ def test_a_thousand_requests_at_twice_the_capacity(tmp_path: Path) -> None:
         )  # eight at a time, of twenty steps of four milliseconds and what surrounds them
         before = memory(running)
         found = asyncio.run(
-            replay(client, Rate(rate=2 * capacity, prompt=(4, 40), answer=(20, 20)).arrivals(1000))
+            replay(client, Rate(rate=2 * capacity, prompt=(4, 40), made=(20, 20)).arrivals(1000))
         )
         grown = memory(running) - before
         assert found.requests == 1000

@@ -232,7 +232,7 @@ class Backend:
             self.ready.set()
             self._held = dict(self._tickets)
             self._fill()
-        for number, tokens, finished, end in message.get("pieces", ()):
+        for number, tokens, finished, end in message.get("made", ()):
             self._tell(number, Event(tuple(tokens), finished, end), last=bool(finished))
         if "experts" in message:
             self._count(message["experts"])

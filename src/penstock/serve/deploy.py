@@ -125,11 +125,11 @@ def explore(
 
     Raises ConfigError if prompts and answers are longer than the model's positions, or the model cannot be served.
     """
-    context = max(arrival.prompt + arrival.answer for arrival in arrivals)
+    context = max(arrival.prompt + arrival.made for arrival in arrivals)
     if model.graph.vision:
         raise ConfigError("A vision model reads images, not tokens; penstock deploy is for text models.")
     if not model.graph.generates:
-        arrivals = [arrival._replace(answer=1) for arrival in arrivals]
+        arrivals = [arrival._replace(made=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
     most = min(learned, default=context)
     if context > most:
@@ -242,20 +242,19 @@ def _replicas(
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    mean = sum(arrival.prompt + arrival.answer for arrival in arrivals) / len(arrivals)
-    per_token, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
+    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
+    each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     longest, recorded = Limits(context=context).blocks(context), serving.steps == "recorded"
-    text = recorded_bytes(model, serving, context) if recorded else per_token * mean
+    text = recorded_bytes(model, serving, context) if recorded else each * mean
     slots = min(SLOTS[0], max(1, int(room / text))) if text else SLOTS[0]
-    paged = max(0.0, room) / per_token if per_token else 1 << 30
-    capacity = slots * longest if recorded else int(min(1 << 30, paged))
+    capacity = slots * longest if recorded else int(min(1 << 30, max(0.0, room) / each if each else 1 << 30))
     plain = Layout(
         type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=capacity, context=context,
         memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=serving.spare, uneven=serving.uneven,
         assumption=assumption(machine, stored_on(machine, serving.weights)), steps=serving.steps,
     )  # fmt: skip
-    if room < (text if recorded else per_token * longest):
-        needs = plain.memory_bytes + per_token * context
+    if room < (text if recorded else each * longest):
+        needs = plain.memory_bytes + each * context
         yield replace(
             plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
         )
@@ -295,8 +294,8 @@ def _replicas(
 
 def _alone(request: Arrival, costs: StepCosts) -> float:
     """Seconds that a request takes on an idle server."""
-    last = request.answer - 1
-    decoded = last * costs.decode(1, request.prompt + request.answer / 2) if last > 0 else 0.0
+    last = request.made - 1
+    decoded = last * costs.decode(1, request.prompt + request.made / 2) if last > 0 else 0.0
     return costs.request + costs.prefill(request.prompt) + decoded
 
 
@@ -345,8 +344,7 @@ def server_command(config: DeployConfig, machine: Machine, layout: Layout) -> li
     """The command of our own server for one replica of a layout; empty without weights, or if it cannot run it."""
     assert config.model is not None
     # Each rank of our server needs whole KV heads.
-    layers = (layer for stack in stacks(config.model) for layer in stack.kinds)
-    whole_heads = all(layer.kv_heads % layout.tp == 0 for layer in layers)
+    whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     runs = machine.device != "other" and layout.pp == 1 and split and layout.type in SERVED
     if config.weights is None or not runs:

@@ -113,11 +113,11 @@ class Led(Ranks):
         return rank * self.engine.slots + slot
 
     def release(self, slot: int) -> None:
-        rank, own_slot = divmod(slot, self.engine.slots)
-        self._texts[rank][own_slot] = False
-        self._news.append((rank, own_slot))
+        rank, own = divmod(slot, self.engine.slots)
+        self._texts[rank][own] = False
+        self._news.append((rank, own))
         if rank == self.dims.data_rank:
-            self.engine.release(own_slot)
+            self.engine.release(own)
 
     def step(self, chunk: int | None = None) -> Sequence[SlotResult]:
         orders: list[tuple[Any, ...]] = []

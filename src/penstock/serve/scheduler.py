@@ -63,7 +63,7 @@ class Job:
     """Most tokens to generate."""
     read: int = 0
     """Number of the prompt's tokens that are in the cache."""
-    generated: int = 0
+    made: int = 0
     """Tokens generated so far."""
 
     @property
@@ -172,9 +172,9 @@ class Scheduler:
         """Report that a piece of a prompt is in the cache; the last piece has generated a token."""
         read.job.read = read.stop
         if read.stop >= read.job.prompt:
-            read.job.generated = 1
+            read.job.made = 1
 
     def has_made(self, job: Job, tokens: int = 1) -> bool:
         """Report generated tokens; return whether the job has reached its maximum. The caller removes finished jobs."""
-        job.generated += tokens
-        return job.generated >= job.max_tokens
+        job.made += tokens
+        return job.made >= job.max_tokens

@@ -306,8 +306,8 @@ class Service:
             self.backend.require_room(1)
         tickets = self._submit(wanted, prompts) if wanted.max_tokens != 0 else []
         texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
-        first = tickets[0].number if tickets else 0
-        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{first}-{int(time.time())}"
+        made = tickets[0].number if tickets else 0
+        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{made}-{int(time.time())}"
         head = {"id": number, "created": int(time.time()), "model": self.name}
         if wanted.stream:
             parts = self._parts(texts, wanted, prompts, head, kind)
@@ -317,7 +317,7 @@ class Service:
         await self._all(request, texts)
         of = [prompt for prompt in prompts for _ in range(wanted.best_of)]
         whole = [
-            Whole(prompt, text.ids, text.text, text.finished, text.end) for prompt, text in zip(of, texts)
+            Whole(prompt, made.ids, made.text, made.finished, made.end) for prompt, made in zip(of, texts)
         ]
         whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
         if wanted.scored:
@@ -325,7 +325,7 @@ class Service:
 
         def response() -> Response:
             chosen = answers.likeliest(whole, wanted)
-            choices = [answers.choice(i, text, kind, wanted, self.spelling) for i, text in enumerate(chosen)]
+            choices = [answers.choice(i, made, kind, wanted, self.spelling) for i, made in enumerate(chosen)]
             return JSONResponse(
                 {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
             )

@@ -28,7 +28,7 @@ class DeployConfig(Checked):
     weights: FilledText | None = None
     """The folder of weights, for the script that is written; the model is read from it."""
     name: FilledText | None = None
-    """Name of the model in the output; by default the name of its folder or preset."""
+    """Name of the model in the output; by default that of its folder or preset."""
     machine: FilledText = "h100"
     """Name of a known machine, a file that probe wrote, or `here`."""
     gpus: FilledText = "1..8"

@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
 
     at: float
     prompt: int
-    answer: int
+    made: int
 
 
 class Outcome(NamedTuple):
@@ -51,7 +51,7 @@ class Rate(Checked):
     """Requests per second, on average."""
     prompt: tuple[int, int]
     """Fewest and most tokens of a prompt; all numbers in between are equally likely."""
-    answer: tuple[int, int]
+    made: tuple[int, int]
     """Fewest and most tokens of an answer, in the same way."""
 
     @classmethod
@@ -81,14 +81,14 @@ class Rate(Checked):
                 problems.append(problem.sentence(f"{name}="))
         if problems:
             raise ConfigError([f"requests {quoted(text)}: {problem}" for problem in problems] + [_FORM])
-        return cls(rate=rate, prompt=lengths["in"], answer=lengths["out"])
+        return cls(rate=rate, prompt=lengths["in"], made=lengths["out"])
 
     def arrivals(self, count: int, *, seed: int = 0) -> list[Arrival]:
         """`count` requests, the same for the same seed."""
         draw = random.Random(seed)
         at, arrivals = 0.0, []
         for _ in range(count):
-            arrivals.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.answer)))
+            arrivals.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.made)))
             at += draw.expovariate(self.rate)
         return arrivals
 
@@ -177,24 +177,20 @@ class Served:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
-        span = max((outcome.last for outcome in outcomes), default=0.0) - min(
-            (outcome.at for outcome in outcomes), default=0.0
+        span = max((each.last for each in outcomes), default=0.0) - min(
+            (each.at for each in outcomes), default=0.0
         )
-        tokens = sum(outcome.tokens for outcome in outcomes)
+        tokens = sum(each.tokens for each in outcomes)
         return cls(
             requests=len(outcomes) + refused,
             refused=refused,
             seconds=span,
             tokens_per_second=tokens / span if span > 0 else 0.0,
-            first_token=Spread.of([outcome.first - outcome.at for outcome in outcomes]),
+            first_token=Spread.of([each.first - each.at for each in outcomes]),
             per_token=Spread.of(
-                [
-                    (outcome.last - outcome.first) / (outcome.tokens - 1)
-                    for outcome in outcomes
-                    if outcome.tokens > 1
-                ]
+                [(each.last - each.first) / (each.tokens - 1) for each in outcomes if each.tokens > 1]
             ),
-            latency=Spread.of([outcome.last - outcome.at for outcome in outcomes]),
+            latency=Spread.of([each.last - each.at for each in outcomes]),
         )
 
 
@@ -265,7 +261,7 @@ class _One:
     def _take(self, number: int) -> None:
         arrival = self.arrivals[number]
         try:
-            self.scheduler.submit(Job(number, arrival.prompt, arrival.answer))
+            self.scheduler.submit(Job(number, arrival.prompt, arrival.made))
         except QueueFull:
             self.refused += 1
 
@@ -279,9 +275,9 @@ class _One:
         self.now += seconds
         for read in turn.reads:
             self.scheduler.has_read(read)
-            if read.job.generated:
+            if read.job.made:
                 self.firsts[read.job.number] = self.now
-                if read.job.generated >= read.job.max_tokens:
+                if read.job.made >= read.job.max_tokens:
                     self._finish(read.job)
         for job in turn.decode:
             if self.scheduler.has_made(job, steps):
@@ -291,7 +287,7 @@ class _One:
         self.scheduler.remove(job.number)
         heapq.heappush(self.free, self.slots.pop(job.number))
         at = self.arrivals[job.number].at
-        self.outcomes.append(Outcome(at, self.firsts.pop(job.number), self.now, job.generated))
+        self.outcomes.append(Outcome(at, self.firsts.pop(job.number), self.now, job.made))
 
 
 def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, float]:
@@ -303,13 +299,13 @@ def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, floa
     seconds = sum(_piece(read.start, read.stop, costs) for read in turn.reads)
     if not turn.decode:
         return 1, seconds
-    cached = max(job.prompt + job.generated for job in turn.decode)
-    step_seconds = costs.decode(rows, cached)
+    cached = max(job.prompt + job.made for job in turn.decode)
+    each = costs.decode(rows, cached)
     if turn.reads:
-        return 1, seconds + step_seconds
-    steps = min(job.max_tokens - job.generated for job in turn.decode)
-    if until < math.inf and step_seconds > 0:
-        steps = max(1, min(steps, math.ceil(until / step_seconds)))
+        return 1, seconds + each
+    steps = min(job.max_tokens - job.made for job in turn.decode)
+    if until < math.inf and each > 0:
+        steps = max(1, min(steps, math.ceil(until / each)))
     return steps, steps * costs.decode(rows, cached + (steps - 1) / 2)
 
 

@@ -1,7 +1,7 @@
-"""The process that holds the model: it receives requests from the server, runs the engine, and sends tokens back.
+"""The process that holds the model: it takes requests from the server, runs the engine, and sends tokens back.
 
-A crash of this process, or of a library that it uses, ends no connection: the server starts another one. Between two
-steps of the engine it checks for messages, and it never waits while there is work.
+It is a process of its own, so that a fault in it, or in a library below it, ends no connection: the server starts
+another. Between two steps of the engine it looks whether messages have come, and never waits while there is work.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ class Opened(NamedTuple):
     """A model that is ready to serve."""
 
     engine: Slots | None
-    """None if the model generates no text."""
+    """None of a model that makes vectors."""
     vectors: Any
-    """Function from lists of token numbers to their vectors; None if the model generates text."""
+    """Function of lists of token numbers to their vectors; None of a model that makes text."""
     request: Callable[..., Any]
     """Makes an engine's request from `ids`, `decoding` and `route`."""
     about: dict[str, Any]
-    """Facts for the server: `images` (whether the model reads images), `context` (maximum tokens of a text), `source`
-    (maximum tokens of an encoder–decoder's source), `labels` (which choose experts), `labels_in_prompts`, and
-    `mixtures` (names of the mixtures whose experts several ranks host)."""
+    """Facts for the server: `images` (whether it reads those), `context` (tokens of a text), `source` (of an
+    encoder–decoder's source), `labels` (which choose experts), `labels_in_prompts`, and `mixtures` (names of
+    those whose experts several ranks host)."""
     scores: Any = None
-    """`penstock.infer.score.Scorer`: scores a text's tokens, and the given number of likeliest tokens at each position;
-    None if the model is not a decoder, or runs on several devices."""
+    """Function of a text's token numbers, and how many of the likeliest are wanted in each place, to what
+    `penstock.infer.score.Scorer` gives; None of a model that is no decoder, or on several devices."""
     ranks: Any = None
-    """The engine, if several ranks split its layers or host experts: see `penstock.serve.led`."""
+    """The engine, where several ranks split its layers or host experts: see `penstock.serve.led`."""
     experts: Callable[[], dict[str, Any] | None] | None = None
-    """Returns `Balance.state` if it has changed since the last call; None if the model hosts no experts."""
+    """News of hosted experts since the last call, as of `Balance.state`; None where there are none."""
     classes: Any = None
-    """Function from lists of token numbers, or from images, to the probabilities of the classes, whose names are in
-    `about`; None if the model has no head for classes, or runs on several devices."""
+    """Function of lists of token numbers, or of images, to the probabilities of their classes, whose names are in
+    `about`; None of a model without a head for classes, or on several devices."""
 
 
 _ANSWERS = {
     "texts": ("vectors", "Only encoders of texts make embeddings."),
-    "classify": ("classes", "Only models with a head for classes classify, and only on one device."),
-    "score": ("scores", "Only decoders on one device return log-probabilities; leave logprobs out."),
+    "classify": ("classes", "Classes come from models with a head for them, on one device."),
+    "score": ("scores", "Log-probabilities are given by decoders on one device; leave logprobs out."),
 }
-"""Requests for something other than tokens: the field of `Opened` whose function answers, and the error without it."""
+"""Requests that are not for tokens: the function of `Opened` that answers each, and what is wrong without it."""
 
 
 class Worker:
@@ -85,7 +85,7 @@ class Worker:
         self._places: dict[int, int] = {}
 
     def run(self) -> None:
-        """Serve until the server asks this process to stop. Raises Closed once the server is gone."""
+        """Serve until the server asks to stop, or has gone."""
         while True:
             timeout = 0.0 if self.scheduler.running or self.scheduler.waiting else None
             while (message := self.link.receive(timeout)) is not None:
@@ -106,11 +106,11 @@ class Worker:
                 compute = getattr(self.opened, name)
                 if compute is None:
                     raise ConfigError(problem)
-                options = [message["top"]] if wanted == "score" else []
-                self.link.send(answer=[number, compute(message[wanted], *options)])
+                more = [message["top"]] if wanted == "score" else []
+                self.link.send(answer=[number, compute(message[wanted], *more)])
                 return
             if self.opened.engine is None:
-                raise ConfigError("This model generates no text.")
+                raise ConfigError("This model makes no text.")
             decoding = from_dict(Decoding, message["decoding"], origin="the request")
             route = message.get("route")
             request = self.opened.request(ids=tuple(message["ids"]), decoding=decoding, route=route)
@@ -141,20 +141,20 @@ class Worker:
                 assert slot is not None, "the scheduler counts slots and cache as the engine does"
                 self._slots[slot], self._places[read.job.number] = read.job, slot
             self.scheduler.has_read(read)
-        pieces = []
+        made = []
         for slot, tokens, finished, end in engine.step(self.scheduler.limits.chunk):
             number = self._slots[slot].number
-            pieces.append([number, list(tokens), finished, end])
+            made.append([number, list(tokens), finished, end])
             if finished:
                 self._drop(number)
-        if pieces:
-            self.link.send(pieces=pieces)
+        if made:
+            self.link.send(made=made)
         if self.opened.experts is not None and (state := self.opened.experts()) is not None:
             self.link.send(experts=state)
 
 
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
-    """Open the model of `penstock serve`, with its engine."""
+    """The model that `penstock serve` names, with its engine."""
     from penstock.config.decoding import InferConfig
     from penstock.config.model import vocabulary_of
     from penstock.models.convert import model_in
@@ -180,7 +180,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
 def _opened_encoder(
     settings: dict[str, Any], plan: Any, config: Any, about: dict[str, Any], classes: Any
 ) -> Opened:
-    """Open a model that generates no tokens, but vectors of texts or classes of images."""
+    """A model that makes no tokens: vectors of texts, or classes of images."""
     from penstock.decode.engine import Request
     from penstock.infer.encode import Embedder
     from penstock.serve.led import LedVectors, join
@@ -188,17 +188,16 @@ def _opened_encoder(
     where, device = settings["model"], settings["device"]
     if settings["compile"] != "none":
         raise ConfigError(
-            f"compile={settings['compile']} compiles the steps that generate tokens, and this model generates none; "
-            "leave it out."
+            f"compile={settings['compile']} is for steps that make tokens, which this model does not; leave it out."
         )
     if config.graph.vision:
         if classes is None:
             raise ConfigError(
-                f"{where} reads images, and penstock serve only classifies images, on one device: name a classifier of "
+                f"{where} reads images, of which penstock serve tells classes, on one device: give a classifier of "
                 "images, and leave --tp out. `penstock sample` makes images."
             )
         return Opened(None, None, Request, about | {"images": True, "context": 1}, classes=classes)
-    if plan.gpus > 1 and plan.gpus == plan.dp:  # the embedder refuses other Plans for several devices
+    if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
         device = join(settings)[1]
     embedder = Embedder(where, plan, weights=settings["weights"], device=device)
     vectors = LedVectors(embedder)
@@ -210,7 +209,7 @@ def _opened_encoder(
 def _opened_writer(
     settings: dict[str, Any], limits: Limits, plan: Any, config: Any, about: dict[str, Any], classes: Any
 ) -> Opened:
-    """Open a model that generates tokens, with its engine."""
+    """A model that makes tokens, with the engine that does."""
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
     from penstock.infer.load import loaded
@@ -227,13 +226,13 @@ def _opened_writer(
         settings["model"], plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims,
         slots=hosted, only=settings["labels"],
     )  # fmt: skip
-    slots, tokens, graph = -(-limits.slots // dims.data_world), settings["tokens"], start.model.graph
-    if dims.data_world > 1:  # enough cache for any texts that get this device's slots
-        positions = graph.written[-1].max_tokens + 1
-        tokens = slots * limits.blocks(min(settings["context"] or positions, positions))
+    own, tokens, graph = -(-limits.slots // dims.data_world), settings["tokens"], start.model.graph
+    if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
+        most = graph.written[-1].max_tokens + 1
+        tokens = own * limits.blocks(min(settings["context"] or most, most))
     compiled = None if settings["compile"] == "none" else Compiled(start.model)
     engine = Engine(
-        start.model, slots=slots, context=settings["context"], cache=settings["cache"], tokens=tokens,
+        start.model, slots=own, context=settings["context"], cache=settings["cache"], tokens=tokens,
         block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends, compiled=compiled,
     )  # fmt: skip
     if compiled is not None:
@@ -255,7 +254,7 @@ def _opened_writer(
 
 
 def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:
-    """The folder's generation settings, without those of beam search, which the server does not do."""
+    """The folder's generation settings without beams, which slots do not search."""
     from penstock.infer.usual import SEARCH, report_dropped
 
     if main:
@@ -264,8 +263,8 @@ def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:
 
 
 class _Classes:
-    """Classifies texts, or images in base64. The model with its head is opened at the first request for classes: until
-    then a server that also generates text keeps no second copy of the layers that both share."""
+    """The classes of texts, or of images in base64. The head, with the layers under it, is opened with the first that
+    are asked for: a server that is asked for none keeps no second copy of what a branch that writes shares with it."""
 
     def __init__(self, settings: dict[str, Any], plan: Any) -> None:
         from penstock.boundary.hub import local_weights
@@ -288,11 +287,11 @@ class _Classes:
             self._opened = Classifier(self._settings["model"], self._plan, **named)
         if self._opened.reads_images:
             rows = [base64.b64decode(row) for row in rows]
-        return [list(answer.probabilities) for answer in self._opened.classify(rows)]
+        return [list(one.probabilities) for one in self._opened.classify(rows)]
 
 
 def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted]:
-    """The experts of each rank, for each mixture, as the settings say; empty if all ranks host the same number."""
+    """The experts of each rank, for each mixture, as the settings say; none where each hosts as many."""
     from penstock.planner.loads import LoadRecord, read_loads
     from penstock.serve.balance import slots_by
     from penstock.serve.deploy import experts_of
@@ -309,19 +308,21 @@ def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:
-    """The scheduler's limits for an engine that has been opened. Sources of an encoder–decoder are not in the cache of
-    the slots, but count as prompts."""
+    """The scheduler's limits for an engine that has been opened. Of an encoder–decoder, sources are not in the slots'
+    cache, but count as prompts."""
     context = about["context"] + about["source"]
-    cache = settings["tokens"] or settings["slots"] * about["context"]
+    most = settings["tokens"] or settings["slots"] * about["context"]
     return Limits(
         slots=settings["slots"], waiting=settings["waiting"], context=context, chunk=settings["chunk"],
-        cache=max(cache, context + 16) if settings["cache"] == "paged" else 1 << 30,
+        cache=max(most, context + 16) if settings["cache"] == "paged" else 1 << 30,
     )  # fmt: skip
 
 
 def main(handle: int) -> None:
-    """Serve over the socket `handle`: its first message holds the settings, and the function that opens the model."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process once all requests are done
+    """Serve over the socket `handle`: the first message holds the settings, and by which function the model opens."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the server, which ends this process when all is done
     link = JsonLink(socket.socket(fileno=handle))
     try:
         first = link.receive()
@@ -329,20 +330,21 @@ def main(handle: int) -> None:
         module, _, name = first["opener"].partition(":")
         settings = first["settings"]
         try:
-            limits = Limits(**{limit: settings[limit] for limit in ("slots", "waiting", "chunk")})
-            model: Opened = getattr(importlib.import_module(module), name)(settings, limits)
-            limits = limits_of(settings, model.about)
+            made: Opened = getattr(importlib.import_module(module), name)(settings, Limits(
+                slots=settings["slots"], waiting=settings["waiting"], chunk=settings["chunk"]
+            ))  # fmt: skip
+            limits = limits_of(settings, made.about)
         except PenstockError as problem:
             link.send(fatal=[str(problem), int(problem.exit_code)])
             return
-        if model.ranks is not None and model.ranks.dims.rank:
-            model.ranks.follow()
+        if made.ranks is not None and made.ranks.dims.rank:
+            made.ranks.follow()
         else:
-            link.send(ready=model.about | {"process": os.getpid()})
-            Worker(model, limits, link).run()
-        if model.ranks is not None:
-            model.ranks.dismiss()
-            os._exit(0)  # in a normal exit gloo may abort, after all work is done
+            link.send(ready=made.about | {"process": os.getpid()})
+            Worker(made, limits, link).run()
+        if made.ranks is not None:
+            made.ranks.dismiss()
+            os._exit(0)  # in an orderly end gloo may abort, after all is done
     except Closed:
         return
 

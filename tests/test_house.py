@@ -487,7 +487,8 @@ def test_few_files_are_opened_to_follow_a_step() -> None:
     walk = loaded(ROOT / "tools" / "walk.py")
     most = {"step": 18, "token": 18, "prediction": 23}
     for name, each in walk.walks().items():
-        files = walk.lines_of(each)
+        # Only some processors run kernels in C++.
+        files = [file for file in walk.lines_of(each) if not file.startswith("kernels/native")]
         assert len(files) <= most.pop(name), f"{name} passes through {', '.join(files)}"
     assert not most
 

@@ -335,7 +335,7 @@ def _functions(path: str) -> dict[str, str]:
 def _parity() -> Iterator[str]:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     yield PARITY.format(draws=stored["draws"], width=stored["sizes"]["width"], depth=stored["sizes"]["depth"])
-    tested = (ROOT / BOTH_WAYS.partition("::")[0]).read_text(encoding="utf-8")
+    tested = (ROOT / BOTH_WAYS.partition("::")[0]).with_name("text_models.json").read_text(encoding="utf-8")
     tests_of = {"vit": VIT, **{one.model_type: BACKBONE for one in BACKBONES}}
     known = [("vit", "ViTForImageClassification")]
     known += [(one.model_type, one.classes[0]) for one in BACKBONES if one.classes[0]]
@@ -343,7 +343,7 @@ def _parity() -> Iterator[str]:
     for model_type, architecture in known:
         kinds = tests_of.get(model_type, TEXT)
         if kinds is TEXT and f'"{architecture}"' not in tested:
-            raise LookupError(f"{BOTH_WAYS} has no {architecture}; add it to its MODELS.")
+            raise LookupError(f"{BOTH_WAYS} has no {architecture}; add it to text_models.json.")
         if architecture not in stored["differences"]:
             raise LookupError(f"{RESULTS.name} has no {architecture}; run {stored['command']}.")
         found = stored["differences"][architecture]

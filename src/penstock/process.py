@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
-
 from penstock.config.plan import Matmul
 from penstock.errors import EnvironmentProblem
 
@@ -90,6 +88,8 @@ def matmul_precision(setting: Matmul) -> Iterator[None]:
     `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
     baseline would be faster than its name says. `high` and `medium` allow it.
     """
+    import torch  # late: rungs ask for `unavailable` without it
+
     before = torch.get_float32_matmul_precision()
     convolutions = torch.backends.cudnn.allow_tf32
     # torch also stores the choice per library, and setting the word does not restore a library's initial "none".

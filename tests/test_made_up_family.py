@@ -39,8 +39,7 @@ from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.planner import predict
 from penstock.planner.describe import describe, totals
-from penstock.tasks import _OF_WEIGHTS as FACTORIES
-from penstock.tasks import Translation
+from penstock.tasks import _ENROLLED, Translation
 from penstock.tasks import enrol as enrol_task
 
 # -- the family, in fewer than 60 lines
@@ -106,7 +105,7 @@ CONFIG = Gist()
 @pytest.fixture(autouse=True)
 def _enrolled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_MORE", {})
-    for table, name in ((model.FAMILIES, "gist"), (TASKS, "narration"), (FACTORIES, "narration")):
+    for table, name in ((model.FAMILIES, "gist"), (TASKS, "narration"), (_ENROLLED, "narration")):
         monkeypatch.setitem(table, name, None)  # so that it is taken out again
     _enrol()
 

@@ -262,19 +262,25 @@ def predicted(names: Iterable[str]) -> dict[str, dict[str, float]]:
     return found
 
 
-def main() -> int:
+def parser_for(description: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a benchmark that makes the missing runs of a file; `names` are what --only chooses from."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", action="append", choices=list(JOBS), help="may be given again")
+    parser.add_argument("--only", action="append", choices=list(names), help="may be given again")
     parser.add_argument("--runs", type=int, default=1 << 30, help="runs that are made before it ends")
+    parser.add_argument("--output", type=Path, required=True, help="runs in it are not made again")
+    return parser
+
+
+def main() -> int:
+    parser = parser_for(__doc__, JOBS)
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="seeds at the best learning rate")
     parser.add_argument(
         "--predict",
         action="store_true",
         help="store steps of both optimizers in turn beside their predictions, and make no run",
     )
-    parser.add_argument("--output", type=Path, required=True, help="runs in it are not made again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     stored = json.loads(options.output.read_text()) if options.output.exists() else {}

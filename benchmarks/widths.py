@@ -13,11 +13,9 @@ Runs that the file has are not made again, and --runs says how many are made bef
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from penstock.build import Built
 from penstock.models.anatomy import anatomy_of
 from penstock.models.roles import Head
 from penstock.report.record import environment
-from time_to_loss import JOBS, figure, started, stepped
+from time_to_loss import JOBS, figure, parser_for, started, stepped
 
 WIDTHS = (64, 128, 256)
 HEAD, DEPTH, TOKENS, STEPS = 32, 2, 64, 256
@@ -44,7 +42,7 @@ class Form(NamedTuple):
     hidden: bool = False
     """Whether rates of the blocks' matrices are scaled by the width, as `recipe.lr_width` does it."""
     output: bool = False
-    """Whether that of the output layer is."""
+    """Whether the rate of the output layer is scaled too."""
     optimizer: str = "adamw"
 
 
@@ -150,13 +148,7 @@ def lines(stored: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", action="append", choices=list(FORMS), help="may be given again")
-    parser.add_argument("--runs", type=int, default=1 << 30, help="runs that are made before it ends")
-    parser.add_argument("--output", type=Path, required=True, help="runs in it are not made again")
-    options = parser.parse_args()
+    options = parser_for(__doc__, FORMS).parse_args()
     torch.set_num_threads(1)
     runs = json.loads(options.output.read_text())["runs"] if options.output.exists() else []
     left = options.runs

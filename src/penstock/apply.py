@@ -172,7 +172,7 @@ def compile_model(model: nn.Module, plan: Plan, **options: Any) -> None:
 
         if "backend" not in options and "mode" not in options:
             passes: dict[str, Any] = {"post_grad_custom_pre_pass": AddTouchedRows()}
-            if plan.compile == "graphs":  # the second: where nothing can be recorded, torch raises
+            if plan.compile == "graphs":  # `cudagraph_or_error`: torch raises where it cannot record
                 passes |= {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
             options["options"] = {**passes, **options.get("options", {})}
         model.compile(**options)
@@ -297,7 +297,7 @@ STEPS = (
     ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, and has all that will learn."),
     ApplyStep(
         "z-loss", _penalise, (TRAINING,), when=lambda s: s.recipe.z_loss,
-        why="Every rank knows whether the whole model has logits over a vocabulary.",
+        why="On the whole model, so that every rank finds the head, or every rank reports that there is none.",
     ),
     ApplyStep(
         "base", lambda model, s: store_base(model, s.recipe.lora), (TRAINING,),

@@ -140,7 +140,7 @@ def _numerics(
         compute=compute, factors=factors, products=products,
         residual=compute if precision in ("O2", "O3") else "fp32",
         norms=compute if precision == "O3" or norms == "half" else "fp32",
-        # Of weights gathered in fp8: the type of unsharded weights.
+        # Weights gathered in fp8 get gradients in the type of unsharded weights.
         gradients="fp32" if in_fp8 and precision == "O1" else gathered,
         reduction=reduction, masters=masters, moments=moments,
         moments_per_weight=OPTIMIZERS[algorithm].moments, loss_scale="dynamic" if compute == "fp16" else 1.0,

@@ -97,10 +97,10 @@ class TrainStep:
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             loss = self.runner(micro_batches)
-            if recorded:
-                loss = (
-                    loss.clone()
-                )  # a model that returns its loss returns a tensor that the next step overwrites
+            if (
+                recorded
+            ):  # the next step overwrites what the recorded passes return, which may be the loss itself
+                loss = loss.clone()
             if self._unused is not None:
                 self._tell_unused(self._unused)
             refuse = None if self.skips is None else partial(self.skips, loss)

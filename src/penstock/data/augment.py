@@ -191,8 +191,7 @@ def augment_batch(
 
 @torch.no_grad()
 def center_batch(images: Tensor, *, image_size: int, crop_share: float = 0.875) -> Tensor:
-    """Prepare images for evaluation, without randomness: the central `crop_share` of each side, resized and
-    normalised."""
+    """Images for evaluation, without randomness: the central `crop_share` of each side, resized and normalised."""
     height, width = images.shape[1:3]
     tall, wide = max(1, round(height * crop_share)), max(1, round(width * crop_share))
     box = ((height - tall) // 2, (width - wide) // 2, tall, wide)

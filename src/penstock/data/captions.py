@@ -22,6 +22,7 @@ from penstock.boundary.text import read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
+from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Pixels, Split
 from penstock.data.toy.words import is_held_out, speaker
 from penstock.errors import ConfigError, DataError
@@ -70,8 +71,7 @@ class NameTable(NamedTuple):
 
 class Captions(ImageSource):
     """Samples of one split. `rows` holds numbers for each sample: its image, the names that are read and written, and
-    what the model writes from. Its label is the concept that the image shows.
-    """
+    what the model writes from. Its label is the concept of its image."""
 
     classes = ()
     crop_share, scalable = 1.0, True
@@ -95,9 +95,7 @@ class Captions(ImageSource):
 
 def open_captions(data: DataConfig, split: Split, *, channels: int, image_size: int) -> Captions:
     """Open `captions`, `captions:LANGUAGES` (digits and their names), or `captions:FOLDER` (see `captioned`), whose
-    images are made as large as `image_size`.
-
-    Raises ConfigError, DataError, and EnvironmentProblem without num2words.
+    images are made as large as `image_size`. Raises ConfigError, DataError, and EnvironmentProblem without num2words.
     """
     data = data.filled("captions")
     kind, _, rest = data.source.partition(":")
@@ -113,8 +111,7 @@ def open_captions(data: DataConfig, split: Split, *, channels: int, image_size: 
 
 def captioned(folder: Path, data: DataConfig, channels: int, size: int) -> Pictures:
     """The images listed in a folder's `metadata.jsonl`, loaded into memory: each line has a `file_name`, and texts by
-    language. Images with the same `concept` share their captions. A tenth of the images is held out.
-    """
+    language. Images with the same `concept` share their captions. A tenth of the images is held out."""
     captions: dict[str, dict[str, str]] = {}
     concepts: list[str] = []
     rows = list(_table_rows(folder))
@@ -173,17 +170,17 @@ def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def digits(languages: Sequence[str], channels: int) -> Pictures:
-    """The digits, and their names from num2words. Raises ConfigError for fewer than two languages, and for a language
-    that num2words does not have."""
-    from penstock.data.toy.digits import Digits
-
+    """The digits, and their names from num2words. Raises ConfigError for unknown languages, and for fewer than two."""
     if len(set(languages)) < 2:
         raise ConfigError(
             f"data.source=captions takes a folder or two languages (captions:en,de), not {quoted(','.join(languages))}."
         )
     languages = tuple(dict.fromkeys(languages))
     say = speaker("captions", languages)
-    splits = [Digits("train", channels), Digits("val", channels)]
+    config = DataConfig(source="digits")
+    splits = [
+        open_source(config, split="train", channels=channels), open_source(config, split="val", channels=channels),
+    ]  # fmt: skip
     return Pictures(
         images=np.concatenate([one.read(np.arange(len(one)))[0] for one in splits]),
         concepts=np.concatenate([one.labels for one in splits]),
@@ -222,8 +219,7 @@ def trained_pairs(languages: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
-    """The number of each name, (L, concepts); −1 where there is none, or where it is held out and held-out names are
-    not wanted."""
+    """The number of each name, (L, concepts); −1 where there is none, or, unless `held`, where it is held out."""
     table = np.full((len(words.languages), int(words.concept.max()) + 1), -1)
     usable = np.flatnonzero(held | ~words.held)
     table[words.language[usable], words.concept[usable]] = usable
@@ -231,8 +227,7 @@ def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
 
 
 def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
-    """Each image with its name in each language. Half of the samples are translations where the language is
-    translated."""
+    """Each image with its name in each language. Of a language that is translated, half are translations."""
     pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
     for image in np.flatnonzero(~pictures.held).tolist():
         column = table[:, pictures.concepts[image]]
@@ -247,8 +242,7 @@ def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
 
 def _validation(source: Captions) -> Iterator[tuple[int, int, int, int]]:
     """Each image with two captions, a translation between a trained pair of languages, and one between a held-out pair.
-    Languages alternate over the images of a concept, so that all names occur, or over all images where concepts are
-    held out."""
+    Languages alternate over the images of a concept, or over all images where concepts are held out."""
     pictures, table, turns = source.pictures, _table(source.words, held=True), dict[int, int]()
     for image in np.flatnonzero(pictures.held).tolist():
         concept = int(pictures.concepts[image])

@@ -66,10 +66,7 @@ def backend() -> str:
 
 def decode(data: bytes, out: Pixels, *, max_pixels: int, white: float | None = None) -> Header:
     """Decode into `out` (size, size, channels): upright, the shorter side resized to size, the centre kept. `white` is
-    the largest value of samples of more than 8 bits, where the file does not say it.
-
-    Raises Unreadable for whatever cannot or must not be decoded.
-    """
+    the largest value of samples of more than 8 bits, where the file does not say it. Raises Unreadable."""
     header = check_image(data, max_pixels)
     fast = fast_path() if header.format == "JPEG" and header.components in (1, 3) else None
     # simplejpeg refuses some harmless defects. Pillow decides about what it refuses, so that both installations

@@ -16,7 +16,7 @@ from penstock.boundary.images import MAX_BYTES
 from penstock.boundary.packages import package
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
-from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val, stored_size
 from penstock.data.splits import hub_splits
 from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
@@ -33,7 +33,7 @@ class HubImages(ImageSource):
     network and it is not in the cache, or the extra `hf` is missing.
     """
 
-    def __init__(self, name: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
+    def __init__(self, name: str, split: Split, channels: int, image_size: int, config: DataConfig) -> None:
         splits = open_dataset(name)
         import datasets
 
@@ -46,8 +46,7 @@ class HubImages(ImageSource):
         )
         image, label = _columns(name, rows)
         self.name = f"hf:{name} ({split})"
-        self.size = size
-        self.channels = channels
+        self.size, self.channels = stored_size(image_size), channels
         self.bad_samples = config.bad_images
         self.classes, labels = _classes(train, rows, label)
         numbers = np.arange(len(labels))
@@ -75,10 +74,8 @@ class HubImages(ImageSource):
 
 
 def open_dataset(name: str, configuration: str | None = None, *, streaming: bool = False) -> dict[str, Any]:
-    """The splits of a dataset by name. With `streaming` they are read while they are downloaded.
-
-    Raises ConfigError, DataError and EnvironmentProblem where it cannot be opened.
-    """
+    """The splits of a dataset by name. With `streaming` they are read while they are downloaded. Raises ConfigError,
+    DataError and EnvironmentProblem where it cannot be opened."""
     datasets = package("datasets", "data.source=hf:NAME needs the package datasets", "hf")
     try:
         if Path(name).is_dir() and any(

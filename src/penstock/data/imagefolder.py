@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from penstock.boundary.files import Unreadable, content, quoted, shown, visible_
 from penstock.boundary.images import EXTENSIONS, MAX_BYTES
 from penstock.config.run import DataConfig
 from penstock.data.decode import decode
-from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
+from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val, stored_size
 from penstock.data.splits import named_split, split_folders
 from penstock.errors import DataError
 
@@ -34,9 +35,7 @@ class Listing(NamedTuple):
 
 def list_split(path: str | os.PathLike[str], split: Split) -> Listing:
     """List `path/train` or `path/val`, or folders of like names; without them every fifth image of a class is val.
-
-    Raises DataError where there is nothing to read.
-    """
+    Raises DataError where there is nothing to read."""
     train, val = split_folders(path, quiet=split == "val")
     learned = list_classes(train, quiet=split == "val")
     if val is None:
@@ -119,13 +118,12 @@ def _words_on_left_out(others: Counter[str], empty: list[str]) -> str:
 class ImageFolder(ImageSource):
     """Decodes to size × size: shorter side resized, centre kept, EXIF orientation applied."""
 
-    def __init__(self, path: str, split: Split, channels: int, size: int, config: DataConfig) -> None:
+    def __init__(self, path: str, split: Split, channels: int, image_size: int, config: DataConfig) -> None:
         listing = list_split(path, split)
         self.name = f"imagefolder:{path} ({split})"
         self.classes = listing.classes
         self.labels = np.array(listing.labels, np.int64)
-        self.size = size
-        self.channels = channels
+        self.size, self.channels = stored_size(image_size), channels
         self.bad_samples = config.bad_images
         self._root = listing.root
         self._within = os.path.relpath(listing.root, path)
@@ -156,17 +154,14 @@ class ImageFolder(ImageSource):
 
     @functools.cached_property
     def digest(self) -> str:  # type: ignore[override]
-        """The hash of all files' names, sizes and modification times, computed on first use because it reads them from
-        the disk."""
+        """The hash of all files' names, sizes and modification times. On first use, because it reads the disk."""
         content_hash = hashlib.sha256()
         for path in [*self._paths, *filter(None, self._marks if self.marked else ())]:
-            try:
+            line = f"{path}\0"
+            with suppress(OSError):  # a bad image, as reading it will say
                 status = (self._root / path).stat()
-                content_hash.update(
-                    f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n".encode("utf-8", "surrogateescape")
-                )
-            except OSError:  # a bad image, as reading it will say
-                content_hash.update(f"{path}\0\n".encode("utf-8", "surrogateescape"))
+                line += f"{status.st_size}\0{status.st_mtime_ns}"
+            content_hash.update(f"{line}\n".encode("utf-8", "surrogateescape"))
         return content_hash.hexdigest()
 
     def path(self, index: int) -> Path:

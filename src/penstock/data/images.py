@@ -40,10 +40,8 @@ class Batch:
 
 
 class PrepareImages:
-    """Makes batches of the samples of a source, for models that take square images and distinguish classes.
-
-    `augment` none means: centre crop only. Raises ConfigError where the source has more classes.
-    """
+    """Makes batches of the samples of a source, for models that take square images and distinguish classes. Without
+    `augment` the centre is cropped. Raises ConfigError where the source has more classes."""
 
     def __init__(
         self,

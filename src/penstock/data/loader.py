@@ -134,8 +134,7 @@ class Loader:
     @property
     def padding_share(self) -> float | None:
         """Share of padding in batches that are padded to their longest sample, over the first 100,000 samples of the
-        stream; None where samples have no lengths.
-        """
+        stream; None where samples have no lengths."""
         lengths = self.source.lengths
         if lengths is None:
             return None
@@ -284,7 +283,7 @@ class _ReadAhead:
                     return
                 samples, reading = self._reader.receive()
                 _, positions = in_flight.popleft()
-                self._put(HostBatch(_as_tensor(samples, self._pin), reading.ids, positions, reading.bad))
+                self._put(HostBatch(as_tensor(samples, pin=self._pin), reading.ids, positions, reading.bad))
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
         finally:
@@ -297,10 +296,10 @@ class _ReadAhead:
                 return
 
 
-def _as_tensor(array: NDArray[Any], pin: bool) -> Any:
-    """The array as a tensor of its own, because the reader uses its memory again."""
+def as_tensor(array: NDArray[Any], *, pin: bool = False) -> Any:
+    """The samples of a `HostBatch` from an array of them, in memory of their own, because readers use theirs again."""
     if array.dtype.names:
-        return {name: _as_tensor(array[name], pin) for name in array.dtype.names}
+        return {name: as_tensor(array[name], pin=pin) for name in array.dtype.names}
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pin)
     np.copyto(tensor.numpy(), array)

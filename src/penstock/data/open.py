@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.boundary.files import quoted
 from penstock.config.run import DataConfig
-from penstock.data.source import ImageSource, Split, stored_size
+from penstock.data.hub import HubImages
+from penstock.data.imagefolder import ImageFolder
+from penstock.data.pack import Pack
+from penstock.data.source import ImageSource, Split
+from penstock.data.toy.digits import Digits, Mnist
 from penstock.errors import ConfigError
+
+_KINDS: dict[str, Callable[[str, Split, int, int, DataConfig], ImageSource]] = {
+    "digits": Digits, "mnist": Mnist, "imagefolder": ImageFolder, "pack": Pack, "hf": HubImages,
+}  # fmt: skip
+"""Sources of images, each opened from its path, split, channels, the model's image size, and the settings."""
 
 
 def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_size: int = 224) -> ImageSource:
@@ -23,41 +34,18 @@ def open_source(config: DataConfig, *, split: Split, channels: int = 3, image_si
         )
     if split not in ("train", "val"):
         problems.append(f"A source has the splits 'train' and 'val', but not {split!r}.")
-    if kind not in ("digits", "mnist", "imagefolder", "pack", "hf") or len(config.parts()) > 1:
+    if kind not in _KINDS or len(config.parts()) > 1:
         problems.append(
             f"data.source is {quoted(config.source)}, which is text, but the model takes images; choose digits, "
             "mnist:PATH, imagefolder:PATH, pack:PATH or hf:NAME."
         )
     if problems:
         raise ConfigError(problems)
-    source = _open_kind(kind, path, config, split, channels, image_size)
+    source = _KINDS[kind](path, split, channels, image_size, config)
     if config.transform is not None:
-        from penstock.data.transform import load_function
+        from penstock.data.transform import (
+            load_function,  # late: it needs torch, which reading processes lack
+        )
 
         source.transform = load_function(config.transform, "data.transform")
     return source
-
-
-def _open_kind(
-    kind: str, path: str, config: DataConfig, split: Split, channels: int, image_size: int
-) -> ImageSource:
-    # Late: each kind of source brings the libraries that it reads with.
-    if kind == "digits":
-        from penstock.data.toy.digits import Digits
-
-        return Digits(split, channels)
-    if kind == "mnist":
-        from penstock.data.toy.digits import Mnist
-
-        return Mnist(path, split, channels, image_size)
-    if kind == "imagefolder":
-        from penstock.data.imagefolder import ImageFolder
-
-        return ImageFolder(path, split, channels, stored_size(image_size), config)
-    if kind == "hf":
-        from penstock.data.hub import HubImages
-
-        return HubImages(path, split, channels, stored_size(image_size), config)
-    from penstock.data.pack import Pack
-
-    return Pack(path, split, channels, config)

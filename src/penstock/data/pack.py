@@ -14,7 +14,8 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.boundary import manifests
-from penstock.boundary.files import Unreadable, open_regular, read_bytes, shown
+from penstock.boundary.files import Unreadable, naming, open_regular, read_bytes, shown
 from penstock.boundary.manifests import sealed
 from penstock.config.convert import Natural, Range
 from penstock.config.load import from_dict
@@ -31,8 +32,9 @@ from penstock.config.run import DataConfig
 from penstock.data.decode import decode
 from penstock.data.source import BadSample, ImageSource, Pixels, Split, is_val
 from penstock.data.splits import split_folders
-from penstock.disk import digest_file, write_file
+from penstock.disk import digest_file, sync_folder, write_file
 from penstock.errors import DataError
+from penstock.leftovers import make_public, temporary
 
 Records = Literal["raw", "jpeg"]
 
@@ -133,9 +135,21 @@ def write_part(root: Path, name: str, chunks: Iterable[bytes | memoryview]) -> F
     return File(name, file.bytes, file.sha256)
 
 
+@contextmanager
+def new_pack(target: Path) -> Iterator[Path]:
+    """A folder to write a pack into, which becomes `target` once it is complete. Raises DataError where that exists."""
+    if target.exists():
+        raise DataError(f"{target} exists already. Remove it, or choose another name for the pack.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with temporary(target.parent, f".{target.name[:40]}.part-") as part, naming(part):
+        yield part
+        make_public(part)
+        part.rename(target)
+        sync_folder(target.parent)
+
+
 def read_manifest(root: Path) -> ImageManifest:
-    """Read and check the manifest of an image pack. Raises DataError as `read_table` does, and for a manifest that
-    contradicts itself."""
+    """The manifest of an image pack. Raises DataError as `read_table` does, and if it contradicts itself."""
     path, table = root / MANIFEST, read_table(root, KIND, VERSION, "packed set")
     manifest = from_dict(ImageManifest, table, origin=f"{path}, which must be packed again", error=DataError)
     names = [file.name for file in manifest.files]
@@ -175,8 +189,7 @@ def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
 
 
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
-    """The folders of a packed set: `train` and `val`, by any of their usual names, or as '' the one that holds
-    everything."""
+    """The folders of a packed set: `train` and `val`, by any usual names, or as '' the folder of everything."""
     root = Path(path)
     if (root / MANIFEST).is_file() or not root.is_dir():
         return {"": root}
@@ -207,7 +220,7 @@ def _classes_differ(path: str | os.PathLike[str]) -> DataError:
 class Pack(ImageSource):
     """Reads a packed set. Without folders `train` and `val`, every fifth image of a class is in the validation set."""
 
-    def __init__(self, path: str, split: Split, channels: int, config: DataConfig) -> None:
+    def __init__(self, path: str, split: Split, channels: int, image_size: int, config: DataConfig) -> None:
         folders = splits(path)
         self._root = folders.get(split) or folders[""]
         self.manifest = read_manifest(self._root)
@@ -220,8 +233,7 @@ class Pack(ImageSource):
         self.name = f"pack:{path} ({split})"
         self.classes = self.manifest.classes
         self.labels = index["label"].astype(np.int64)
-        self.size = self.manifest.size
-        self.channels = channels
+        self.size, self.channels = self.manifest.size, channels
         self.bad_samples = config.bad_images
         self.digest = "".join(file.sha256[:16] for file in self.manifest.files)
         white = self.manifest.made_by.get("range")

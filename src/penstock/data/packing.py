@@ -23,13 +23,12 @@ from penstock.boundary.images import MAX_BYTES, check_image
 from penstock.config.convert import Checked, Count, Positive, Range
 from penstock.data.decode import backend, decode, fast_path
 from penstock.data.imagefolder import Listing, list_classes, list_split
-from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records, write_part
+from penstock.data.pack import INDEX, INDEX_FILE, MANIFEST, File, ImageManifest, Records, new_pack, write_part
 from penstock.data.source import BadSample, LeftOut, Pixels
 from penstock.data.splits import split_files, split_folders
 from penstock.data.tar import Sample, read_tar, shards_of
 from penstock.disk import sync_folder
 from penstock.errors import DataError
-from penstock.leftovers import make_public, temporary
 
 SHARD_BYTES = 1 << 30
 IN_FLIGHT_BYTES = 1 << 30
@@ -67,12 +66,9 @@ class Packed(NamedTuple):
 
 
 def pack_source(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    packing: Packing | None = None,
-    *,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], packing: Packing | None = None, *,
     progress: Progress | None = None,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """Pack `source` into the new folder `target`.
 
     `source` is a folder of class folders, a tar shard, a folder of shards, or a folder with `train` and `val` of
@@ -80,23 +76,13 @@ def pack_source(
     for more than 1 % of them, and where `target` exists. The pack gets its name only when it is complete.
     """
     packing = packing or Packing()
-    source, target = Path(source), Path(target)
-    if target.exists():
-        raise DataError(f"{target} exists already. Remove it, or choose another name for the pack.")
-    streams = _streams(source)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with temporary(target.parent, f".{target.name}.part-") as part:
-        manifests: dict[str, ImageManifest] = {}
+    manifests: dict[str, ImageManifest] = {}
+    with new_pack(Path(target)) as part:
         classes: tuple[str, ...] | None = None
-        for split, (classes_of_split, samples) in streams.items():
-            writer = _Writer(part / split, packing, classes_of_split or classes)
-            manifests[split] = writer.write(samples, progress)
+        for split, (classes_of_split, samples) in _streams(Path(source)).items():
+            manifests[split] = _write(part / split, packing, classes_of_split or classes, samples, progress)
             classes = manifests[split].classes
-        make_public(part)
-        part.rename(target)
-        sync_folder(target.parent)
-    total = sum(file.bytes for manifest in manifests.values() for file in manifest.files)
-    return Packed(manifests, total)
+    return Packed(manifests, sum(file.bytes for manifest in manifests.values() for file in manifest.files))
 
 
 SampleOrBad = Sample | BadSample
@@ -148,9 +134,7 @@ def _encode(image: Pixels, quality: int) -> bytes:
 
 
 def _convert(sample: SampleOrBad, packing: Packing) -> SampleOrBad:
-    """Decode, resize and encode a sample; returns the reason where that fails. Runs in a thread: the decoders release
-    the GIL.
-    """
+    """Decode, resize and encode a sample, or say why not. Runs in a thread: the decoders release the GIL."""
     if isinstance(sample, BadSample):
         return sample
     image = np.empty((packing.size, packing.size, 3), np.uint8)
@@ -162,68 +146,58 @@ def _convert(sample: SampleOrBad, packing: Packing) -> SampleOrBad:
     return sample._replace(data=record)
 
 
-class _Writer:
-    """Writes one folder of a pack: shards, then the index, then the manifest."""
+def _write(
+    root: Path, packing: Packing, classes: tuple[str, ...] | None, samples: Iterator[SampleOrBad],
+    progress: Progress | None,
+) -> ImageManifest:  # fmt: skip
+    """Write one folder of a pack: shards, then the index, then the manifest."""
+    rows: list[tuple[int, int, int, int, int | str]] = []
+    """Offset, length, CRC-32, shard and label of each image."""
+    shards: list[File] = []
+    left_out = LeftOut(packing.bad_images, "images", "--bad-images skip")
 
-    def __init__(self, root: Path, packing: Packing, classes: tuple[str, ...] | None) -> None:
-        self._root = root
-        self._packing = packing
-        self._classes = classes
-        self._rows: list[tuple[int, int, int, int]] = []
-        self._labels: list[int | str] = []
-        self._shards: list[File] = []
-        self._left_out = LeftOut(packing.bad_images, "images", "--bad-images skip")
-
-    def write(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> ImageManifest:
-        self._root.mkdir(parents=True, exist_ok=True)
-        self._write_shards(self._accepted(samples, progress))
-        if not self._rows:
-            raise DataError("There is no image to pack. Check the source.")
-        classes, numbers = _number(self._labels, self._classes)
-        index = np.empty(len(self._rows), INDEX)
-        for name, column in zip(("offset", "length", "crc", "shard"), zip(*self._rows)):
-            index[name] = column
-        index["label"] = numbers
-        encoded = io.BytesIO()
-        np.save(encoded, index, allow_pickle=False)
-        settings = {name: getattr(self._packing, name) for name in ("quality", "bad_images", "max_pixels")}
-        settings |= {} if self._packing.range is None else {"range": f"{self._packing.range:g}"}
-        manifest = ImageManifest(
-            records=self._packing.format, size=self._packing.size, count=len(self._rows), classes=classes,
-            index=write_part(self._root, INDEX_FILE, [encoded.getbuffer()]), shards=tuple(self._shards),
-            skipped=self._left_out.count, made_by={"penstock": __version__, "decoder": backend(), **settings},
-        )  # fmt: skip
-        write_part(self._root, MANIFEST, [manifest.to_json()])
-        sync_folder(self._root)
-        return manifest
-
-    def _accepted(self, samples: Iterator[SampleOrBad], progress: Progress | None) -> Iterator[Sample]:
+    def accepted() -> Iterator[Sample]:
         """The images that can be packed, in order; the policy decides about the others."""
-        for done, result in enumerate(_in_threads(samples, self._packing), start=1):
+        for done, result in enumerate(_in_threads(samples, packing), start=1):
             if progress is not None:
                 progress(done)
             if isinstance(result, Sample):
                 yield result
             else:
-                self._left_out.add(result.path, result.why, len(self._rows))
-        self._left_out.close(len(self._rows))
+                left_out.add(result.path, result.why, len(rows))
+        left_out.close(len(rows))
 
-    def _write_shards(self, records: Iterator[Sample]) -> None:
-        for first in records:
-            name = f"shard-{len(self._shards):05d}.bin"
-            self._shards.append(write_part(self._root, name, self._shard(itertools.chain([first], records))))
-
-    def _shard(self, records: Iterator[Sample]) -> Iterator[bytes]:
-        """The content of the next shard; notes what is where in it."""
+    def shard(records: Iterator[Sample]) -> Iterator[bytes]:
+        """The content of the next shard."""
         offset = 0
         for item in records:
-            length = len(item.data)
-            self._rows.append((offset, length, zlib.crc32(item.data), len(self._shards)))
-            self._labels.append(item.label)
+            rows.append((offset, len(item.data), zlib.crc32(item.data), len(shards), item.label))
             yield item.data
-            offset += length
+            offset += len(item.data)
             if offset >= SHARD_BYTES:
                 return
+
+    root.mkdir(parents=True, exist_ok=True)
+    records = accepted()
+    for first in records:
+        content = shard(itertools.chain([first], records))
+        shards.append(write_part(root, f"shard-{len(shards):05d}.bin", content))
+    if not rows:
+        raise DataError("There is no image to pack. Check the source.")
+    classes, numbers = _number([label for *_, label in rows], classes)
+    index = np.array([(*row, number) for (*row, _), number in zip(rows, numbers)], INDEX)
+    encoded = io.BytesIO()
+    np.save(encoded, index, allow_pickle=False)
+    settings = {name: getattr(packing, name) for name in ("quality", "bad_images", "max_pixels")}
+    settings |= {} if packing.range is None else {"range": f"{packing.range:g}"}
+    manifest = ImageManifest(
+        records=packing.format, size=packing.size, count=len(rows), classes=classes,
+        index=write_part(root, INDEX_FILE, [encoded.getbuffer()]), shards=tuple(shards), skipped=left_out.count,
+        made_by={"penstock": __version__, "decoder": backend(), **settings},
+    )  # fmt: skip
+    write_part(root, MANIFEST, [manifest.to_json()])
+    sync_folder(root)
+    return manifest
 
 
 def _in_threads(samples: Iterator[SampleOrBad], packing: Packing) -> Iterator[SampleOrBad]:

@@ -28,6 +28,10 @@ from penstock.errors import DataError
 _PROGRAM = "import sys; from penstock.data.pool import serve; serve(int(sys.argv[1]), int(sys.argv[2]))"
 
 
+_Answer = tuple[tuple[str, str], ...] | str
+"""The bad samples of a part of a batch, or why reading it failed."""
+
+
 class _Room:
     """Shared memory of several processes, in slots of one batch each."""
 
@@ -40,21 +44,6 @@ class _Room:
     @staticmethod
     def bytes(slots: int, batch: int, sample: np.dtype[Any]) -> int:
         return slots * batch * (8 + sample.itemsize)
-
-
-class _SlotRows(NamedTuple):
-    """Rows start..stop of a slot, which one process reads."""
-
-    slot: int
-    start: int
-    stop: int
-
-
-class _Failed(NamedTuple):
-    """Why reading failed; `for_user`: whether the message is meant for the user as it is."""
-
-    message: str
-    for_user: bool
 
 
 class _InFlight(NamedTuple):
@@ -104,7 +93,6 @@ class Pool(Reader):
                 "find it. Move it into a module, or set data.workers to 0."
             )
         slots = depth + 1
-        self._name = source.name
         self._file = _shared_file(_Room.bytes(slots, batch, source.sample))
         self._room = _Room(self._file.fileno(), slots, batch, source.sample)
         self._free = deque(range(slots))
@@ -116,7 +104,7 @@ class Pool(Reader):
             for number in range(workers):
                 self._workers.append(_Worker(number, self._file.fileno()))
             for worker in self._workers:
-                worker.send((source, slots, batch))
+                worker.send((source, slots, batch, str(worker)))
         except BaseException:
             self.close()
             raise
@@ -125,11 +113,10 @@ class Pool(Reader):
         slot = self._free.popleft()
         self._room.ids[slot, : len(indices)] = indices
         edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
-        parts = [_SlotRows(slot, start, stop) for start, stop in pairwise(edges)]
-        busy = [(worker, part) for worker, part in zip(self._workers, parts) if part.start < part.stop]
-        self._in_flight.append(_InFlight(slot, len(indices), [worker for worker, _ in busy]))
-        for worker, part in busy:
-            worker.send(part)
+        busy = [(worker, *part) for worker, part in zip(self._workers, pairwise(edges)) if part[0] < part[1]]
+        self._in_flight.append(_InFlight(slot, len(indices), [worker for worker, *_ in busy]))
+        for worker, start, stop in busy:
+            worker.send((slot, slice(start, stop)))
 
     def receive(self) -> tuple[NDArray[Any], ReadResult]:
         if self._shown is not None:
@@ -137,16 +124,15 @@ class Pool(Reader):
         request = self._in_flight.popleft()
         self._shown = request.slot
         bad: list[tuple[str, str]] = []
-        failed: DataError | None = None
+        failures: list[str] = []
         for worker in request.workers:  # all of them, because each has an answer in its pipe
             answer = worker.receive()
-            if not isinstance(answer, _Failed):
+            if isinstance(answer, str):
+                failures.append(answer)
+            else:
                 bad += answer
-            elif failed is None:
-                where = "" if answer.for_user else f"{worker} failed on {self._name}: "
-                failed = DataError(where + answer.message)
-        if failed is not None:
-            raise failed
+        if failures:
+            raise DataError(failures[0])
         rows = (request.slot, slice(request.samples))
         return self._room.samples[rows], ReadResult(self._room.ids[rows].copy(), tuple(bad))
 
@@ -195,24 +181,20 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `receive` says that it is gone
             self.pipe.send(message)
 
-    def receive(self) -> tuple[tuple[str, str], ...] | _Failed:
-        """The bad samples of the oldest part that this worker has read, or the reason why it failed."""
+    def receive(self) -> _Answer:
+        """The answer to the oldest part that was sent. Raises DataError if the process has ended."""
         try:
-            answer: tuple[tuple[str, str], ...] | _Failed = self.pipe.recv()
+            answer: _Answer = self.pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise self._end_error() from None
+            code = self.process.wait(timeout=10)
+            end = f"ended with exit code {code} while reading. Its own message is on stderr."
+            if code < 0:
+                end = (
+                    f"was killed by {signal.Signals(-code).name} while reading. If nobody killed it, the machine ran "
+                    "out of memory: lower data.workers or the batch."
+                )
+            raise DataError(f"{self} {end}") from None
         return answer
-
-    def _end_error(self) -> DataError:
-        code = self.process.wait(timeout=10)
-        if code >= 0:
-            return DataError(
-                f"{self} ended with exit code {code} while reading. Its own message is on stderr."
-            )
-        return DataError(
-            f"{self} was killed by {signal.Signals(-code).name} while reading. If nobody killed it, the machine ran "
-            "out of memory: lower data.workers or the batch."
-        )
 
 
 def _shared_file(size: int) -> IO[bytes]:
@@ -231,19 +213,20 @@ def serve(pipe: int, shared_file: int) -> None:
     os.dup2(2, 1)  # what a library prints must not get among the parent's output
     requests = Connection(pipe)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        source, slots, batch = requests.recv()
+        source, slots, batch, name = requests.recv()
         room = _Room(shared_file, slots, batch, source.sample)
         while True:
-            requests.send(_read_rows(source, requests.recv(), room))
+            slot, rows = requests.recv()
+            requests.send(_read_rows(source, room.ids[slot, rows], room.samples[slot, rows], name))
 
 
-def _read_rows(source: Source, part: _SlotRows, room: _Room) -> tuple[tuple[str, str], ...] | _Failed:
-    rows = slice(part.start, part.stop)
+def _read_rows(source: Source, ids: NDArray[np.int64], samples: NDArray[Any], worker: str) -> _Answer:
+    """Read samples `ids` into the shared memory, and write there the numbers of those that were read."""
     try:
-        reading = source.read_into(room.ids[part.slot, rows].copy(), room.samples[part.slot, rows])
+        reading = source.read_into(ids.copy(), samples)
     except DataError as error:
-        return _Failed(str(error), for_user=True)
+        return str(error)
     except Exception as error:  # noqa: BLE001 - sent to the parent, which raises it
-        return _Failed(f"{type(error).__name__}: {error}", for_user=False)
-    room.ids[part.slot, rows] = reading.ids
+        return f"{worker} failed on {source.name}: {type(error).__name__}: {error}"
+    ids[:] = reading.ids
     return reading.bad

@@ -46,9 +46,7 @@ def grouped(order: Ids, lengths: NDArray[np.int32], batch: int, seed: int, epoch
 
 
 def padding_share(lengths: NDArray[np.int32], batch: int) -> float:
-    """Share of padding, in [0, 1), in batches that are padded to their longest sample. `lengths` are in the order in
-    which batches use the samples.
-    """
+    """Share of padding, in [0, 1), in batches of samples of these `lengths`, in order, padded to their longest."""
     starts = np.arange(0, len(lengths), batch)
     sizes = np.minimum(batch, len(lengths) - starts)
     padded = (np.maximum.reduceat(lengths, starts).astype(np.int64) * sizes).sum()
@@ -61,8 +59,7 @@ class Stream:
     def __init__(
         self, samples: int, seed: int, lengths: NDArray[np.int32] | None = None, group: int = 0
     ) -> None:
-        """With `lengths` (samples,), samples of similar length share global batches of `group`; without, the order is
-        random."""
+        """With `lengths` (samples,), samples of similar length share global batches of `group` samples."""
         assert samples > 0
         assert lengths is None or (len(lengths) == samples and group > 0)
         self.samples = samples

@@ -28,8 +28,7 @@ VAL_EVERY = 5
 
 
 class BadSample(Exception):
-    """A sample that cannot be read, with its `path` and the reason. The policy `fail` or `skip` decides what
-    happens."""
+    """A sample that cannot be read, with its `path` and the reason. The policy decides: `fail` or `skip`."""
 
     def __init__(self, path: str, why: str) -> None:
         self.path = path
@@ -49,10 +48,8 @@ class ReadResult(NamedTuple):
 
 
 class Source(ABC):
-    """A set of samples with the same fields. A subclass sets the attributes and defines `load` and `__len__`.
-
-    It can be pickled, so that reading processes get a copy.
-    """
+    """A set of samples with the same fields. A subclass sets the attributes and defines `load` and `__len__`. It can be
+    pickled, so that reading processes get a copy."""
 
     name: str
     sample: np.dtype[Any]
@@ -81,19 +78,15 @@ class Source(ABC):
 
     @abstractmethod
     def load(self, index: int, out: Any) -> None:
-        """Write sample `index` into `out`: an array of the sample's shape, or a record. Raises BadSample where it
-        cannot be read.
-        """
+        """Write sample `index` into `out`, an array of its shape or a record. Raises BadSample."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def read_into(self, indices: NDArray[np.int64], out: NDArray[Any]) -> ReadResult:
-        """Write the samples into `out`. Under the policy `skip`, others replace bad ones.
-
-        The replacement is a pure function of the bad sample's number, so that the stream is the same for any number of
-        workers and ranks. Raises DataError under the policy `fail`.
-        """
+        """Write the samples into `out`. Under the policy `skip`, others replace bad ones: a pure function of the bad
+        sample's number, so that the stream is the same for any number of workers and ranks. Under `fail`, raises
+        DataError."""
         ids = np.array(indices, np.int64)
         bad: list[tuple[str, str]] = []
         for row, index in enumerate(indices):
@@ -124,8 +117,7 @@ class Source(ABC):
 
 class ImageSource(Source):
     """A set of images of one stored size, with one class each. A subclass sets the attributes and defines `load`, which
-    writes to an array (size, size, channels) of uint8.
-    """
+    writes to an array (size, size, channels) of uint8."""
 
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
@@ -175,11 +167,8 @@ class ImageSource(Source):
 
 @dataclass
 class Tally:
-    """Counts failures, and ends a run in which more than 1 % of the samples are bad.
-
-    In a small set the share is of the whole set (one bad sample of fifty is 2 %). A large set may have 1,000 failures
-    first.
-    """
+    """Counts failures, and ends a run in which more than 1 % of the samples are bad. In a small set the share is of the
+    whole set (one bad sample of fifty is 2 %). A large set may have 1,000 failures first."""
 
     samples: int
     tried: int = 0

@@ -28,7 +28,7 @@ def named_split(name: str) -> tuple[Split, int] | None:
 
 
 def split_in(name: str) -> tuple[Split, int] | None:
-    """The split that words in a name mean, and its rank; none where they mean both. In a path the outermost part with
+    """The split that words in a name mean, and its rank; none where they mean both. The outermost part of a path with
     such a word decides."""
     for part in Path(name).parts:
         meant = {split for word in re.split(r"[^a-z]+", part.lower()) if (split := _NAMES.get(word))}
@@ -64,10 +64,11 @@ def hub_splits(splits: Sequence[str], where: str) -> tuple[str, list[str]]:
 def split_files(files: list[Path], root: str) -> list[list[Path]]:
     """The files of train and val where names of files or folders say so (`train.tsv` and `dev.tsv`); else all files."""
     is_folder = Path(root).is_dir()
-    ranks = [split_in(os.path.relpath(file, root) if is_folder else file.name) for file in files]
-    best = min((meant[1] for meant in ranks if meant and meant[0] == "val"), default=None)
-    train = [file for file, meant in zip(files, ranks) if meant and meant[0] == "train"]
-    val = [file for file, meant in zip(files, ranks) if meant == ("val", best)]
+    names = [os.path.relpath(file, root) if is_folder else file.name for file in files]
+    chosen = divided(names, words=True)
+    train, val = (
+        [file for file, name in zip(files, names) if name in part] for part in map(set, chosen.values())
+    )
     if not train or not val:
         if val:
             _log.warning(
@@ -83,10 +84,8 @@ def split_files(files: list[Path], root: str) -> list[list[Path]]:
 
 def split_folders(path: str | os.PathLike[str], *, quiet: bool = False) -> tuple[Path, Path | None]:
     """The folders of the train and val sets, or the one folder that holds everything, and None. Folders that are left
-    out are logged unless `quiet`.
-
-    Raises DataError for a folder that is not there, and for one with a split's name that cannot be used.
-    """
+    out are logged unless `quiet`. Raises DataError for a folder that is not there, and for a split's name that cannot
+    be used."""
     root = Path(path)
     if not root.is_dir():
         raise DataError(f"The folder {shown(root)} does not exist or is not a folder. Check data.source.")

@@ -42,8 +42,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 
 def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
-    """Make a transform of batches from a transform of samples: `function(image, target, training=…)`, image (C, H,
-    W)."""
+    """A transform of batches from a `function(image, target, training=…)` of samples, image (C, H, W)."""
 
     @functools.wraps(function)
     def transform(images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, EnvironmentProblem
 
 
 def test_held_out_names_are_seen_in_no_language() -> None:
-    train, val = (list(part) for part in names("translation").parts)
+    train, val = (list(part) for part in names().parts)
     assert all(isinstance(row, TextRow) for row in train + val)
     assert len(AFRICAN) == 24
     counts = Counter(row.label for row in train)  # type: ignore[union-attr]
@@ -40,7 +40,7 @@ def test_held_out_names_are_seen_in_no_language() -> None:
     }
     assert read["territories: germany"]["sw"] == "Ujerumani"
     assert all(len(name.encode()) <= LONGEST for each in read.values() for name in each.values())
-    assert list(names("translation").parts[1]) == val, "the same rows each time"
+    assert list(names().parts[1]) == val, "the same rows each time"
 
 
 def test_the_label_of_a_row_is_its_target_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_a_third_column_is_a_label_of_a_translation(tmp_path: Path, monkeypatch:
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no language 'tlh-x'"):
-        names("translation", ("en", "tlh-x"))
+        names(("en", "tlh-x"))
     with pytest.raises(ConfigError, match="two languages"):
-        names("translation", ("en",))
-    with pytest.raises(ConfigError, match="are translations"):
-        names("pair")
+        names(("en",))
+    with pytest.raises(ConfigError, match=r"names are translations.*takes rows \(pair\)"):
+        open_rows(DataConfig(source="names"), Bytes(), "train", form="pair", length=16)
     monkeypatch.setitem(sys.modules, "babel", None)
     with pytest.raises(EnvironmentProblem, match=r"penstock\[languages\]"):
-        names("translation")
+        names()

@@ -42,7 +42,6 @@ def test_pairs_of_a_table_with_tabs(tmp_path: Path) -> None:
     assert source.classes == ("no", "yes")
     assert rows["label"].tolist() == [1, 0, 1]
     assert rows["label"].dtype == np.int64
-    assert source.padding_share == pytest.approx(1 - 23 / 36)
     assert read(opened(f"pairs:{tmp_path}", "pair", "val"))["label"].tolist() == [0]
 
 

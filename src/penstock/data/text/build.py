@@ -86,10 +86,8 @@ def write_pack(
     tokenizer: Tokenizer,
     progress: Progress = lambda _: None,
 ) -> TokenManifest:
-    """Pack the rows of train, and of val where there is one, into the empty folder `target`.
-
-    Raises DataError for bad rows as the policy says, for more than 1 % of them, and where nothing is left.
-    """
+    """Pack the rows of train, and of val where there is one, into the empty folder `target`. Raises DataError for bad
+    rows as the policy says, for more than 1 % of them, and where nothing is left."""
     if shape.form == "documents" and tokenizer.end is None:
         raise ConfigError(
             f"The tokenizer {tokenizer.name} has no token that ends a document. Name one as eos_token in its "
@@ -190,65 +188,55 @@ class _SplitWriter:
 
     def _encoded(self, batch: list[TextRow]) -> Numbers:
         """The tokens of a batch of rows; their ends go to the index."""
-        if self.shape.form == "chats":
-            return self._encoded_chats(batch)
-        pieces = [list(_pieces(text)) for row in batch for text in row.texts]
-        encoded = self._sides(pieces)
+        chats = self.shape.form == "chats"
         out: list[Numbers] = []
         index = np.zeros(len(batch), index_type(self.shape.fields))
         count = 0
-        end = np.array([self.tokenizer.end or 0], np.int32)
-        texts = iter(pieces)
-        for row in batch:
-            for column in range(len(row.texts)):
-                for _ in next(texts):
-                    out.append(next(encoded[column]))
-                    self.at += len(out[-1])
-                if self.shape.form == "documents" and not row.more:
-                    out.append(end)
-                    self.at += 1
-                index[count]["end"][column] = self.at
+        for row, columns in zip(batch, self._chats(batch) if chats else self._texts(batch), strict=True):
+            for place, pieces in enumerate(columns):
+                out += pieces
+                self.at += sum(map(len, pieces))
+                index[count]["end"][place] = self.at
             self._begun = self._begun or row
             if not row.more:
                 index[count]["key"] = zlib.crc32(self._begun.texts[0].encode("utf-8", "replace"))
                 index[count]["label"] = self._label(row)
                 count, self._begun = count + 1, None
-        size = sum(len(text.encode("utf-8", "replace")) for row in batch for text in row.texts)
+        texts = (text for row in batch for text in (row.texts[1::2] if chats else row.texts))
+        size = sum(len(text.encode("utf-8", "replace")) for text in texts)
         self.text_bytes += size
         self.rows += count
         self._chunks.append(index[:count])
         self.progress(size)
         return np.concatenate(out) if out else np.zeros(0, np.int32)
 
-    def _encoded_chats(self, batch: list[TextRow]) -> Numbers:
-        """The tokens of each conversation, followed by a 1 for each token to learn and a 0 for each other token."""
-        out: list[Numbers] = []
-        index = np.zeros(len(batch), index_type(self.shape.fields))
-        encoded = iter(self.tokenizer.encode_marked([text for row in batch for text in row.texts[:-1:2]]))
-        for row, entry in zip(batch, index, strict=True):
-            *texts, key = row.texts
-            for place, (text, answers) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+    def _texts(self, batch: list[TextRow]) -> Iterator[list[list[Numbers]]]:
+        """For each row the pieces of each text, as tokens; behind a document its end."""
+        encode, fields = self.tokenizer.encode, self.shape.fields
+        texts = [list(_pieces(text)) for row in batch for text in row.texts]
+        if self.shape.targets:
+            sources, targets = ([piece for text in texts[side::2] for piece in text] for side in (0, 1))
+            sides = [iter(encode(sources)), iter(self.tokenizer.encode_target(targets))]
+        else:
+            sides = [iter(encode([piece for text in texts for piece in text]))] * fields
+        end = np.array([self.tokenizer.end or 0], np.int32)
+        for number, row in enumerate(batch):
+            own = texts[number * fields : (number + 1) * fields]
+            columns = [[next(side) for _ in text] for side, text in zip(sides, own, strict=True)]
+            if self.shape.form == "documents" and not row.more:
+                columns[0].append(end)
+            yield columns
+
+    def _chats(self, batch: list[TextRow]) -> Iterator[list[list[Numbers]]]:
+        """For each conversation of a row its tokens, and a 1 for each token to learn and a 0 for each other token."""
+        encoded = iter(self.tokenizer.encode_marked([text for row in batch for text in row.texts[1::2]]))
+        for row in batch:
+            columns = []
+            for answers in row.texts[2::2]:
                 ids, places = next(encoded)
                 learned = np.fromiter(within(places, json.loads(answers)), np.int32, len(ids))
-                out += [ids, learned]
-                entry["end"][2 * place : 2 * place + 2] = self.at + len(ids), self.at + 2 * len(ids)
-                self.at += 2 * len(ids)
-                size = len(text.encode("utf-8", "replace"))
-                self.text_bytes += size
-                self.progress(size)
-            entry["key"] = zlib.crc32(key.encode("utf-8", "replace"))
-        self.rows += len(batch)
-        self._chunks.append(index)
-        return np.concatenate(out)
-
-    def _sides(self, texts: list[list[str]]) -> list[Iterator[Numbers]]:
-        """An iterator over the token numbers of the pieces, for each text of a row. `texts` are the pieces of all rows'
-        texts."""
-        encode, encode_target = self.tokenizer.encode, self.tokenizer.encode_target
-        if not self.shape.targets:
-            return [iter(encode([piece for text in texts for piece in text]))] * self.shape.fields
-        sources, targets = ([piece for text in texts[side::2] for piece in text] for side in (0, 1))
-        return [iter(encode(sources)), iter(encode_target(targets))]
+                columns += [[ids], [learned]]
+            yield columns
 
     def _label(self, row: TextRow) -> int:
         if not self.shape.labels:
@@ -262,8 +250,8 @@ class _SplitWriter:
 
 
 def _templated(rows: Iterator[RowOrBad], tokenizer: Tokenizer) -> Iterator[RowOrBad]:
-    """Conversations rendered by the tokenizer's template: text and answers as JSON (of both conversations for
-    preferences), and last the conversation or the shared part, by which a validation set is chosen. Conversations
+    """Conversations rendered by the tokenizer's template: first the conversation or the shared part, by which a
+    validation set is chosen; then text and answers as JSON (of both conversations for preferences). Conversations
     without an answer to learn are left out, and counted in the log."""
     template = template_of(tokenizer)
     assert template is not None  # `give_template` has seen to it
@@ -284,7 +272,7 @@ def _templated(rows: Iterator[RowOrBad], tokenizer: Tokenizer) -> Iterator[RowOr
             useless += not texts
             for several in texts:
                 marked = [part for whole in several for part in (whole.text, json.dumps(whole.answers))]
-                yield row._replace(texts=(*marked, row.texts[0]))
+                yield row._replace(texts=(row.texts[0], *marked))
         except ConfigError as problem:
             yield Bad(row.path, row.line, str(problem).rstrip("."))
     if useless:

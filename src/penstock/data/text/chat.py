@@ -40,8 +40,7 @@ class Template:
     another process, with limits: see `penstock.boundary.templates`."""
 
     def __init__(self, text: str, specials: Mapping[str, str]) -> None:
-        """`specials` are the names that it uses for special tokens, such as `eos_token`. Raises ConfigError for one
-        that is no template."""
+        """`specials` are special tokens by the names that it uses, such as `eos_token`. Raises ConfigError."""
         check_template(text)
         self.source, self._specials = text, dict(specials)
         self._reported: set[str] = set()
@@ -50,8 +49,7 @@ class Template:
         self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
     ) -> str:
         """Render messages; with `answer`, up to where the model's next answer begins. As in transformers, fields
-        without a value are left out, and reasoning has all of its names. Raises ConfigError where the template does not
-        accept them."""
+        without a value are left out, and reasoning has all of its names. Raises ConfigError if it refuses them."""
         values = {
             "messages": [_with_all_names(message) for message in messages],
             "tools": tools,
@@ -120,12 +118,10 @@ class ChatWriter:
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[Rendered]:
         """Render a conversation as one text with all answers. Where the template renders earlier answers differently
-        from the last one (Qwen3 leaves out their reasoning), one text for each answer. Empty if no answer is to be
-        learned.
+        from the last one (Qwen3 leaves out their reasoning), one text for each answer. Empty if no answer is learned.
 
         Raises ConfigError for a conversation that cannot be used: without an answer or with an empty one, with a
-        special token spelled in a message, or one that the template does not take.
-        """
+        special token spelled in a message, or one that the template does not take."""
         if spelled := next(filter(None, map(self._special.search, _texts([*messages, tools]))), None):
             raise ConfigError(f"a message spells the special token {spelled[0]}")
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant" and n > 0]
@@ -180,8 +176,7 @@ class ChatWriter:
         return Rendered(text, [(len(before), max(end, len(before)))])
 
     def _mark_behind(self, text: str, messages: Sequence[Message], turn: int, tools: list[Any] | None) -> str:
-        """The special token that begins the turn after an answer, where the template does not end answers in another
-        way."""
+        """The special token that begins the turn after an answer, for templates that end answers in no other way."""
         following = {"role": "tool" if messages[turn].get("tool_calls") else "user", "content": "?"}
         following = messages[turn + 1] if turn + 1 < len(messages) else following
         try:

@@ -98,8 +98,7 @@ class TextColumns:
         return [*main, *self.beside(names, main, path)]
 
     def beside(self, names: Iterable[str], main: Sequence[str], path: str) -> list[str]:
-        """Columns of a table of conversations that are read in addition to `main`. Columns that are not read are logged
-        once."""
+        """Columns of conversations that are read in addition to `main`. Columns that are not read are logged once."""
         if self.form not in CHATS:
             return []
         roots = {name.partition(".")[0] for name in main}

@@ -16,7 +16,7 @@ from penstock.boundary.files import read_text
 from penstock.config.run import DataConfig
 from penstock.data.source import Split
 from penstock.data.text.chat import PLAIN, template_of
-from penstock.data.text.mixture import Mixture, TextSource
+from penstock.data.text.mixture import TextSource
 from penstock.data.text.rows import RowTable, tables_of
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Tokenizer
@@ -27,39 +27,31 @@ _log = logging.getLogger(__name__)
 
 class ChatSource(TextSource):
     """Conversations of at most `length` tokens. Fields of a sample: tokens (L,) int32; learned (L,) int8, 1 for a token
-    of an answer; document (L,) int32, which conversation a token is of, from 0 on, and −1 for padding.
-
-    If `packed`, a sample holds several whole conversations, packed by best fit with the longest first.
-    """
+    of an answer; document (L,) int32, which conversation a token is of, from 0 on, and −1 for padding. If `packed`, a
+    sample holds several whole conversations, packed by best fit with the longest first."""
 
     def __init__(
-        self,
-        name: str,
-        tables: list[tuple[RowTable, float]],
-        tokenizer: Tokenizer,
-        *,
+        self, data: DataConfig, split: Split, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *,
         length: int,
-        packed: bool,
-    ) -> None:
-        self.name, self.tokenizer, self.length, self.packed = name, tokenizer, length, packed
-        self._tables = [table for table, _ in tables]
-        self._lengths = [np.minimum(table.lengths()[:, 0], length) for table in self._tables]
-        learnable = [_learnable(name, table, length) for table in self._tables]
+    ) -> None:  # fmt: skip
+        super().__init__(data, split, tables, tokenizer)
+        self.length, self.packed = length, data.packed
+        self._lengths = [np.minimum(table.lengths()[:, 0], length) for table in self.tables]
+        learnable = [_learnable(self.name, table, length) for table in self.tables]
         self._samples = [
-            fitted(lengths[rows], rows, length) if packed else [row[None] for row in rows]
+            fitted(lengths[rows], rows, length) if data.packed else [row[None] for row in rows]
             for lengths, rows in zip(self._lengths, learnable)
         ]
-        self._mixture = Mixture([len(samples) for samples in self._samples], [weight for _, weight in tables])
-        fields = [
-            ("tokens", np.int32, (length,)),
-            ("learned", np.int8, (length,)),
-            ("document", np.int32, (length,)),
-        ]
-        self.sample = np.dtype(fields)
-        if not packed:
-            self.lengths = self._mixture.by_sample(
-                [np.asarray(lengths[rows], np.int32) for lengths, rows in zip(self._lengths, learnable)]
-            )
+        self.mix([len(samples) for samples in self._samples])
+        self.sample = np.dtype(
+            [
+                ("tokens", np.int32, (length,)),
+                ("learned", np.int8, (length,)),
+                ("document", np.int32, (length,)),
+            ]
+        )
+        if not data.packed:
+            self.lengths = self.by_sample([lengths[rows] for lengths, rows in zip(self._lengths, learnable)])
 
     @cached_property
     def unpacked_padding(self) -> float | None:  # type: ignore[override]
@@ -70,22 +62,21 @@ class ChatSource(TextSource):
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Special tokens that end the answers of the first conversations, which may differ from the tokenizer's own end
-        token."""
+        """Special tokens that end the first conversations' answers; the tokenizer's own end may be another."""
         last: set[int] = set()
         for tokens, learned in (
-            table.texts(row) for table in self._tables for row in range(min(len(table), 100))
+            table.texts(row) for table in self.tables for row in range(min(len(table), 100))
         ):
             last.update(tokens[np.flatnonzero(np.diff(learned.astype(np.int8), append=0) < 0)].tolist())
         words, special = self.tokenizer.words(), {*self.tokenizer.special_words()}
         return tuple(sorted(number for number in last if words[number] in special))
 
     def load(self, index: int, out: Any) -> None:
-        number, place = self._mixture.place(index)
+        number, place = self.place(index)
         at = 0
         out["tokens"], out["learned"], out["document"] = self.tokenizer.pad, 0, -1
         for document, row in enumerate(self._samples[number][place].tolist()):
-            tokens, learned = self._tables[number].texts(row)
+            tokens, learned = self.tables[number].texts(row)
             end = at + min(len(tokens), self.length)
             out["tokens"][at:end] = tokens[: end - at]
             out["learned"][at + 1 : end] = learned[1 : end - at]  # nothing comes before a first token
@@ -99,23 +90,22 @@ class PreferenceSource(TextSource):
     share; length (2,) int32."""
 
     def __init__(
-        self, name: str, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *, length: int
-    ) -> None:
-        self.name, self.tokenizer, self.length = name, tokenizer, length
-        self._tables = [table for table, _ in tables]
-        self._rows = [_learnable(name, table, length) for table in self._tables]
-        self._mixture = Mixture([len(rows) for rows in self._rows], [weight for _, weight in tables])
-        longest = [table.lengths()[:, ::2].max(axis=1).clip(max=length) for table in self._tables]
-        self.lengths = self._mixture.by_sample(
-            [lengths[rows].astype(np.int32) for lengths, rows in zip(longest, self._rows)]
-        )
+        self, data: DataConfig, split: Split, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *,
+        length: int,
+    ) -> None:  # fmt: skip
+        super().__init__(data, split, tables, tokenizer)
+        self.length = length
+        self._rows = [_learnable(self.name, table, length) for table in self.tables]
+        self.mix([len(rows) for rows in self._rows])
+        longest = [table.lengths()[:, ::2].max(axis=1).clip(max=length) for table in self.tables]
+        self.lengths = self.by_sample([lengths[rows] for lengths, rows in zip(longest, self._rows)])
         self.sample = np.dtype(
             [("tokens", np.int32, (2, length)), ("learned", np.int8, (2, length)), ("length", np.int32, (2,))]
         )
 
     def load(self, index: int, out: Any) -> None:
-        number, place = self._mixture.place(index)
-        texts = self._tables[number].texts(int(self._rows[number][place]))
+        number, place = self.place(index)
+        texts = self.tables[number].texts(int(self._rows[number][place]))
         out["tokens"], out["learned"] = self.tokenizer.pad, 0
         for side in range(2):
             tokens, learned = (part[: self.length] for part in texts[2 * side : 2 * side + 2])
@@ -125,8 +115,7 @@ class PreferenceSource(TextSource):
 
 
 def _learnable(name: str, table: RowTable, length: int) -> NDArray[np.int64]:
-    """Numbers of the rows whose conversations all have tokens to learn within the length, and differ there. Raises
-    DataError where there is none."""
+    """Rows whose conversations all have tokens to learn within the length, and differ there. Raises DataError."""
     long = np.flatnonzero((table.lengths()[:, ::2] > length).any(axis=1))
     without, alike = [], []
     for row in long.tolist():
@@ -181,18 +170,16 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
 
 def open_conversations(data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int) -> ChatSource:
     """Conversations of a split, cut after `length` tokens. Raises ConfigError and DataError."""
-    packs = open_packs(data, tokenizer, "chat")
-    tables, name = tables_of(packs, data, split, unit="conversations"), f"{data.source} ({split})"
-    return ChatSource(name, tables, tokenizer, length=length, packed=data.packed).under(data)
+    tables = tables_of(open_packs(data, tokenizer, "chat"), data, split, unit="conversations")
+    return ChatSource(data, split, tables, tokenizer, length=length)
 
 
 def open_preferences(
     data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int
 ) -> PreferenceSource:
     """Pairs of conversations of a split, each cut after `length` tokens. Raises ConfigError and DataError."""
-    packs = open_packs(data, tokenizer, "preferences")
-    tables = tables_of(packs, data, split, unit="conversations")
-    return PreferenceSource(f"{data.source} ({split})", tables, tokenizer, length=length).under(data)
+    tables = tables_of(open_packs(data, tokenizer, "preferences"), data, split, unit="conversations")
+    return PreferenceSource(data, split, tables, tokenizer, length=length)
 
 
 def give_template(tokenizer: Tokenizer, template: str) -> None:

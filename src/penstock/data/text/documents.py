@@ -38,8 +38,7 @@ _TOO_LONG = 16 << 20
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that a path means, sorted: itself, the text files of a folder at any depth, or the matches of a pattern
-    such as `texts/*.txt`."""
+    """The files that a path means, sorted: itself, all text files in a folder, or matches of a pattern (`*.txt`)."""
     root = Path(path)
     if root.is_dir():
         files = [Path(file) for file in visible_files(root)]
@@ -149,8 +148,7 @@ def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
 
 
 def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBad]:
-    """Read a table. Cells separated by tabs have no quotes, as in GLUE's and XNLI's files; other separators allow
-    quotes, as in RFC 4180."""
+    """Read a table. Cells separated by tabs have no quotes, as in GLUE's files; others may, as in RFC 4180."""
     where = shown(path)
     names: list[str] = []
     places: list[int] = [int(name) - 1 for name in columns.wanted] if columns.by_number else []
@@ -199,8 +197,7 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
 
 
 def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
-    """Read the rows of a Parquet file, a few at a time. Raises DataError where columns are missing; other faults make
-    bad rows."""
+    """Read a Parquet file, a few rows at a time. Raises DataError for missing columns; other faults make bad rows."""
     where = shown(path)
     parquet = package("pyarrow.parquet", f"{where} is read by the package pyarrow", "hf")
     number = 0
@@ -233,9 +230,7 @@ def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
 
 
 def _check_groups(file: Any) -> None:
-    """Check the stated sizes of row groups. Statistics of columns are not read: where they are broken, pyarrow 26 ends
-    the process.
-    """
+    """Check the stated sizes of row groups, but not statistics of columns: if these are broken, pyarrow 26 crashes."""
     for group in range(file.metadata.num_row_groups):
         size = file.metadata.row_group(group).total_byte_size
         if not 0 <= size <= _GROUP_BYTES:

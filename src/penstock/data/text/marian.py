@@ -1,5 +1,4 @@
-"""Marian's tokenizer: a sentencepiece model for sources, another for targets, and one table that numbers the pieces of
-both.
+"""Marian's tokenizer: a sentencepiece model for sources, another for targets, and one table of the pieces of both.
 
 Files and rules are those of transformers' MarianTokenizer (`models/marian/tokenization_marian.py`).
 """
@@ -10,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +29,9 @@ _WORDS = {"pad": "<pad>", "unknown": "<unk>", "end": "</s>"}
 
 
 class Marian(Tokenizer):
-    """The tokenizer of a folder with `source.spm`, `target.spm` and `vocab.json`.
-
-    A text is cut by the model of its side. Each piece is numbered by the table, or as the unknown token. A language
-    code such as `>>fr<<` at the beginning of a text is one piece.
-    """
+    """The tokenizer of a folder with `source.spm`, `target.spm` and `vocab.json`. A text is cut by the model of its
+    side. Each piece is numbered by the table, or as the unknown token. A language code such as `>>fr<<` at the
+    beginning of a text is one piece."""
 
     two_sided = True
 
@@ -42,11 +39,8 @@ class Marian(Tokenizer):
         self, name: str, source: bytes, target: bytes, table: Mapping[str, int], settings: Mapping[str, Any]
     ) -> None:
         """`source` and `target` are the contents of the two models, `table` has the number of each piece, and
-        `settings` is the content of `tokenizer_config.json`.
-
-        Raises DataError for what is broken, ConfigError for what Penstock does not do, and EnvironmentProblem without
-        the package sentencepiece.
-        """
+        `settings` is the content of `tokenizer_config.json`. Raises DataError for what is broken, ConfigError for what
+        Penstock does not do, and EnvironmentProblem without the package sentencepiece."""
         self.name = name
         self._table, self._settings = dict(table), dict(settings)
         self._check_table()
@@ -126,15 +120,10 @@ class Marian(Tokenizer):
         for number, token in added.items() if isinstance(added, Mapping) else ():
             word = token.get("content") if isinstance(token, Mapping) else None
             if not isinstance(word, str) or str(self._table.get(word)) != number:
-                self._refuse(
-                    f"tokenizer_config.json adds {quoted(word)} as number {quoted(number)}, which {TABLE} does not. "
-                    "Add it there"
+                raise ConfigError(
+                    f"The tokenizer {self.name} cannot be used: tokenizer_config.json adds {quoted(word)} as number "
+                    f"{quoted(number)}, which {TABLE} does not. Add it there, or choose another with data.tokenizer."
                 )
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise ConfigError(
-            f"The tokenizer {self.name} cannot be used: {why}, or choose another with data.tokenizer."
-        )
 
 
 def is_marian(folder: Path) -> bool:

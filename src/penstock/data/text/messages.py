@@ -46,8 +46,7 @@ def conversation_of(
 
 
 def _messages(values: Sequence[Any], names: Sequence[str]) -> tuple[list[Message]]:
-    """One column with a list of messages, or the question and its answer in two columns, or Alpaca's instruction, input
-    and output."""
+    """A list of messages in one column, question and answer in two, or Alpaca's instruction, input and output."""
     if len(values) == 1:
         return ([_message(message) for message in _as_list(values[0], names[0])],)
     if any(isinstance(value, list | Mapping) for value in (values[0], values[-1])):  # prompt and completion
@@ -67,8 +66,7 @@ def _question(values: Sequence[Any], names: Sequence[str]) -> Message:
 def _compared(
     values: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """The chosen and the rejected conversation, with or without a column for the prompt. Each column holds a text,
-    messages or a whole conversation."""
+    """The chosen and the rejected conversation: texts, messages or whole conversations, with a prompt or without."""
     if len(values) < 2:
         raise ValueError(
             f"{len(values)} columns are named, where chosen and rejected are two, or three with a prompt"

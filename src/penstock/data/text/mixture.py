@@ -4,70 +4,66 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
-from penstock.data.source import Source
+from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 
 _MOST = 1 << 31
 
 
-class Mixture:
-    """Numbering of the samples of several sets, so that each set has its share.
+class TextSource(Source):
+    """Samples of a split of several sets of text, each with its share.
 
     One round of the mixture is one pass over the set that takes longest; the others repeat meanwhile, each sample about
-    equally often. So no sample is left out, and the order remains a pure function of seed and position.
+    equally often. So no sample is left out, and the order remains a pure function of seed and position. A subclass
+    calls `mix` with the sizes of its sets.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float]) -> None:
-        rounds = max(size / weight for size, weight in zip(sizes, weights))
+    policy = "data.bad_rows"
+
+    def __init__(
+        self, data: DataConfig, split: Split, tables: Sequence[tuple[Any, float]], tokenizer: Tokenizer
+    ) -> None:
+        """`tables` are the sets, each with its `part` of a pack, and their weights."""
+        self.name, self.tokenizer = f"{data.source} ({split})", tokenizer
+        self.bad_samples, self.group_by_length = data.bad_rows, data.group_by_length
+        self.tables = [table for table, _ in tables]
+        self._weights = [weight for _, weight in tables]
+
+    def mix(self, sizes: Sequence[int]) -> None:
+        """Number the samples of sets of these sizes by their weights. Raises ConfigError for too many of them."""
+        rounds = max(size / weight for size, weight in zip(sizes, self._weights))
         if rounds > _MOST:
             raise ConfigError(
                 f"By these weights one pass over the data has {rounds:,.0f} samples, and at most {_MOST:,} are read. "
                 "Raise the smallest weights of data.source."
             )
-        self._sizes = np.array(sizes, np.int64)
-        counts = np.array([max(1, round(rounds * weight)) for weight in weights], np.int64)
-        if len(sizes) == 1:
-            counts = self._sizes
-        self._starts = np.concatenate([[0], np.cumsum(counts)])
-        self.samples = int(self._starts[-1])
+        counts = [max(1, round(rounds * weight)) for weight in self._weights] if len(sizes) > 1 else sizes
+        self._sizes, self._starts = sizes, np.cumsum([0, *counts], dtype=np.int64)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The set that a sample is in, and its number there."""
+        """The number of the set that a sample is in, and the sample's number there."""
         part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return part, (index - int(self._starts[part])) % int(self._sizes[part])
+        return part, (index - int(self._starts[part])) % self._sizes[part]
 
-    def by_sample(self, values: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-        """(samples,) values of the mixture's samples, from each set's values of its own samples."""
+    def by_sample(self, values: Sequence[NDArray[np.int64]]) -> NDArray[np.int32]:
+        """(samples,) values of all samples, from each set's values of its own samples."""
         counts = np.diff(self._starts)
-        return np.concatenate([np.resize(value, count) for value, count in zip(values, counts)])
+        return np.concatenate(
+            [np.resize(np.asarray(value, np.int32), count) for value, count in zip(values, counts)]
+        )
 
-
-class TextSource(Source):
-    """Samples of text, of several sets by weight: a subclass sets `_mixture` and `_tables`."""
-
-    policy = "data.bad_rows"
-    tokenizer: Tokenizer
-    _mixture: Mixture
-    _tables: Sequence[Any]
-    """The sets, each with its `part` of a pack."""
+    def __len__(self) -> int:
+        return int(self._starts[-1])
 
     @property
     def digest(self) -> str:  # type: ignore[override]
         """The hash of all tokens and of where they are."""
-        files = [file for table in self._tables for file in table.part.part.files]
+        files = [file for table in self.tables for file in table.part.part.files]
         return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._mixture.samples
-
-    def under(self, data: DataConfig) -> Self:
-        """This source with the settings for bad rows and for grouping by length."""
-        self.bad_samples, self.group_by_length = data.bad_rows, data.group_by_length
-        return self

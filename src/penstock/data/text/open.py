@@ -37,10 +37,8 @@ _MADE_OF = (
 
 def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names. `auto` is the tokenizer of the weights to start from, or of the pack;
-    where neither has one, `bytes`.
-
-    Raises ConfigError, DataError and EnvironmentProblem for one that is not there, broken, or needs a package.
-    """
+    where neither has one, `bytes`. Raises ConfigError, DataError and EnvironmentProblem for one that is not there,
+    broken, or needs a package."""
     name = data.tokenizer
     if name != "auto":
         return Bytes() if name == "bytes" else named(name)
@@ -69,8 +67,7 @@ def found_in(folder: Path) -> Tokenizer | None:
 
 
 def named(name: str) -> Tokenizer:
-    """Open a tokenizer by the path of a folder, a `tokenizer.json` or a sentencepiece `.model`, or by a name on the
-    hub."""
+    """Open a tokenizer: a folder, a `tokenizer.json`, a sentencepiece `.model`, or a name on the hub."""
     path = Path(name)
     if path.is_dir():
         return in_folder(path)

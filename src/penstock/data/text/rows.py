@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
 from penstock.data.source import BadSample, Split
-from penstock.data.text.mixture import Mixture, TextSource
+from penstock.data.text.mixture import TextSource
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Frame, Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
@@ -37,116 +38,100 @@ class RowSource(TextSource):
     """
 
     def __init__(
-        self,
-        name: str,
-        tables: list[tuple[RowTable, float]],
-        tokenizer: Tokenizer,
-        *,
-        form: RowForm,
-        length: int,
-        target_length: int,
-        classes: tuple[str, ...] | None,
-    ) -> None:
-        self.name = name
-        self.tokenizer = tokenizer
-        self.form = form
+        self, data: DataConfig, split: Split, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *,
+        form: RowForm, length: int, target_length: int, labelled: bool, classes: tuple[str, ...] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(data, split, tables, tokenizer)
+        self.form, self.length, self.labelled = form, length, labelled
         self.classes = classes
         """Names of the classes; None where labels are numbers, or there are none."""
-        self.length = length
-        self._tables = [table for table, _ in tables]
-        self._frame = _Frame(tokenizer, form, length, target_length)
-        self._mixture = Mixture([len(table) for table in self._tables], [weight for _, weight in tables])
-        self.lengths = self._mixture.by_sample(
-            [self._frame.lengths(table.lengths()) for table in self._tables]
-        )
-        self.sample = self._frame.sample(label=None if not tables[0][0].labelled else classes is not None)
-
-    @property
-    def padding_share(self) -> float:
-        """Share of padding in samples that are padded to the full length."""
-        assert self.lengths is not None
-        return 1 - float(self.lengths.mean()) / self._frame.total_length
+        self._fields = _fields_of(tokenizer, form, length, target_length)
+        self.mix([len(table) for table in self.tables])
+        self.lengths = self.by_sample([self._lengths(table.lengths()) for table in self.tables])
+        columns: list[tuple[Any, ...]] = []
+        for field in self._fields:
+            columns += [(field.name, np.int32, (field.limit,)), (field.length, np.int32)]
+        columns += [("segment", np.int32)] if form == "pair" else []
+        columns += [("label", np.float32 if classes is None else np.int64)] if labelled else []
+        self.sample = np.dtype(columns)
 
     def renumber(self, classes: tuple[str, ...], numbers: NDArray[np.int64]) -> None:
         """Take the numbers of a model's classes, (own classes,), in place of the source's own."""
         self.classes = classes
-        for table in self._tables:
-            table.renumber(numbers, len(classes))
+        for table in self.tables:
+            table.renumber(numbers)
+
+    def _lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(N,) tokens of each sample, from the lengths of its texts (N, texts)."""
+        if len(self._fields) == 1:
+            texts = texts.sum(1, keepdims=True)
+        frames = sum(field.frame.tokens for field in self._fields)
+        return np.asarray(np.minimum(texts, [field.room for field in self._fields]).sum(1) + frames, np.int64)
 
     def load(self, index: int, out: Any) -> None:
-        number, row = self._mixture.place(index)
-        table = self._tables[number]
-        self._frame.write(out, table.texts(row))
-        if table.labelled:
-            out["label"] = table.label(row)
-
-
-_SIDES = {"translation": ("source", "target"), "two": ("first", "second")}
-"""Fields of the texts of a row that do not go into one sample of tokens."""
-
-
-class _Frame:
-    """Layout of a sample: how the tokens of a row's texts are put together."""
-
-    def __init__(self, tokenizer: Tokenizer, form: RowForm, length: int, target_length: int) -> None:
-        self._pad, self._form = tokenizer.pad, form
-        self._names = _SIDES.get(form, ("tokens",))
-        self._limits = [length, (target_length or length) if form == "translation" else length][
-            : len(self._names)
-        ]
-        frames = [tokenizer.frame(2 if form == "pair" else 1)] * len(self._names)
-        if form == "translation":
-            frames = [
-                Frame(opening, (), _end_of(tokenizer))
-                for opening in (tokenizer.opening(), tokenizer.target_opening())
-            ]
-        self._frames = [[np.array(part, np.int32) for part in frame] for frame in frames]
-        self._rooms = [limit - frame.tokens for limit, frame in zip(self._limits, frames, strict=True)]
-        if min(self._rooms) <= 0:
-            raise ConfigError(f"Rows of {min(self._limits)} tokens have no room for text; make them longer.")
-        self.total_length = sum(self._limits)
-
-    def sample(self, *, label: bool | None) -> np.dtype[Any]:
-        """`label`: whether it is a class; None without."""
-        fields: list[tuple[Any, ...]] = []
-        for name, limit in zip(self._names, self._limits, strict=True):
-            fields += [(name, np.int32, (limit,)), (_length_of(name), np.int32)]
-        fields += [("segment", np.int32)] if self._form == "pair" else []
-        fields += [("label", np.int64 if label else np.float32)] if label is not None else []
-        return np.dtype(fields)
-
-    def lengths(self, texts: NDArray[np.int64]) -> NDArray[np.int32]:
-        """(N,) tokens of each sample, of the texts' lengths (N, texts)."""
-        if len(self._names) == 1:
-            texts = texts.sum(1, keepdims=True)
-        limits, rooms = np.array(self._limits), np.array(self._rooms)
-        return np.asarray((np.minimum(texts, rooms) + limits - rooms).sum(1), np.int32)
-
-    def write(self, out: Any, texts: list[NDArray[Any]]) -> None:
-        if self._form == "pair":
-            (before, between, behind), room = self._frames[0], self._rooms[0]
-            first, second = _cut_longer(len(texts[0]), len(texts[1]), room)
-            self._put(out, "tokens", [before, texts[0][:first], between, texts[1][:second], behind])
+        number, row = self.place(index)
+        table: RowTable = self.tables[number]
+        texts = table.texts(row)
+        if self.form == "pair":
+            (field,) = self._fields
+            before, between, behind = field.frame
+            first, second = _cut_longer(len(texts[0]), len(texts[1]), field.room)
+            field.write(out, [before, texts[0][:first], between, texts[1][:second], behind])
             out["segment"] = len(before) + first + len(between)
-            return
-        for name, (before, _, behind), text, room in zip(
-            self._names, self._frames, texts, self._rooms, strict=True
-        ):
-            self._put(out, name, [before, text[:room], behind])
+        else:
+            for field, text in zip(self._fields, texts, strict=True):
+                field.write(out, [field.frame.before, text[: field.room], field.frame.behind])
+        if self.labelled:
+            out["label"] = table.label(row, None if self.classes is None else len(self.classes))
 
-    def _put(self, out: Any, name: str, pieces: list[NDArray[Any]]) -> None:
-        row = out[name]
-        at = 0
+
+class _Field(NamedTuple):
+    """A field of token numbers with at most `limit` of them, of which `frame` are special."""
+
+    name: str
+    limit: int
+    frame: Frame
+    pad: int
+
+    @property
+    def room(self) -> int:
+        """The most tokens of text."""
+        return self.limit - self.frame.tokens
+
+    @property
+    def length(self) -> str:
+        """The name of the field with the number of tokens."""
+        return "length" if self.name == "tokens" else f"{self.name}_length"
+
+    def write(self, out: Any, pieces: Sequence[Sequence[int] | NDArray[Any]]) -> None:
+        """Write pieces one after the other, and their number of tokens."""
+        row, at = out[self.name], 0
         for piece in pieces:
             row[at : at + len(piece)] = piece
             at += len(piece)
-        row[at:] = self._pad
-        out[_length_of(name)] = at
+        row[at:] = self.pad
+        out[self.length] = at
 
 
-def _length_of(name: str) -> str:
-    """The name of the field with the number of tokens of another field."""
-    return "length" if name == "tokens" else f"{name}_length"
+def _fields_of(tokenizer: Tokenizer, form: RowForm, length: int, target_length: int) -> list[_Field]:
+    """The fields of token numbers of a sample. Raises ConfigError where there is no room for text."""
+    pad, frame = tokenizer.pad, tokenizer.frame(2 if form == "pair" else 1)
+    fields = [_Field("tokens", length, frame, pad)]
+    if form == "two":
+        fields = [_Field(name, length, frame, pad) for name in ("first", "second")]
+    elif form == "translation":
+        source, target = (
+            Frame(opening, (), _end_of(tokenizer))
+            for opening in (tokenizer.opening(), tokenizer.target_opening())
+        )
+        fields = [
+            _Field("source", length, source, pad),
+            _Field("target", target_length or length, target, pad),
+        ]
+    if min(field.room for field in fields) <= 0:
+        shortest = min(field.limit for field in fields)
+        raise ConfigError(f"Rows of {shortest} tokens have no room for text; make them longer.")
+    return fields
 
 
 def _end_of(tokenizer: Tokenizer) -> tuple[int]:
@@ -173,12 +158,8 @@ def _cut_longer(first: int, second: int, room: int) -> tuple[int, int]:
 class RowTable:
     """The rows of a split in one pack."""
 
-    def __init__(
-        self, part: PackedPart, rows: NDArray[np.int64], labelled: bool, classes: int | None
-    ) -> None:
-        self.part = part
-        self._rows = rows
-        self.labelled, self._classes = labelled, classes
+    def __init__(self, part: PackedPart, rows: NDArray[np.int64]) -> None:
+        self.part, self._rows = part, rows
         ends = part.index["end"].astype(np.int64)
         starts = np.concatenate([[0], ends.reshape(-1)[:-1]]).reshape(ends.shape)
         self._spans = np.stack([starts, ends], axis=-1)[rows]  # (N, texts, 2)
@@ -194,17 +175,16 @@ class RowTable:
     def texts(self, row: int) -> list[NDArray[Any]]:
         return [self.part.read(int(start), int(end)) for start, end in self._spans[row]]
 
-    def renumber(self, numbers: NDArray[np.int64], classes: int) -> None:
+    def renumber(self, numbers: NDArray[np.int64]) -> None:
         """Replace class numbers; values that are no class stay as they are."""
         known = np.isin(self._labels, np.arange(len(numbers)))
         self._labels[known] = numbers[self._labels[known].astype(np.int64)]
-        self._classes = classes
 
-    def label(self, row: int) -> float:
-        """The value of a label: a number, or the number of a class. Raises BadSample for anything else."""
+    def label(self, row: int, classes: int | None) -> float:
+        """A label: the number of one of the classes, or without classes any number. Raises BadSample."""
         value = float(self._labels[row])
-        due = "a finite number" if self._classes is None else f"one of {self._classes} classes"
-        if not (math.isfinite(value) if self._classes is None else value in range(self._classes)):
+        due = "a finite number" if classes is None else f"one of {classes} classes"
+        if not (math.isfinite(value) if classes is None else value in range(classes)):
             raise BadSample(self.part.row(int(self._rows[row])), f"its label is {value:g}, and not {due}")
         return value
 
@@ -219,9 +199,7 @@ def open_rows(
     target_length: int = 0,
 ) -> RowSource:
     """Rows of a split, of at most `length` tokens (translations: `target_length` for the target). `auto` is `numbers`.
-
-    Raises ConfigError and DataError.
-    """
+    Raises ConfigError and DataError."""
     data = data.filled("numbers")
     packs = open_packs(data, tokenizer, form)
     kinds = {(pack.manifest.labels, pack.manifest.classes) for pack, _ in packs}
@@ -232,25 +210,19 @@ def open_rows(
     first = packs[0][0].manifest
     classes = first.classes if labelled and first.labels == "classes" else None
     rows = RowSource(
-        f"{data.source} ({split})", tables_of(packs, data, split, labelled=labelled), tokenizer,
-        form=form, length=length, target_length=target_length, classes=classes,
+        data, split, tables_of(packs, data, split), tokenizer, form=form, length=length, target_length=target_length,
+        labelled=labelled, classes=classes,
     )  # fmt: skip
     rows.label_names = (classes or ()) if named else ()
     rows.labels_in_prompts = all(_LABELLED_PROMPTS.match(source) for source, _ in data.parts())
-    return rows.under(data)
+    return rows
 
 
 def tables_of(
-    packs: list[tuple[TokenPack, float]],
-    data: DataConfig,
-    split: Split,
-    *,
-    labelled: bool = False,
-    unit: str = "rows",
+    packs: list[tuple[TokenPack, float]], data: DataConfig, split: Split, *, unit: str = "rows"
 ) -> list[tuple[RowTable, float]]:
-    """The rows of a split in each pack, and the pack's weight. Raises DataError where a pack has none; `unit` names
-    them."""
-    tables = [(table_of(pack, split, labelled=labelled), weight) for pack, weight in packs]
+    """The rows of a split in each pack, and its weight. Raises DataError for a pack without; `unit` names them."""
+    tables = [(_table_of(pack, split), weight) for pack, weight in packs]
     for (table, _), (pack, _), (source, _) in zip(tables, packs, data.parts()):
         if not len(table):
             if split == "val" and len(pack.manifest.parts) == 1:
@@ -265,14 +237,13 @@ def tables_of(
     return tables
 
 
-def table_of(pack: TokenPack, split: Split, *, labelled: bool = False) -> RowTable:
+def _table_of(pack: TokenPack, split: Split) -> RowTable:
     """The rows of a split: the pack's own, else one row in twenty is for val, chosen by its first text (of few rows
     every fifth text), so that rows that share it stay together. None is for val where that would be most of the rows.
     """
-    classes = len(pack.manifest.classes) if pack.manifest.labels == "classes" else None
     if len(pack.manifest.parts) == 2:
         part = pack.split(int(split == "val"))
-        return RowTable(part, np.arange(part.part.rows), labelled, classes)
+        return RowTable(part, np.arange(part.part.rows))
     part = pack.split(0)
     is_val = part.index["key"] % VAL_EVERY == VAL_EVERY - 1
     if part.part.rows < FEW:
@@ -280,4 +251,4 @@ def table_of(pack: TokenPack, split: Split, *, labelled: bool = False) -> RowTab
         is_val = np.argsort(np.argsort(first))[same] % _SMALL_EVERY == _SMALL_EVERY - 1
     if is_val.mean() > 0.5:
         is_val[:] = False
-    return RowTable(part, np.flatnonzero(is_val == (split == "val")), labelled, classes)
+    return RowTable(part, np.flatnonzero(is_val == (split == "val")))

@@ -25,16 +25,13 @@ _ROLES = ("unk", "bos", "eos", "pad")
 
 
 def sentencepiece_library(where: str, module: str = "") -> Any:
-    """Import the package sentencepiece, or a module of it, to open the model that `where` names. Raises
-    EnvironmentProblem where it is missing.
-    """
+    """The package sentencepiece, or a module of it, to open the model that `where` names. Raises EnvironmentProblem."""
     return package(f"sentencepiece{module}", f"{where} needs the packages sentencepiece and protobuf", "text")
 
 
 def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> LibraryTokenizer:
     """The tokenizer in a `.model` file. Raises DataError for another kind of file, and for models other than unigram
-    and BPE; EnvironmentProblem without the packages sentencepiece and tokenizers.
-    """
+    and BPE; EnvironmentProblem without the packages sentencepiece and tokenizers."""
     name = shown(path)
     where = f"The sentencepiece model {name}"
     raw = read_bytes(path, "The sentencepiece model", limit=MOST_BYTES)
@@ -121,8 +118,7 @@ def _built(library: Any, model: Any) -> Any:
 
 
 def _merges(model: Any, numbers: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of pieces that merge into a third piece, the best third first: the order in which sentencepiece
-    merges."""
+    """All pairs of pieces that merge into a third piece, the best third first, as sentencepiece merges them."""
     merges: list[tuple[float, int, int, str, str]] = []
     for each in model.pieces:
         if each.type in (_UNKNOWN, _CONTROL):

@@ -11,19 +11,20 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich import progress as bars
 from rich.console import Console
 
-from penstock.boundary.files import naming, quoted
+from penstock.boundary.files import quoted
 from penstock.boundary.owners import distrust
 from penstock.config.convert import Checked, Count, FilledText
 from penstock.config.machine import cache_folder
 from penstock.config.run import DataConfig
 from penstock.data.hub import identity_of, open_dataset
+from penstock.data.pack import new_pack
 from penstock.data.splits import hub_splits, split_files
 from penstock.data.text.build import Bad, Progress, RowOrBad, Shape, TextRow, write_pack
 from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns, row_of, value_in
@@ -39,20 +40,26 @@ from penstock.data.text.tokenizers import (
     refusing,
     tokenizers_library,
 )
-from penstock.data.text.tokenpack import VERSION, TokenManifest, TokenPack, read_manifest
-from penstock.errors import ConfigError, DataError, EnvironmentProblem
-from penstock.leftovers import make_public, temporary
+from penstock.data.text.tokenpack import VERSION, TokenManifest, TokenPack
+from penstock.data.toy import words
+from penstock.errors import ConfigError, EnvironmentProblem
 
 _log = logging.getLogger(__name__)
 _READING = 2
 """Version that rises when the same files are read as other rows, so that packs in the cache are made again."""
 
 
-def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
-    """The pack of each source, and its weight.
+_BUILT_IN: dict[str, tuple[tuple[Form, ...], str]] = {
+    "stdlib": (("document",), "is text without rows"),
+    "numbers": (("single", "pair", "translation", "two"), "are rows"),
+    "names": (("translation",), "are translations, for the task translation"),
+}
+"""Texts that are always there: the forms that their rows have, and what they are, for messages."""
 
-    Raises ConfigError for sources that are no text, DataError for those that cannot be read.
-    """
+
+def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
+    """The pack of each source, and its weight. Raises ConfigError for sources that are no text, DataError for those
+    that cannot be read."""
     packs = []
     for source, weight in data.parts():
         kind, _, path = source.partition(":")
@@ -91,42 +98,30 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
         return Content([read_files(part, columns) for part in parts], identity, size, labelled)
     if kind == "hf":
         return replace(hub_rows(path, data, columns), labels=labelled)
-    from penstock.data.toy import words as toy
-
-    if form in CHATS and kind in ("numbers", "names"):
+    if kind not in _BUILT_IN:
         raise ConfigError(
-            f"data.source={kind} holds no conversations, which this task takes; choose text:PATH or hf:NAME."
+            f"data.source={quoted(kind)} holds images, but this task takes text; choose stdlib, numbers, text:PATH, "
+            "pairs:PATH, hf:NAME or pack:PATH."
         )
+    forms, what = _BUILT_IN[kind]
+    if form not in forms:
+        wanted, others = f"rows ({form})", "numbers, pairs:PATH, hf:NAME or pack:PATH"
+        if form == "document":
+            wanted, others = "running text", "stdlib or text:PATH"
+        elif form in CHATS:
+            wanted, others = "conversations", "text:PATH or hf:NAME"
+        raise ConfigError(f"data.source={kind} {what}, and this task takes {wanted}; choose {others}.")
     if kind == "stdlib":
-        if form != "document":
-            raise ConfigError(
-                f"data.source=stdlib is text without rows, and this task takes rows ({form}); choose numbers, "
-                "pairs:PATH, hf:NAME or pack:PATH."
-            )
-        return toy.standard_library()
-    if kind == "numbers":
-        return toy.numbers(form, tuple(path.split(",")) if path else ())
-    if kind == "names":
-        return toy.names(form, tuple(path.split(",")) if path else ())
-    raise ConfigError(
-        f"data.source={quoted(kind)} holds images, but this task takes text; choose stdlib, numbers, text:PATH, "
-        "pairs:PATH, hf:NAME or pack:PATH."
-    )
+        return words.standard_library()
+    languages = tuple(path.split(",")) if path else ()
+    return words.numbers(form, languages) if kind == "numbers" else words.names(languages)
 
 
-def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, target: Path) -> None:
-    """Write the pack of a source into the new folder `target`, which gets its name only when it is complete."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    parts = [_up_to(part, data.limit) for part in content.parts]
-    with temporary(target.parent, f".{target.name[:40]}.part-") as part, _bar(content.bytes) as progress:
-        with naming(part):
-            manifest = write_pack(
-                part, parts, shape_of(data, form, labelled=content.labels), tokenizer, progress
-            )
-        make_public(part)
-        part.rename(target)
-    for part_ in manifest.parts:
-        _log.info("%s: %d rows, %d tokens, %d left out.", target, part_.rows, part_.tokens, part_.skipped)
+def build(content: Content, data: DataConfig, form: Form, tokenizer: Tokenizer, part: Path) -> TokenManifest:
+    """Write the pack of a source into the empty folder `part`."""
+    rows = [_up_to(each, data.limit) for each in content.parts]
+    with _bar(content.bytes) as progress:
+        return write_pack(part, rows, shape_of(data, form, labelled=content.labels), tokenizer, progress)
 
 
 def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: Form) -> TokenPack:
@@ -139,9 +134,13 @@ def _cached(kind: str, path: str, data: DataConfig, tokenizer: Tokenizer, form: 
     if not target.is_dir():
         with _locked(target):  # other ranks wait, and then find it
             if not target.is_dir():
-                words = "Tokenising %s:%s with %s, once; the result is kept in %s."
-                _log.info(words, kind, path, tokenizer.name, target)
-                build(content, data, form, tokenizer, target)
+                message = "Tokenising %s:%s with %s, once; the result is kept in %s."
+                _log.info(message, kind, path, tokenizer.name, target)
+                with new_pack(target) as part:
+                    manifest = build(content, data, form, tokenizer, part)
+                for each in manifest.parts:
+                    message = "%s: %d rows, %d tokens, %d left out."
+                    _log.info(message, target, each.rows, each.tokens, each.skipped)
     for file in (target, *target.iterdir()):
         if reason := distrust(file):
             raise EnvironmentProblem(
@@ -205,10 +204,8 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
 
 
 def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
-    """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`. Splits are its own.
-
-    Raises ConfigError, DataError and EnvironmentProblem where it cannot be had.
-    """
+    """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`, in its own splits. Raises ConfigError,
+    DataError and EnvironmentProblem where it cannot be had."""
     dataset, _, configuration = name.partition(":")
     splits = open_dataset(dataset, configuration or None, streaming=data.streaming)
     first, val = hub_splits(list(splits), dataset)
@@ -281,26 +278,20 @@ def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> 
     has its name only when it is complete. Raises ConfigError, DataError, and EnvironmentProblem for missing packages.
     """
     packing = packing or TextPacking()
-    if target.exists():
-        raise DataError(f"{target} exists already. Remove it, or choose another name for the pack.")
-    trained = _TRAINED.fullmatch(packing.tokenizer)
-    data = DataConfig(
-        source=source, tokenizer="bytes" if trained else packing.tokenizer, columns=packing.columns,
-        bad_rows=packing.bad_rows, limit=packing.limit, streaming=packing.streaming, separator=packing.separator,
-        encoding=packing.encoding,
-    )  # fmt: skip
+    settings = asdict(packing)
     kind, _, path = source.partition(":")
-    form: Form
+    form: Form = settings.pop("rows")
     if packing.rows == "auto":
         form = "pair" if kind in ("pairs", "numbers") else "document"
-    else:
-        form = packing.rows
-    if trained:
-        tokenizer: Tokenizer = train_bpe(content_of(kind, path, data, form).parts[0], int(trained[1]), data)
-    else:
-        tokenizer = open_tokenizer(data)
-    build(content_of(kind, path, data, form), data, form, tokenizer, target)
-    return read_manifest(target)
+    trained = _TRAINED.fullmatch(packing.tokenizer)
+    data = DataConfig(source=source, **settings | ({"tokenizer": "bytes"} if trained else {}))
+    with new_pack(target) as part:
+        if trained:
+            rows = content_of(kind, path, data, form).parts[0]
+            tokenizer: Tokenizer = train_bpe(rows, int(trained[1]), data)
+        else:
+            tokenizer = open_tokenizer(data)
+        return build(content_of(kind, path, data, form), data, form, tokenizer, part)
 
 
 def train_bpe(rows: Iterator[RowOrBad], size: int, data: DataConfig) -> LibraryTokenizer:

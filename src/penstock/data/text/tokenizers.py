@@ -108,9 +108,7 @@ class Tokenizer(ABC):
         return [self.decode([number for number in row if number >= 0]) for row in rows]
 
     def opening(self) -> tuple[int, ...]:
-        """Special tokens before a text that a decoder continues, and before the texts of a translation, as in
-        transformers.
-        """
+        """Special tokens before a text that a decoder continues, and before texts of a translation."""
         return ()
 
     def frame(self, texts: int = 1) -> Frame:
@@ -127,9 +125,7 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """First token of an encoder–decoder's decoder: `told_start`, else `begin`, else the padding, as in T5 and
-        Marian.
-        """
+        """First token of an encoder–decoder's decoder: `told_start`, else `begin`, else the padding, as in T5."""
         if self.told_start is not None:
             return self.told_start
         return self.pad if self.begin is None else self.begin
@@ -260,10 +256,8 @@ class LibraryTokenizer(Tokenizer):
     """A tokenizer of the package `tokenizers`, from the text of its `tokenizer.json`."""
 
     def __init__(self, text: str, name: str, settings: Mapping[str, Any] | None = None) -> None:
-        """`settings` is the content of `tokenizer_config.json`, which says what the special tokens are.
-
-        Raises DataError for what is no tokenizer, and EnvironmentProblem without the package.
-        """
+        """`settings` is the content of `tokenizer_config.json`, which says what the special tokens are. Raises
+        DataError for what is no tokenizer, and EnvironmentProblem without the package."""
         self.name = name
         self._text = text
         self._settings = dict(settings or {})
@@ -324,8 +318,7 @@ class LibraryTokenizer(Tokenizer):
         return {**self.__dict__, "_libraries": {}}
 
     def _encodings(self, texts: Sequence[str], *, marked: bool = False, fast: bool = False) -> list[Any]:
-        """The library's encodings of texts; `fast` ones have no offsets. Uses all threads that `RAYON_NUM_THREADS`
-        allows, without the GIL."""
+        """The library's encodings of texts, in `RAYON_NUM_THREADS` threads without the GIL; `fast` ones lack places."""
         library = self._loaded(marked=marked)
         with refusing(self.name):
             encode = library.encode_batch_fast if fast else library.encode_batch
@@ -408,8 +401,7 @@ def _write(folder: Path, text: str, settings: Mapping[str, Any], unused: range) 
 @functools.cache
 def letters_of_bytes() -> dict[int, str]:
     """The letter that stands for each byte in a byte-level BPE: itself where it can be seen, else one from 256 on
-    (Radford et al., 2019, the code of GPT-2).
-    """
+    (Radford et al., 2019, the code of GPT-2)."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in seen]
     return {byte: chr(byte) for byte in seen} | {byte: chr(256 + n) for n, byte in enumerate(rest)}

@@ -215,10 +215,8 @@ class PackedPart:
         return f"{shown(self._index_path)}, row {number:,}"
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens start..stop, not to be written to.
-
-        Raises BadSample where tokens changed since they were packed, or a number is outside the vocabulary.
-        """
+        """Tokens start..stop, not to be written to. Raises BadSample where tokens changed since they were packed, or a
+        number is outside the vocabulary."""
         if self._maps is None:
             raw = map_file(self._path)
             checks = np.frombuffer(map_file(self._checks_path), "<u4")

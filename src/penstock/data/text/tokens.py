@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from penstock.config.run import DataConfig
 from penstock.data.source import PADDING, Split
-from penstock.data.text.mixture import Mixture, TextSource
+from penstock.data.text.mixture import TextSource
 from penstock.data.text.sources import open_packs
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.data.text.tokenpack import FEW, VAL_EVERY, PackedPart, TokenPack
@@ -21,77 +21,63 @@ class TokenSource(TextSource):
     """Windows of `length` tokens, each begun `stride` tokens after the previous one. Documents follow each other, each
     ended by the tokenizer's `end`, which separates them in a batch.
 
-    Unless `packed`, windows restart with each document, whose last window is padded with −1. `around` are the special
-    tokens that a task puts around a window.
+    Unless the data is packed, windows restart with each document, whose last window is padded with −1. `around` are the
+    special tokens that a task puts around a window.
     """
 
     def __init__(
-        self,
-        name: str,
-        texts: list[tuple[_SplitText, float]],
-        tokenizer: Tokenizer,
-        *,
-        length: int,
-        stride: int,
-        packed: bool = True,
-        around: int = 0,
-    ) -> None:
-        self.name = name
-        self.tokenizer = tokenizer
-        self.length, self.stride = length, stride
-        self.packed = packed
-        self._tables = [text for text, _ in texts]
-        self._pieces: list[NDArray[np.int64]] = []
-        if packed:
-            for text in self._tables:
+        self, data: DataConfig, split: Split, texts: list[tuple[_SplitText, float]], tokenizer: Tokenizer, *,
+        length: int, stride: int, around: int,
+    ) -> None:  # fmt: skip
+        super().__init__(data, split, texts, tokenizer)
+        self.length, self.stride, self.packed = length, stride, data.packed
+        self.sample = np.dtype((np.int32, (length,)))
+        if self.packed:
+            for text in self.tables:
                 if text.size < length:
                     raise DataError(
                         f"{text.name} has {text.size:,} tokens, fewer than one sample of {length:,}. Give it more "
                         "text, or make the model's length smaller."
                     )
-            counts = [(text.size - length) // stride + 1 for text in self._tables]
-        else:
-            self._pieces = [text.pieces(length, stride) for text in self._tables]
-            counts = [len(pieces) for pieces in self._pieces]
-            for text, count in zip(self._tables, counts):
-                if not count:
-                    raise DataError(
-                        f"{text.name} has no document of more than {length - stride} tokens, so that there is nothing "
-                        "to learn of it. Give it more text, or leave data.packed=false out."
-                    )
-        self._mixture = Mixture(counts, [weight for _, weight in texts])
-        self.sample = np.dtype((np.int32, (length,)))
-        if not packed:
-            lengths = [pieces[:, 1] - (length - stride) + around for pieces in self._pieces]
-            self.lengths = self._mixture.by_sample([each.astype(np.int32) for each in lengths])
+            self.mix([(text.size - length) // stride + 1 for text in self.tables])
+            return
+        self._pieces = [text.pieces(length, stride) for text in self.tables]
+        for text, pieces in zip(self.tables, self._pieces):
+            if not len(pieces):
+                raise DataError(
+                    f"{text.name} has no document of more than {length - stride} tokens, so that there is nothing to "
+                    "learn of it. Give it more text, or leave data.packed=false out."
+                )
+        self.mix([len(pieces) for pieces in self._pieces])
+        self.lengths = self.by_sample([pieces[:, 1] - (length - stride) + around for pieces in self._pieces])
 
     @cached_property
     def unpacked_padding(self) -> float | None:  # type: ignore[override]
         """The share that `Source` describes. It reads the index of every document, and so is computed on first use."""
         if not self.packed:
             return None
-        pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self._tables]
+        pieces = [text.pieces(self.length, self.stride)[:, 1] for text in self.tables]
         real = np.concatenate(pieces) - (self.length - self.stride)
         return 1 - int(real.sum()) / max(1, self.stride * len(real))
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes of text in UTF-8 for each token, on average: what bits per byte are counted by."""
-        tokens = sum(text.part.part.tokens for text in self._tables)
-        return float(sum(text.part.part.text_bytes for text in self._tables) / max(1, tokens))
+        tokens = sum(text.part.part.tokens for text in self.tables)
+        return float(sum(text.part.part.text_bytes for text in self.tables) / max(1, tokens))
 
     @property
     def tokens(self) -> int:
         """Tokens of the split, over all sets."""
-        return sum(text.size for text in self._tables)
+        return sum(text.size for text in self.tables)
 
     def load(self, index: int, out: Any) -> None:
-        number, window = self._mixture.place(index)
+        number, window = self.place(index)
         if self.packed:
-            self._tables[number].read(window * self.stride, out)
+            self.tables[number].read(window * self.stride, out)
             return
         begin, tokens = self._pieces[number][window].tolist()
-        self._tables[number].read(begin, out[:tokens])
+        self.tables[number].read(begin, out[:tokens])
         out[tokens:] = PADDING
 
 
@@ -116,8 +102,7 @@ class _SplitText:
 
     def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
         """The start and the number of tokens, (P, 2), of windows that restart with each document. A window without any
-        token that the previous one lacks is left out.
-        """
+        token that the previous one lacks is left out."""
         documents = self.documents()
         begins = np.cumsum(documents) - documents
         counts = np.maximum(0, -(-(documents - (length - stride)) // stride))
@@ -148,21 +133,14 @@ def open_tokens(
     around: int = 0,
 ) -> TokenSource:
     """Open the windows of `length` tokens of a split, `stride` apart (none: `length`), as `TokenSource` describes.
-    `auto` is `stdlib`.
-
-    A window is a pure function of its number, and so is the order of windows of seed and epoch. Tokenises what is no
-    pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError.
-    """
+    `auto` is `stdlib`. A window is a pure function of its number, and the order of windows of seed and epoch. Tokenises
+    what is no pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError."""
     data = data.filled("stdlib")
     packs = open_packs(data, tokenizer, "document")
     texts = [
         (_of_split(pack, split, source), weight) for (pack, weight), (source, _) in zip(packs, data.parts())
     ]
-    name = f"{data.source} ({split})"
-    source = TokenSource(
-        name, texts, tokenizer, length=length, stride=stride or length, packed=data.packed, around=around
-    )
-    return source.under(data)
+    return TokenSource(data, split, texts, tokenizer, length=length, stride=stride or length, around=around)
 
 
 def _of_split(pack: TokenPack, split: Split, name: str) -> _SplitText:

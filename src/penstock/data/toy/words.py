@@ -54,8 +54,7 @@ is one."""
 
 def standard_library() -> Content:
     """The source of the running Python's standard library without its tests, one document a file. Every twentieth file
-    is for validation.
-    """
+    is for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, folders, names in os.walk(root):
@@ -94,17 +93,10 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
     - two: the same number in two languages
 
     With `digits` as the first of `languages`, a translation is from digits to each of the others, `digits>de: 42` and
-    `zweiundvierzig`, and the language is its label, as in `names`.
-
-    Of one language alone the second text of `pair` and `two` is an ordinal: `forty-two`, and `forty-second`.
-
-    A tenth of the numbers from 100 on, in no language seen in training, is for validation.
-    """
+    `zweiundvierzig`, and the language is its label, as in `names`. With one language alone the second text of `pair`
+    and `two` is an ordinal: `forty-two`, and `forty-second`. A tenth of the numbers from 100 on, in no language seen in
+    training, is for validation."""
     languages = languages or NUMBER_LANGUAGES
-    if form == "document":
-        raise ConfigError(
-            "data.source=numbers are rows, and this task takes running text; choose stdlib or text:PATH."
-        )
     digits = languages[0] == DIGITS
     if digits:
         if form != "translation":
@@ -198,19 +190,12 @@ def _another(number: int, rng: random.Random, val: bool, least: int) -> int:
             return other
 
 
-def names(form: Form, languages: tuple[str, ...] = ()) -> Content:
+def names(languages: tuple[str, ...] = ()) -> Content:
     """Names from CLDR, `en>sw: Germany` and `Ujerumani`, with the second language as label. Each name that a language
-    has is the target of two rows: from English or French, and from another of the languages.
-
-    A tenth of the items is for validation, in all languages: and no name that one of these has in a language is seen in
-    training in that language, be it another item's.
-    """
+    has is the target of two rows: from English or French, and from another of the languages. A tenth of the items is
+    for validation, in all languages, and none of their names is seen in training in its language, not even as another
+    item's."""
     languages = languages or LANGUAGES
-    if form != "translation":
-        raise ConfigError(
-            f"data.source=names are translations, and this task takes {form}; choose task translation, or "
-            "another source."
-        )
     if len(languages) < 2:
         raise ConfigError(
             f"data.source=names needs two languages, such as names:en,sw, not {quoted(languages[0])}."

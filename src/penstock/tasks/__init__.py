@@ -40,10 +40,7 @@ def enrol(name: str, form: str, task: type[TextTask]) -> None:
 
 def task_of(model: ModelConfig, task: TaskName = "auto", *, init_from: str | None = None) -> Task:
     """The task that a model is trained for; `auto` is its family's task. `init_from` are the weights that it starts
-    from.
-
-    Raises ConfigError for a task that does not fit the model.
-    """
+    from. Raises ConfigError for a task that does not fit the model."""
     name = task_name(model, task)
     if name in _ENROLLED:
         return _ENROLLED[name](init_from)

@@ -145,8 +145,7 @@ class Captioning(TextTask):
         self, outputs: Mapping[str, Tensor], batch: CaptionBatch, written: Sequence[str] = ()
     ) -> Tensor:
         """The sum of the loss of written names; counts of correct and of all names, by language for captions, then for
-        translations between trained pairs and between others; and sums of vectors by image and by name, with the number
-        of vectors in each."""
+        translations between trained pairs and between others; and sums and numbers of vectors by image and by name."""
         images, texts, words = (output.double() for output in outputs.values())
         source, rows = self._made.source, batch.rows
         count = len(source.words.languages)
@@ -292,8 +291,8 @@ class PrepareCaptions:
         targeted = (places < ends[:, None]) & (places >= begun[:, None])
         tokens = {"source": source, "target": shifted(target, self.tokenizer.start), "lengths": lengths}
         others = {"targets": np.where(targeted, target, IGNORED), "sees": rows["sees"]}
-        moved = {name: on_device(value, device) for name, value in (tokens | others).items()}
-        return CaptionBatch(
-            inputs=self.graph.ordered(images=pictures.images, smoothing=self.smoothing, **moved), ids=host.ids,
-            tokens=int(lengths.sum() + ends.sum()), concepts=pictures.targets, rows=rows, weights=self.weights,
+        inputs = self.graph.ordered(images=pictures.images, smoothing=self.smoothing, **tokens, **others)
+        return CaptionBatch.of(
+            host, device, inputs, tokens=int(lengths.sum() + ends.sum()), concepts=pictures.targets, rows=rows,
+            weights=self.weights,
         )  # fmt: skip

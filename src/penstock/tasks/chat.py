@@ -11,6 +11,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.conversations import give_template, open_conversations
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.choose import NOTHING
 from penstock.decode.sample import sample
@@ -18,16 +19,7 @@ from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
-from penstock.tasks.text import (
-    TextBatch,
-    TextTask,
-    WordTask,
-    all_on_device,
-    counted,
-    first_samples,
-    rounded,
-    tokenizer_of,
-)
+from penstock.tasks.text import TextBatch, TextTask, WordTask, first_samples, rounded, tokenizer_of
 
 SHOWN = 64
 """Most tokens of a printed answer."""
@@ -37,8 +29,6 @@ class ConversationTask(TextTask):
     """A task on conversations, which the tokenizer's chat template turns into text."""
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
-        from penstock.data.text.conversations import give_template
-
         if data.source == "auto":
             raise ConfigError(
                 "This task has no built-in conversations; name some with --data text:FILE.jsonl, a "
@@ -54,11 +44,8 @@ class Chat(ConversationTask, WordTask):
     words are read but not learned. Conversations in one sample do not attend to each other."""
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.conversations import open_conversations
-
         (length,) = (token_input.length for token_input in model.graph.inputs)
-        source: Source = open_conversations(data, tokenizer, split, length=length + 1)
-        return source
+        return open_conversations(data, tokenizer, split, length=length + 1)
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
@@ -93,9 +80,5 @@ def prepare_chat(host: HostBatch, device: torch.device) -> TextBatch:
     several = bool((document > 0).any())
     # Padding is a separate document after the last.
     documents = np.where(document < 0, document.max() + 1, document)[:, :-1] if several else None
-    return TextBatch(
-        inputs=all_on_device(device, tokens[:, :-1], documents, targets),
-        ids=host.ids,
-        tokens=int(real.sum()),
-        count=counted(targets),
-    )
+    inputs = (tokens[:, :-1], documents, targets)
+    return TextBatch.of(host, device, inputs, targets=targets, tokens=int(real.sum()))

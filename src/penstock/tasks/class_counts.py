@@ -55,8 +55,8 @@ class ClassCounts:
 
 def count_sums(predicted: Tensor, true: Tensor, classes: int) -> Tensor:
     """A batch's contribution, (1 + K,) float64, from predicted and true classes (B,): the number of samples in the
-    confusion matrix, and the matrix; or 0, and how often each class was right, predicted and true. Negative targets are
-    ignored."""
+    confusion matrix, and the matrix; or 0, and how often each class was right, predicted and true. Negative targets
+    do not count."""
     counted = true >= 0
     predicted, true = predicted[counted], true[counted]
     if classes <= MOST_CLASSES:

@@ -175,8 +175,7 @@ def conditions_of(
     graph: Graph, names: Sequence[str], tokenizer: Tokenizer | None, factors: Sequence[str],
 ) -> dict[str, NDArray[Any]]:  # fmt: skip
     """Arguments of the model for images of each name, (names + 1, …), and in the last row for images without a name:
-    names as texts, with `factors` for the attention to their words, or class numbers. Raises as `texts_of` and
-    `weights_of` do."""
+    names as texts, with `factors` for the attention to their words, or class numbers. Raises ConfigError."""
     tables: dict[str, NDArray[Any]] = dict(
         zip(("tokens", "lengths"), texts_of(graph, names, tokenizer) or ())
     )
@@ -255,8 +254,7 @@ def _times(seed: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def _normal(table: NDArray[np.float32], count: int) -> NDArray[np.float32]:
-    """Normal numbers (B, count) from uniform ones in [0, 1), an even number of at least `count` (Box & Muller,
-    1958)."""
+    """Normal numbers (B, count) from at least `count` uniform ones in [0, 1), an even number (Box & Muller, 1958)."""
     first, second = table[:, 0::2].astype(np.float64), table[:, 1::2].astype(np.float64)
     radius, angle = np.sqrt(-2.0 * np.log1p(-first)), 2.0 * np.pi * second
     pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)], axis=1)

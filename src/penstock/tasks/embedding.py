@@ -16,6 +16,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.models.inputs import mean_of
 from penstock.tasks import scores
@@ -37,9 +38,7 @@ class Embedding(TextTask):
     on the number of pairs per micro-batch.
 
     Metrics: `recall_at_1`, `_5` and `_10` are the shares of first texts whose partner is among the 1, 5 or 10 nearest
-    of the whole split, and `loss` is the loss of choosing it from the whole split. In very large splits, of the first
-    pairs.
-    """
+    of the whole split (of the first pairs in very large splits), and `loss` is the loss of choosing it from these."""
 
     unit = "pairs"
     compares = True
@@ -47,8 +46,6 @@ class Embedding(TextTask):
     shown = (*(f"recall@{rank} {{recall_at_{rank}:.2%}}" for rank in scores.RANKS), "loss {loss:.4f}")
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.rows import open_rows
-
         return open_rows(data, tokenizer, split, form="two", length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -113,7 +110,7 @@ class PrepareTwo:
         tokens = np.concatenate([fields["first"], fields["second"]])
         lengths = np.concatenate([fields["first_length"], fields["second_length"]])
         tokens = tokens[:, : rounded(int(lengths.max()), tokens.shape[1])]
-        return TextBatch(
-            inputs=(on_device(tokens, device), on_device(np.maximum(lengths, 1), device)), ids=host.ids,
-            tokens=int(lengths.sum()), places=on_device(host.positions, device), most=self.kept,
+        return TextBatch.of(
+            host, device, (tokens, np.maximum(lengths, 1)), tokens=int(lengths.sum()),
+            places=on_device(host.positions, device), most=self.kept,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
 from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokens import open_tokens
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
@@ -20,8 +21,6 @@ from penstock.tasks.text import (
     TextBatch,
     Tokens,
     WordTask,
-    all_on_device,
-    counted,
     documents_of,
     first_samples,
     rounded,
@@ -46,8 +45,6 @@ class MaskedWords(WordTask):
     asked_words = SHARE
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.tokens import open_tokens
-
         around = sum(token is not None for token in (tokenizer.classify, tokenizer.separator))
         length = max(1, model.graph.lengths[0] - around)
         return open_tokens(data, tokenizer, split, length=length, around=around)
@@ -121,20 +118,9 @@ class PrepareMasked:
         if documents is not None:
             documents = np.pad(documents, ((0, 0), (before, around - before)), mode="edge")
         rows = columns + before + samples[:, None] * inputs.shape[1]
-        return TextBatch(
-            inputs=all_on_device(
-                device,
-                inputs,
-                None if self.packed else lengths,
-                None,
-                documents,
-                targets.reshape(-1),
-                rows.reshape(-1),
-            ),
-            ids=host.ids,
-            tokens=int(lengths.sum()),
-            count=counted(targets),
-        )
+        given = None if self.packed else lengths
+        arguments = (inputs, given, None, documents, targets.reshape(-1), rows.reshape(-1))
+        return TextBatch.of(host, device, arguments, targets=targets, tokens=int(lengths.sum()))
 
     def hide(
         self, tokens: Tokens, positions: NDArray[np.int64]

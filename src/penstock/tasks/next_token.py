@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from penstock.config.decoding import Decoding
@@ -18,16 +17,14 @@ from penstock.data.hashing import PREFIX, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
 from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokens import open_tokens
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import (
     TextBatch,
-    Tokens,
     WordTask,
-    all_on_device,
-    counted,
     documents_of,
     first_samples,
     on_device,
@@ -47,16 +44,12 @@ class NextToken(WordTask):
     A sample is a window of the text one token longer than the model's `sequence`. Windows overlap by that token, so
     that each token is a target once. Attention does not cross the ends of documents, and positions restart there.
     Documents that are not packed are padded, and padding is ignored. If the model's input has a share of prefixes, this
-    share of training samples begins with a prefix of random length, whose tokens all attend to each other and are not
-    targets.
-    """
+    share of training samples begins with a prefix of random length, whose tokens all attend to each other and are no
+    targets."""
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.tokens import open_tokens
-
         (length,) = (token_input.length for token_input in model.graph.inputs)
-        source: Source = open_tokens(data, tokenizer, split, length=length + 1, stride=length)
-        return source
+        return open_tokens(data, tokenizer, split, length=length + 1, stride=length)
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
@@ -107,23 +100,14 @@ class PrepareNextToken:
         targets = np.where(windows[:, 1:] == PADDING, IGNORED, windows[:, 1:])
         more: tuple[Any, ...] = ()
         if self.prefix:
-            prefixes = draw_prefixes(self.seed, host.positions, self.prefix, tokens.shape[1])
-            targets = unseen(targets, prefixes)
-            more = None, on_device(prefixes, device)
-        return TextBatch(
-            inputs=(*all_on_device(device, tokens, documents, targets), *more), ids=host.ids, tokens=real,
-            count=counted(targets), bytes=real * self.bytes_per_token,
+            # (B,) lengths, 0 without a prefix, that leave at least one target.
+            chance = uniforms(self.seed, PREFIX, counters=host.positions, columns=2)
+            lengths = 1 + (chance[:, 1] * (tokens.shape[1] - 1)).astype(np.int64)
+            prefixes = np.where(chance[:, 0] < self.prefix, lengths, 0)
+            # Of a prefix only the last token does not attend to the next token.
+            is_seen = np.arange(tokens.shape[1]) < prefixes[:, None] - 1
+            targets, more = np.where(is_seen, IGNORED, targets), (None, prefixes)
+        return TextBatch.of(
+            host, device, (tokens, documents, targets, *more), targets=targets, tokens=real,
+            bytes=real * self.bytes_per_token,
         )  # fmt: skip
-
-
-def draw_prefixes(seed: int, positions: NDArray[np.int64], share: float, tokens: int) -> NDArray[np.int64]:
-    """The length of each sample's prefix, (B,), a pure function of its position in the stream: 0, or for a share of the
-    samples a random length that leaves at least one of `tokens` tokens as a target."""
-    chance = uniforms(seed, PREFIX, counters=positions, columns=2)
-    lengths = 1 + (chance[:, 1] * (tokens - 1)).astype(np.int64)
-    return np.where(chance[:, 0] < share, lengths, 0)
-
-
-def unseen(targets: Tokens, prefixes: NDArray[np.int64]) -> Tokens:
-    """Targets (B, N) without those inside a prefix: only its last token does not attend to the next token."""
-    return np.where(np.arange(targets.shape[1]) < prefixes[:, None] - 1, IGNORED, targets)

@@ -28,10 +28,8 @@ BETAS = 0.1, 20.0
 
 
 class Coefficients(NamedTuple):
-    """The factors of x₀ and ε in a noisy sample, and in `v`, each in t's shape.
-
-    In every schedule α·b − σ·a is 1, so x₀ = b·x − σ·v and ε = α·v − a·x.
-    """
+    """The factors of x₀ and ε in a noisy sample, and in `v`, each in t's shape. In every schedule α·b − σ·a is 1, so
+    x₀ = b·x − σ·v and ε = α·v − a·x."""
 
     alpha: Tensor
     sigma: Tensor

@@ -26,6 +26,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.conversations import open_preferences
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
@@ -35,7 +36,7 @@ from penstock.models.draw import seeded
 from penstock.models.lora import base_outputs, gives_classes
 from penstock.tasks.chat import SHOWN, ConversationTask
 from penstock.tasks.task import Prepare
-from penstock.tasks.text import TextBatch, first_samples, on_device, rounded, tokenizer_of
+from penstock.tasks.text import TextBatch, first_samples, rounded, tokenizer_of
 
 
 class Preferences(ConversationTask):
@@ -62,11 +63,8 @@ class Preferences(ConversationTask):
         return task
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.conversations import open_preferences
-
         (length,) = (token_input.length for token_input in model.graph.inputs)
-        source: Source = open_preferences(data, tokenizer, split, length=length + 1)
-        return source
+        return open_preferences(data, tokenizer, split, length=length + 1)
 
     def prepare(
         self, source: Source, model: ModelConfig, *, augment: Augment | None = None, seed: int = 0
@@ -131,11 +129,5 @@ def prepare_pairs(host: HostBatch, device: torch.device, *, arguments: Sequence[
     tokens, learned = (fields[name].flatten(0, 1).numpy() for name in ("tokens", "learned"))
     size = rounded(int(lengths.max()) - 1, tokens.shape[1] - 1)
     targets = np.where(learned[:, 1 : size + 1] == 1, tokens[:, 1 : size + 1], IGNORED)
-    named_inputs: dict[str, Any] = {
-        arguments[0]: on_device(tokens[:, :size], device), "targets": on_device(targets, device), "by_sample": True,
-    }  # fmt: skip
-    return TextBatch(
-        inputs=tuple(named_inputs.get(name) for name in arguments),
-        ids=host.ids,
-        tokens=int((lengths - 1).sum()),
-    )
+    named: dict[str, Any] = {arguments[0]: tokens[:, :size], "targets": targets, "by_sample": True}
+    return TextBatch.of(host, device, map(named.get, arguments), tokens=int((lengths - 1).sum()))

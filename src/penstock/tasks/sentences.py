@@ -16,6 +16,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import DataError
 from penstock.tasks import scores
@@ -42,8 +43,6 @@ class Sentences(TextTask):
     form: Literal["single", "pair"] = "single"
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.rows import open_rows
-
         return open_rows(data, tokenizer, split, form=self.form, length=model.graph.lengths[0])
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
@@ -153,10 +152,9 @@ class PrepareSentences:
         if self.segments and "segment" in fields:
             places = np.arange(tokens.shape[1])
             second = (places >= fields["segment"][:, None]) & (places < lengths[:, None])
-            segments = on_device(second.astype(np.int64), device)
-        labels = host.samples["label"]
-        return TextBatch(
-            inputs=(on_device(tokens, device), on_device(lengths, device), segments), ids=host.ids,
-            tokens=int(lengths.sum()), labels=labels.to(device, non_blocking=True),
+            segments = second.astype(np.int64)
+        return TextBatch.of(
+            host, device, (tokens, lengths, segments), tokens=int(lengths.sum()),
+            labels=host.samples["label"].to(device, non_blocking=True),
             places=on_device(host.positions, device), most=self.samples,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from penstock.data.hashing import MASK, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
 from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokens import open_tokens
 from penstock.decode.sample import sample
 from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
@@ -24,8 +25,6 @@ from penstock.tasks.text import (
     TextBatch,
     Tokens,
     WordTask,
-    all_on_device,
-    counted,
     first_samples,
     on_device,
     shifted,
@@ -63,11 +62,7 @@ class SpanCorruption(WordTask):
     contain ends of documents, and attention crosses them: T5's pre-training joins and cuts documents in the same way.
     """
 
-    size_setting = "model.sequence"
-
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.tokens import open_tokens
-
         if not data.packed:
             raise ConfigError(
                 "data.packed is false, but span corruption needs texts of one length, and so packed documents; leave "
@@ -132,12 +127,8 @@ class PrepareSpans:
 
     def __call__(self, host: HostBatch, device: torch.device) -> TextBatch:
         source, target = self.corrupt(host.samples.numpy(), host.positions)
-        return TextBatch(
-            inputs=all_on_device(device, source, shifted(target, self.start), None, target),
-            ids=host.ids,
-            tokens=source.size + target.size,
-            count=counted(target),
-        )
+        inputs = (source, shifted(target, self.start), None, target)
+        return TextBatch.of(host, device, inputs, targets=target, tokens=source.size + target.size)
 
     def corrupt(self, texts: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, Tokens]:
         """Sources and targets of texts (B, L); all sources have one length, and so do all targets."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.data.loader import HostBatch
+from penstock.data.loader import HostBatch, as_tensor
 from penstock.data.source import Pixels, Source, Split
 from penstock.tasks.class_counts import ClassCounts
 from penstock.tasks.peers import Peers
@@ -45,10 +45,8 @@ class Fullness(NamedTuple):
 
 
 class Task(ABC):
-    """The form of a batch, the loss of a model's outputs for it, and how a model is evaluated.
-
-    Batches have a length, in samples. Forward pass and loss are separate, so that they can run on different ranks.
-    """
+    """The form of a batch, the loss of a model's outputs for it, and how a model is evaluated. Batches have a length,
+    in samples. Forward pass and loss are separate, so that they can run on different ranks."""
 
     unit: str
     """Name of a sample, in the plural."""
@@ -222,11 +220,7 @@ def read_samples(source: Source, numbers: NDArray[np.int64]) -> HostBatch:
     """Samples of a split, as a Loader would read them."""
     read = np.empty(len(numbers), source.sample)
     reading = source.read_into(numbers, read)
-    names = read.dtype.names
-    samples: Any = (
-        {name: torch.from_numpy(read[name].copy()) for name in names} if names else torch.from_numpy(read)
-    )
-    return HostBatch(samples, reading.ids, numbers, reading.bad)
+    return HostBatch(as_tensor(read), reading.ids, numbers, reading.bad)
 
 
 def mean_loss(loss: Loss, model: nn.Module, batch: Any) -> Tensor:

@@ -5,9 +5,8 @@ With w the share and T the temperature, the loss of a batch is (1 − w) · loss
 student), both as means over the task's targets, so that it is the same for any split of a step into micro-batches and
 over ranks. For embeddings T² · KL is replaced by the mean of 1 − cos between the two vectors of a text, for `hard`
 targets by the cross entropy against the teacher's likeliest class. A distilled head (Touvron et al., ICML 2021, "DeiT",
-section 4) learns the first term with one linear layer and the second with another. With `hidden` above 0, hidden times
-the mean difference between the outputs of blocks is added, averaged over the tokens of a micro-batch; in the same way
-`attention` and `scores`. Evaluations use only the task.
+section 4) learns the first term with one linear layer and the second with another. Differences inside the models are
+added, each times its weight and averaged over the tokens of a micro-batch. Evaluations use only the task.
 """
 
 from __future__ import annotations
@@ -48,20 +47,27 @@ from penstock.tasks.text import WordTask
 class Teacher:
     """A teacher in evaluation mode for a student. It is not part of the student, so that checkpoints and exports do not
     contain it, and it draws no random numbers. Ranks that shard the student's weights may shard the teacher's; ranks
-    that split layers each hold the whole teacher.
+    that split layers each hold the whole teacher. For a head over words the teacher computes only features: the
+    student's head computes the logits of both models together, a few rows at a time."""
 
-    For a head over words the teacher computes only features: the student's head computes the logits of both models
-    together, a few rows at a time.
-    """
-
-    def __init__(
-        self, model: Model, student: ModelConfig, *, share: float, temperature: float, hidden: float = 0.0,
-        attention: float = 0.0, scores: float = 0.0, hard: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, student: ModelConfig, recipe: Recipe) -> None:
         """`model` is changed in place."""
-        self.model, self.hidden, self.attention, self.scores = model, hidden, attention, scores
-        self.share, self.temperature, self.hard = share, temperature, hard
-        self.student = student.graph
+        self.model, self.student = model, student.graph
+        self.share, self.temperature = recipe.teacher_weight, recipe.temperature
+        self.hard = recipe.teacher_targets == "hard"
+        self.inside = [
+            (weight, difference)
+            for weight, difference in (
+                (recipe.teacher_hidden, _hidden_loss), (recipe.teacher_attention, _relations_loss),
+                (recipe.teacher_scores, _scores_loss),
+            )
+            if weight
+        ]  # fmt: skip
+        """Differences inside the models that are added to the loss, each with its weight."""
+        self.compared = slice(0)
+        """Blocks whose attention is compared."""
+        if recipe.teacher_scores or recipe.teacher_attention:
+            self.compared = slice(None) if recipe.teacher_scores else slice(-1, None)
         self.head: Vocabulary | None = None
         if model.graph.words is not None and self.student.words is not None:
             self.head = getattr(model, model.graph.words.name)
@@ -79,26 +85,18 @@ class Teacher:
                 self.release()
 
     def _loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
-        if not (self.hidden or self.attention or self.scores):
+        if not self.inside:
             return self._outputs_loss(task, model, batch)
-        compared = slice(None) if self.scores else slice(-1, None) if self.attention else slice(0)
-        with _looking(self.model, compared) as teacher, _looking(uncompiled(model), compared) as student:
+        plain: Any = uncompiled(model)
+        with _looking(self.model, self.compared) as teacher, _looking(plain, self.compared) as student:
             loss = self._outputs_loss(task, model, batch)
-            plain: Any = uncompiled(model)
             arguments = Inputs.of(plain.graph, task.inputs(batch))
-            hidden, attention, scores = list[Tensor](), list[Tensor](), list[Tensor]()
-            for name, run in student.items():
-                lengths = lengths_of(self.model.graph, self.student.run(name), arguments)
-                if self.hidden:
-                    hidden.append(self._hidden_loss(run, teacher[name], lengths))
-                if self.attention:
-                    attention.append(_relations_loss(run, teacher[name], lengths))
-                if self.scores:
-                    scores.append(_scores_loss(run, teacher[name], lengths))
-        for weight, parts in (
-            (self.hidden, hidden), (self.attention, attention), (self.scores, scores),
-        ):  # fmt: skip
-            loss = loss + weight * torch.stack(parts).mean() if parts else loss
+            runs = [
+                (run, teacher[name], lengths_of(self.model.graph, self.student.run(name), arguments))
+                for name, run in student.items()
+            ]
+            for weight, difference in self.inside:
+                loss = loss + weight * torch.stack([difference(*run) for run in runs]).mean()
         return loss
 
     def _outputs_loss(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
@@ -106,11 +104,10 @@ class Teacher:
         inputs = task.inputs(batch)
         with torch.no_grad():
             accepted = self.model.graph.arguments
-            arguments = {
-                name: value for name, value in zip(self.student.arguments, inputs) if name in accepted
-            }
-
-            taught: Tensor = self.model(**{name: self._cast(value) for name, value in arguments.items()})
+            named = zip(self.student.arguments, inputs)
+            taught: Tensor = self.model(
+                **{name: self._cast(value) for name, value in named if name in accepted}
+            )
             taught = torch.cat(vectors(taught, batch)) if isinstance(task, Embedding) else taught
         if isinstance(task, Embedding):
             outputs = model(*inputs)
@@ -126,25 +123,6 @@ class Teacher:
             return task.loss(model(*inputs), batch)
         finally:
             head.taught = None
-
-    @staticmethod
-    def _hidden_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
-        """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) of samples."""
-        assert student.outputs
-        assert teacher.outputs
-        depth, losses = len(student.outputs), []
-        for number, output in enumerate(student.outputs):
-            target = teacher.outputs[_at_same_depth(number, depth, len(teacher.outputs))]
-            output, target = output.float(), target.float()
-            size = target.square().sum(-1).clamp(min=1e-12)
-            difference = (output - target).square().sum(-1) / size
-            if lengths is None:
-                losses.append(difference.mean())
-                continue
-            tokens = difference.t() if student.sequence_first else difference
-            real = is_real(lengths, tokens.shape[1])
-            losses.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
-        return torch.stack(losses).mean()
 
     def _classes_loss(
         self, task: Task, model: nn.Module, inputs: tuple[Any, ...], taught: Tensor, batch: Any
@@ -174,6 +152,25 @@ class Teacher:
         if isinstance(value, Tensor) and value.is_floating_point():
             return value.to(next(self.model.parameters()).dtype)
         return value
+
+
+def _hidden_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
+    """The mean over blocks and tokens of ‖student − teacher‖² / ‖teacher‖², 0-d; lengths (B,) of samples."""
+    assert student.outputs
+    assert teacher.outputs
+    depth, losses = len(student.outputs), []
+    for number, output in enumerate(student.outputs):
+        target = teacher.outputs[_at_same_depth(number, depth, len(teacher.outputs))]
+        output, target = output.float(), target.float()
+        size = target.square().sum(-1).clamp(min=1e-12)
+        difference = (output - target).square().sum(-1) / size
+        if lengths is None:
+            losses.append(difference.mean())
+            continue
+        tokens = difference.t() if student.sequence_first else difference
+        real = is_real(lengths, tokens.shape[1])
+        losses.append(tokens.where(real, 0.0).sum() / real.sum().clamp(min=1))
+    return torch.stack(losses).mean()
 
 
 def _relations_loss(student: TokenStack, teacher: TokenStack, lengths: Tensor | None) -> Tensor:
@@ -241,9 +238,7 @@ def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]
 
 def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
     """Open a recipe's teacher for `module`, under the same Plan; ranks that shard the student's weights shard its own.
-
-    Raises ConfigError if it cannot teach this student in this task, and the errors of `from_pretrained`.
-    """
+    Raises ConfigError if it cannot teach this student in this task, and the errors of `from_pretrained`."""
     plan, dims, recipe = setup.plan, setup.dims, setup.recipe
     assert recipe.teacher is not None
     student = _required_student(task, module, setup.config)
@@ -253,10 +248,7 @@ def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
     else:
         model = from_pretrained(recipe.teacher)
     _require_teachable(recipe, model.config, student, task, module)
-    teacher = Teacher(
-        model, student, share=recipe.teacher_weight, temperature=recipe.temperature, hidden=recipe.teacher_hidden,
-        attention=recipe.teacher_attention, scores=recipe.teacher_scores, hard=recipe.teacher_targets == "hard",
-    )  # fmt: skip
+    teacher = Teacher(model, student, recipe)
     apply(model, setup.beside(TEACHER, rows=rows))
     if rows is not None:
         teacher.release = shard_frozen(model, plan, dims, setup.device, rows)

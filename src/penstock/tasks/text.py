@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from penstock.boundary.hub import local_weights
 from penstock.config.model import ModelConfig, vocabulary_of
 from penstock.config.run import DataConfig
 from penstock.data.loader import HostBatch
+from penstock.data.resample import to_device
 from penstock.data.sampler import Stream
 from penstock.data.source import Source, Split
+from penstock.data.text.open import open_tokenizer
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
@@ -30,7 +32,6 @@ from penstock.tasks.task import Fullness, Task, read_samples
 
 _log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=ModelConfig)
 Tokens = NDArray[np.integer[Any]]
 SIZES = 8
 """Number of lengths that batches are cut to, so that compiled code is reused."""
@@ -64,6 +65,21 @@ class TextBatch:
     most: int = 0
     """Number of samples that an evaluation tells apart by `places`; for translations, the most tokens."""
 
+    @classmethod
+    def of(
+        cls,
+        host: HostBatch,
+        device: torch.device,
+        inputs: Iterable[Any],
+        *,
+        targets: Tokens | None = None,
+        **more: Any,
+    ) -> Self:
+        """A batch on the device: arrays among the inputs are copied there, and `targets` are counted."""
+        moved = tuple(on_device(each, device) if isinstance(each, np.ndarray) else each for each in inputs)
+        count = None if targets is None else int((targets != IGNORED).sum())
+        return cls(inputs=moved, ids=host.ids, count=count, **more)
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -83,8 +99,6 @@ class TextTask(Task):
 
     def tokenizer(self, data: DataConfig) -> Tokenizer:
         """The tokenizer of a run. Its decoder texts begin with the start token of the weights in `init_from`."""
-        from penstock.data.text.open import open_tokenizer
-
         weights = None if self.init_from is None else str(local_weights(self.init_from))
         tokenizer = open_tokenizer(data, weights)
         if self.init_from is not None:
@@ -102,7 +116,7 @@ class TextTask(Task):
         """The model with a vocabulary as large as the tokenizer's; loaded weights keep their own."""
         return self.fit_vocabulary(model, tokenizer_of(source))
 
-    def fit_vocabulary(self, model: C, tokenizer: Tokenizer) -> C:
+    def fit_vocabulary(self, model: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
         """The model with room for all tokens of a tokenizer. Raises ConfigError if loaded weights have too few."""
         wanted = -(-tokenizer.size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         has = vocabulary_of(model)
@@ -118,7 +132,8 @@ class TextTask(Task):
             _log.warning(
                 "model.vocabulary is set to %d, which the tokenizer %s needs.", wanted, tokenizer.name
             )
-        return replace(cast(Any, model), vocabulary=wanted)  # type: ignore[no-any-return]
+        fitted: ModelConfig = replace(cast(Any, model), vocabulary=wanted)
+        return fitted
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
         """Batches are cut to their longest sample: the average over randomly drawn batches."""
@@ -217,20 +232,7 @@ def padded_length(drawn: Tokens, most: int) -> float:
 
 def on_device(array: Tokens, device: torch.device) -> Tensor:
     """Copy numbers as int64 to the device, without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def all_on_device(device: torch.device, *arrays: Tokens | None) -> tuple[Tensor | None, ...]:
-    """The same for several arrays, in order; None stays None."""
-    return tuple(None if array is None else on_device(array, device) for array in arrays)
-
-
-def counted(targets: Tokens) -> int:
-    """The number of targets."""
-    return int((targets != IGNORED).sum())
+    return to_device(np.asarray(array, np.int64), device)
 
 
 def documents_of(tokens: Tokens, end: int | None) -> Tokens | None:

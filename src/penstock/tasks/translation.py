@@ -14,6 +14,7 @@ from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
 from penstock.data.loader import HostBatch
 from penstock.data.source import Source, Split
+from penstock.data.text.rows import open_rows
 from penstock.data.text.tokenizers import Tokenizer
 from penstock.decode.choose import NOTHING
 from penstock.decode.sample import sample
@@ -23,17 +24,7 @@ from penstock.kernels.cross_entropy import IGNORED
 from penstock.kernels.padding import is_real
 from penstock.tasks import scores
 from penstock.tasks.task import Prepare
-from penstock.tasks.text import (
-    TextBatch,
-    WordTask,
-    all_on_device,
-    counted,
-    first_samples,
-    on_device,
-    rounded,
-    shifted,
-    tokenizer_of,
-)
+from penstock.tasks.text import TextBatch, WordTask, first_samples, rounded, shifted, tokenizer_of
 
 SHOWN = 3
 
@@ -58,12 +49,8 @@ class Translation(WordTask):
         self._bleu = scores.has_bleu()
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.rows import open_rows
-
         source, target = (token_input.length for token_input in model.graph.inputs)
-        return open_rows(
-            data, tokenizer, split, form="translation", length=source, target_length=target,
-        )  # fmt: skip
+        return open_rows(data, tokenizer, split, form="translation", length=source, target_length=target)
 
     def fit(self, model: ModelConfig, source: Source) -> ModelConfig:
         """The model with a vocabulary as large as the tokenizer's, and with the labels of the source, by which its
@@ -169,15 +156,15 @@ class PrepareTranslation:
         source = source[:, : rounded(int(lengths.max()), source.shape[1])]
         target = target[:, : rounded(int(ends.max()), most)]
         targets = np.where(np.arange(target.shape[1]) < ends[:, None], target, IGNORED)
-        return TextBatch(
-            inputs=(
-                *all_on_device(device, source, shifted(target, self.start), lengths, targets),
-                None,
-                self.smoothing,
-                *((None, on_device(fields["label"], device)) if self.labelled else ()),
-            ),
-            ids=host.ids,
-            tokens=int(lengths.sum() + ends.sum()),
-            count=counted(targets),
-            most=most,
+        inputs: tuple[Any, ...] = (
+            source,
+            shifted(target, self.start),
+            lengths,
+            targets,
+            None,
+            self.smoothing,
+        )
+        inputs += (None, fields["label"]) if self.labelled else ()
+        return TextBatch.of(
+            host, device, inputs, targets=targets, tokens=int(lengths.sum() + ends.sum()), most=most
         )

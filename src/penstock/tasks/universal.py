@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +18,14 @@ from penstock.config.run import Augment, DataConfig
 from penstock.data.hashing import SWAP, uniforms
 from penstock.data.loader import HostBatch
 from penstock.data.source import PADDING, Source, Split
+from penstock.data.text.tokenizers import Tokenizer
+from penstock.data.text.tokens import open_tokens
 from penstock.errors import ConfigError
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.tasks.masked_words import PrepareMasked
 from penstock.tasks.next_token import NextToken, PrepareNextToken
 from penstock.tasks.task import Prepare
 from penstock.tasks.text import TextBatch, Tokens, on_device, tokenizer_of
-
-if TYPE_CHECKING:
-    from penstock.data.text.tokenizers import Tokenizer
 
 HEADS = ("next", "masked", "kind")
 """Names of the heads, in the order of their losses."""
@@ -67,8 +66,6 @@ class Universal(NextToken):
     )
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
-        from penstock.data.text.tokens import open_tokens
-
         if not data.packed:
             raise ConfigError(
                 "data.packed is false, but texts to continue and texts to understand are processed together, with "
@@ -178,8 +175,7 @@ def _word_targets(batch: UniversalBatch) -> dict[str, Tensor]:
 
 
 class PrepareUniversal:
-    """Makes batches of windows (B, N + 1), for the inputs and heads of a model. `mixes` applies its shares of
-    samples."""
+    """Makes batches of windows (B, N + 1) for a model's inputs and heads. `mixes` applies its shares of samples."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: Any, seed: int, bytes_per_token: float, *, mixes: bool

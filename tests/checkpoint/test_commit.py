@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.checkpoints import numbered, same_snapshot
+from helpers.checkpoints import newest, numbered, same_snapshot
 from penstock import checkpoint, disk
 from penstock.boundary.manifests import sealed
 from penstock.checkpoint import commit
@@ -21,9 +21,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert path.name == "step-7"
     assert (tmp_path / "latest").read_text() == "step-7\n"
     assert same_snapshot(checkpoint.load(path), numbered(7))
-    loaded = checkpoint.find(tmp_path)
-    assert loaded is not None
-    assert loaded.step == 7
+    assert newest(tmp_path).step == 7
 
 
 def test_nothing_saved_is_none_and_not_an_error(tmp_path: Path) -> None:
@@ -193,8 +191,6 @@ def test_rubbish_of_a_killed_save_is_removed(tmp_path: Path) -> None:
 def test_a_damaged_latest_is_named_and_repaired(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoint.save(tmp_path, numbered(1))
     (tmp_path / "latest").write_text("step-8\n")
-    loaded = checkpoint.find(tmp_path)
-    assert loaded is not None
-    assert loaded.step == 1
+    assert newest(tmp_path).step == 1
     assert "latest does not name step-1" in caplog.text
     assert (tmp_path / "latest").read_text() == "step-1\n"

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.checkpoints import Payload, Trainee, numbered, seal
+from helpers.checkpoints import Payload, Trainee, newest, numbered, seal
 from helpers.spawn import spawn
 from penstock import checkpoint
 from penstock.boundary.manifests import sealed
-from penstock.checkpoint.index import Chunk, _overlap
+from penstock.checkpoint.index import Chunk, _fill
 from penstock.checkpoint.manifest import MANIFEST
 from penstock.cli import main
 from penstock.errors import CheckpointError
@@ -153,9 +153,7 @@ def test_lies_under_a_right_seal_are_refused_in_every_verb_and_the_step_before_i
     assert main(["checkpoint", "export", run, str(tmp_path / "plain"), "--names", "plain"]) == 0
     assert main(["checkpoint", "export", run, str(tmp_path / "two"), "--names", "plain", "--step", "2"]) == 5
     assert (folder / "step-2").is_dir(), "looking moves nothing"
-    stored = checkpoint.find(folder)
-    assert stored is not None
-    assert stored.step == 1
+    assert newest(folder).step == 1
 
 
 def test_what_cannot_be_loaded_is_not_called_whole(path: Path) -> None:
@@ -172,8 +170,8 @@ def test_what_cannot_be_loaded_is_not_called_whole(path: Path) -> None:
 def test_a_tensor_in_the_boxes_of_a_grid_is_checked_quickly(ranks: int) -> None:
     side = math.isqrt(ranks) * 4
     boxes = tuple(Chunk(0, (r, c), (4, 4)) for r in range(0, side, 4) for c in range(0, side, 4))
-    assert not _overlap(boxes)
-    assert _overlap((*boxes[:-1], Chunk(0, (side - 5, side - 5), (4, 4))))
+    assert _fill(boxes, (side, side))
+    assert not _fill((*boxes[:-1], Chunk(0, (side - 5, side - 5), (4, 4))), (side, side))
 
 
 @pytest.mark.parametrize("name", ["step-041", "step-x", "step-", "step-4.5", "step-٣", "step--1", "step-1e3"])
@@ -183,9 +181,7 @@ def test_a_stray_folder_beside_the_steps_is_left_alone(tmp_path: Path, name: str
     (tmp_path / "step-7").write_text("a file")
     checkpoint.save(tmp_path, numbered(1))
     checkpoint.clean(tmp_path)
-    found = checkpoint.find(tmp_path)
-    assert found is not None
-    assert found.step == 1
+    assert newest(tmp_path).step == 1
     assert checkpoint.steps(tmp_path) == [1]
     for step in (2, 3, 4):
         checkpoint.save(tmp_path, numbered(step))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.checkpoints import Trainee, numbered
+from helpers.checkpoints import Trainee, newest, numbered
 from penstock import checkpoint
 from penstock.checkpoint import rewrite
 from penstock.config.load import to_dict
@@ -95,8 +95,7 @@ def test_a_checkpoint_with_former_names_is_read_and_exported(tmp_path: Path) -> 
     assert {"positions", "blocks.0.norm1.weight", "norm.weight"} <= weights.keys()
     settings = to_dict(RunConfig(model=TINY))
     checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(1, {"weights": weights}, {}, settings))
-    stored = checkpoint.find(tmp_path / "checkpoints")
-    assert stored is not None
+    stored = newest(tmp_path / "checkpoints")
     read = stored.load(dict(model.named_parameters())).weights["weights"]
     assert read.keys() == model.state_dict().keys()
     rewrite.export_model(rewrite.open_newest(tmp_path), tmp_path / "export", "weights")
@@ -116,8 +115,7 @@ def test_biases_of_routers_by_their_former_name_are_read_and_exported(tmp_path: 
     weights |= {f"encoder.blocks.{i}.mlp.bias": moved for i, moved in enumerate(steps)}
     settings = to_dict(RunConfig(model=size))
     checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(1, {"weights": weights}, {}, settings))
-    stored = checkpoint.find(tmp_path / "checkpoints")
-    assert stored is not None
+    stored = newest(tmp_path / "checkpoints")
     for held in (None, model.state_dict().keys()):
         read = stored.load(dict(model.named_parameters()), held=held).weights["weights"]
         create(size).load_state_dict(read)
@@ -146,6 +144,5 @@ def test_patterns_with_former_names_mean_the_same_parts() -> None:
 def test_a_model_of_ones_own_keeps_such_names(tmp_path: Path) -> None:
     weights = {"positions": torch.ones(2), "blocks.0.weight": torch.ones(3)}
     checkpoint.save(tmp_path / "checkpoints", checkpoint.Snapshot(1, {"weights": weights}, {}, {}))
-    stored = checkpoint.find(tmp_path / "checkpoints")
-    assert stored is not None
+    stored = newest(tmp_path / "checkpoints")
     assert stored.load().weights["weights"].keys() == weights.keys()

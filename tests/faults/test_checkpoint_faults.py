@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.checkpoints import Trainee, numbered, same_snapshot
+from helpers.checkpoints import Trainee, newest, numbered, same_snapshot
 from helpers.rows import Note
 from helpers.spawn import RankFailed, spawn
 from penstock import checkpoint
@@ -205,9 +205,7 @@ def test_one_of_two_ranks_that_cannot_write_stops_both_and_both_go_on(tmp_path: 
     assert first == second
     assert "(rank 1): [Errno 27] File too large" in first[0]
     assert first[1] == 3
-    found = checkpoint.find(tmp_path)
-    assert found is not None
-    assert found.step == 2
+    assert newest(tmp_path).step == 2
 
 
 # -- flipped bits
@@ -274,9 +272,7 @@ def test_a_flip_in_latest_changes_nothing(saved_on_two: Path) -> None:
         damaged = bytearray(b"step-2\n")
         damaged[bit // 8] ^= 1 << bit % 8
         latest.write_bytes(damaged)
-        found = checkpoint.find(saved_on_two)
-        assert found is not None
-        assert found.step == 2
+        assert newest(saved_on_two).step == 2
         assert latest.read_bytes() == b"step-2\n"
 
 

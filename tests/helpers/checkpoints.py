@@ -101,9 +101,7 @@ class Trainee:
 
     def resume(self, folder: Path) -> Snapshot:
         """Go on from the newest checkpoint in `folder`."""
-        stored = find(folder)
-        assert stored is not None
-        return self.restore(stored)
+        return self.restore(newest(folder))
 
     def whole(self) -> dict[str, Tensor]:
         """All weights and moments, whole, by name."""
@@ -111,6 +109,13 @@ class Trainee:
         tensors = {f"{n}.{k}": t for n, entry in state.items() for k, t in entry.items()}
         tensors |= self.model.state_dict()
         return {name: whole_of(tensor).detach().clone() for name, tensor in tensors.items()}
+
+
+def newest(folder: Path) -> Checkpoint:
+    """The newest checkpoint that verifies."""
+    stored = find(folder)
+    assert stored is not None
+    return stored
 
 
 def numbered(step: int, *, rows: int = 3, rank: int = 0) -> Snapshot:

@@ -1,21 +1,7 @@
 """Checkpoints: their content, how it is committed, and what is verified before it is used.
 
-A run on any number of ranks saves and resumes like this. With torch.distributed, all ranks make the same calls:
-
-    snapshot = Snapshot(
-        step=step,
-        weights={"weights": model.state_dict()},  # DTensors as they are
-        state={"optimizer": by_name(optimizer.state_dict()), "loader": loader.state_dict()},
-        config=config,
-        local=random_state(),  # of this rank
-    )
-    save(folder, snapshot)  # or saver.start(snapshot), with saver = BackgroundSaver(folder) made once
-
-    clean(folder)
-    stored = find(folder)  # verified; no tensor read
-    snapshot = stored.load(dict(model.named_parameters()), rank=rank, world=world)
-    model.load_state_dict(snapshot.weights["weights"])
-    optimizer.load_state_dict(by_index(snapshot.state["optimizer"], optimizer.state_dict()))
+docs/how-to/checkpoints.md has a loop that saves and resumes on any number of ranks. With torch.distributed, all ranks
+make the same calls.
 """
 
 from __future__ import annotations

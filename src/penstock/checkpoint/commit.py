@@ -59,17 +59,18 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0) -> P
 
 def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator, best: int = 0) -> Path:
     """Do what `save` does, for a snapshot that is already split into parts."""
-    final = folder / f"step-{parts.step}"
-    temporary = folder / f"step-{parts.step}.tmp"
+    final, temporary = folder / f"step-{parts.step}", folder / f"step-{parts.step}.tmp"
+    part = coordinator.rank, coordinator.world
     try:
-        if coordinator.first(lambda: _prepare(folder, parts)):
+        if coordinator.first(lambda: _prepare(final, temporary, parts)):
             return final
         _write(temporary, parts, coordinator)
-        coordinator.first(lambda: publish(temporary, final))
+        coordinator.first(lambda: _publish(temporary, final))
+        coordinator.all(lambda: verify(final, part=part, keep_cached=False))
     except Exception as problem:
         where, error = _cause(problem)
         if coordinator.rank == 0:
-            remove(temporary)
+            _remove(temporary)
         if isinstance(error, OSError):
             raise EnvironmentProblem(
                 f"Checkpoint {final} could not be written{where}: {error}. Older checkpoints are untouched. "
@@ -78,18 +79,8 @@ def commit(folder: Path, parts: Parts, *, keep: int, coordinator: Coordinator, b
         if error is problem:
             raise
         raise error from problem
-    check(final, coordinator, keep_cached=False)
     coordinator.first(lambda: _prune(folder, newest=parts.step, keep=max(keep, 2), best=best))
     return final
-
-
-def check(path: Path, coordinator: Coordinator, *, keep_cached: bool = True) -> Manifest:
-    """Verify `path`; the ranks split the work. All return, or all raise the error of the lowest rank that failed."""
-    part = (coordinator.rank, coordinator.world)
-    try:
-        return coordinator.all(lambda: verify(path, part=part, keep_cached=keep_cached))[0]
-    except RankProblem as problem:
-        raise problem.error from problem
 
 
 def _cause(problem: Exception) -> tuple[str, BaseException]:
@@ -101,10 +92,9 @@ def _cause(problem: Exception) -> tuple[str, BaseException]:
     return "", RuntimeError(f"Rank {problem.rank} failed to write a checkpoint: {problem.error}")
 
 
-def _prepare(folder: Path, parts: Parts) -> bool:
+def _prepare(final: Path, temporary: Path, parts: Parts) -> bool:
     """Make an empty temporary folder. Returns True if the step already exists."""
-    final, temporary = folder / f"step-{parts.step}", folder / f"step-{parts.step}.tmp"
-    folder.mkdir(parents=True, exist_ok=True)
+    final.parent.mkdir(parents=True, exist_ok=True)
     if final.exists():
         try:
             verify(final)
@@ -114,20 +104,10 @@ def _prepare(folder: Path, parts: Parts) -> bool:
         else:
             return True
     # Tensors make up nearly all of a checkpoint; a megabyte covers headers and JSON.
-    make_empty(temporary, parts.whole_bytes() + 1_000_000)
-    return False
-
-
-def make_empty(temporary: Path, size: int) -> None:
-    """Make an empty folder `temporary` for a checkpoint of about `size` bytes.
-
-    Raises:
-        EnvironmentProblem: the disk has too little room.
-    """
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    _require_space(temporary, size)
-    remove(temporary)
+    _require_space(temporary, parts.whole_bytes() + 1_000_000)
+    _remove(temporary)
     temporary.mkdir()
+    return False
 
 
 def _require_space(temporary: Path, size: int) -> None:
@@ -171,18 +151,13 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
 
     def manifest() -> None:
         listed = Manifest(parts.step, parts.plan, versions(), files, world)
-        write_manifest(temporary, listed)
+        write_file(temporary / MANIFEST, [manifest_text(listed)])
+        sync_folder(temporary)
 
     coordinator.first(manifest)
 
 
-def write_manifest(temporary: Path, manifest: Manifest) -> None:
-    """Step 2 of Note [The commit protocol]."""
-    write_file(temporary / MANIFEST, [manifest_text(manifest)])
-    sync_folder(temporary)
-
-
-def publish(temporary: Path, final: Path) -> None:
+def _publish(temporary: Path, final: Path) -> None:
     """Steps 3 and 4 of Note [The commit protocol]."""
     temporary.rename(final)
     sync_folder(final.parent)
@@ -201,9 +176,9 @@ def clean(folder: Path) -> None:
     """Remove what a killed save left. Rank 0 does it, and the other ranks wait."""
 
     def leftovers() -> None:
-        for entry in filter(lambda entry: _LEFT.fullmatch(entry.name), folder.iterdir()):
+        for entry in [entry for entry in folder.iterdir() if _LEFT.fullmatch(entry.name)]:
             _log.info("Removing %s, which an interrupted save left.", entry)
-            remove(entry)
+            _remove(entry)
 
     if folder.is_dir():
         current_coordinator().first(leftovers)
@@ -228,22 +203,22 @@ def repair_latest(folder: Path, name: str) -> None:
 
 def _prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
     for step in {*[step for step in steps(folder) if step <= newest][:-keep]} - {best}:
-        remove(folder / f"step-{step}")
+        _remove(folder / f"step-{step}")
 
 
 def set_aside(path: Path) -> None:
     """Rename a refused checkpoint, so that it is not tried again."""
     target = path.with_name(f"{path.name}.refused")
-    remove(target)
+    _remove(target)
     path.rename(target)
 
 
-def remove(path: Path) -> None:
+def _remove(path: Path) -> None:
     """Delete a file or directory. A kill half way leaves nothing that looks like a checkpoint."""
     if path.is_dir() and not path.is_symlink():
         folder = path
         if path.suffix != ".tmp":
-            remove(path.with_name(f"{path.name}.tmp"))
+            _remove(path.with_name(f"{path.name}.tmp"))
             folder = path.rename(path.with_name(f"{path.name}.tmp"))
         shutil.rmtree(folder)
     else:

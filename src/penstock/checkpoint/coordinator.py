@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,12 +18,9 @@ class RankProblem(Exception):
     """The error of one of several ranks, which all of them raise."""
 
     def __init__(self, rank: int, error: BaseException) -> None:
-        super().__init__(rank, error)
+        super().__init__(f"rank {rank}: {error}")
         self.rank = rank
         self.error = error
-
-    def __str__(self) -> str:
-        return f"rank {self.rank}: {self.error}"
 
     def plain(self) -> BaseException:
         """The original error on the rank that failed; on other ranks an error that names the rank."""
@@ -54,7 +52,7 @@ class Coordinator:
         outcome: tuple[bool, Any]
         own: Exception | None = None
         try:
-            outcome = (True, work())
+            outcome = True, work()
         except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
             sent = isinstance(error, PenstockError | OSError)  # others may not survive pickling
             own = error
@@ -78,10 +76,6 @@ class Coordinator:
         return result
 
 
-# The group in which checkpoints are coordinated, and the default group it belongs to.
-_present: list[Any] = [None, None]
-
-
 def current_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     """The coordinator of `group`, else of all processes, else of this process alone.
 
@@ -91,11 +85,14 @@ def current_coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     if not (dist.is_available() and dist.is_initialized()):
         return Coordinator()
     if group is None:
-        default = dist.group.WORLD
-        if _present[0] is not default:
-            _present[:] = [default, new_group()]
-        group = _present[1]
+        group = _group_beside(dist.group.WORLD)
     return Coordinator(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+@lru_cache(maxsize=1)
+def _group_beside(default: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The gloo group of the processes of the default group."""
+    return new_group()
 
 
 def new_group() -> dist.ProcessGroup | None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from penstock.boundary.files import quoted
 from penstock.boundary.weights import TensorInfo, read_header
+from penstock.checkpoint.manifest import refusal
 from penstock.checkpoint.snapshot import Piece
-from penstock.errors import CheckpointError
 from penstock.tensorfile import DTYPES, dtype_name
 
 
@@ -41,8 +41,8 @@ class Entry:
         return DTYPES[self.dtype]
 
 
-_PAIRED = 1000
-"""Most boxes that are compared in pairs."""
+_CELLS = 1 << 22
+"""Most cells of the grid on which a tensor's boxes are marked. Layouts cut tensors by a grid, so they need few."""
 
 Index = Mapping[str, Entry]
 """Entries by `set/name`."""
@@ -150,15 +150,11 @@ def read_index(path: Path, document: Mapping[str, Any], files: Iterable[str], wo
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             problem = "is malformed"
         if problem:
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: the index's entry for {quoted(name)} {problem}."
-            )
+            raise refusal(path, f"the index's entry for {quoted(name)} {problem}.")
         index[name] = entry
     if unlisted:
         file, key = min(unlisted)
-        raise CheckpointError(
-            f"Checkpoint {path} is refused: {file} holds '{key}', which the index does not list."
-        )
+        raise refusal(path, f"{file} holds '{key}', which the index does not list.")
     return index
 
 
@@ -199,34 +195,18 @@ def _problem(
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if volume != math.prod(entry.shape):
         return f"has chunks of {volume} elements for a shape of {math.prod(entry.shape)}"
-    if _overlap(entry.chunks):
-        return "has chunks that overlap"
-    return None
+    return None if _fill(entry.chunks, entry.shape) else "has chunks that overlap"
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes share an element. Layouts cut tensors by a grid, so boxes are first separated by one dimension
-    after the other; they are compared in pairs only where no dimension separates them.
-    """
-    for dimension in range(len(chunks[0].offsets) if len(chunks) > 1 else 0):
-        groups = _groups_apart(chunks, dimension)
-        if len(groups) > 1:
-            return any(map(_overlap, groups))
-    if len(chunks) > _PAIRED:
-        return True  # or tangled in a way in which no layout cuts a tensor
-    return any(
-        all(max(p, q) < min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes))
-        for a, b in combinations(chunks, 2)
-    )
-
-
-def _groups_apart(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
-    """Boxes grouped so that the intervals of different groups do not overlap in a dimension."""
-    groups: list[list[Chunk]] = []
-    end = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
-        if not groups or chunk.offsets[dimension] >= end:
-            groups.append([])
-        groups[-1].append(chunk)
-        end = max(end, chunk.offsets[dimension] + chunk.sizes[dimension])
-    return groups
+def _fill(chunks: Sequence[Chunk], shape: tuple[int, ...]) -> bool:
+    """Whether boxes within a shape cover all of it. They are marked on the grid of all their edges."""
+    boxes = [[(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes)] for chunk in chunks]
+    edges = [{0, size, *(edge for box in boxes for edge in box[dim])} for dim, size in enumerate(shape)]
+    cells = [len(each) - 1 for each in edges]
+    if math.prod(cells) > _CELLS:
+        return False
+    places = [{edge: place for place, edge in enumerate(sorted(each))} for each in edges]
+    covered = np.zeros(cells, bool)
+    for box in boxes:
+        covered[tuple(slice(place[start], place[end]) for place, (start, end) in zip(places, box))] = True
+    return bool(covered.all())

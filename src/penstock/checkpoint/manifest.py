@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from penstock.boundary import manifests
@@ -44,21 +45,21 @@ def manifest_text(manifest: Manifest) -> bytes:
     return sealed(plain(manifest))
 
 
+def refusal(path: Path, reason: str) -> CheckpointError:
+    """The error that refuses the checkpoint directory `path`; `reason` is a sentence."""
+    return CheckpointError(f"Checkpoint {path} is refused: {reason}")
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint directory `path`.
 
     Raises:
         CheckpointError: it is missing, damaged, for another step or of an unknown format.
     """
-
-    def refuse(reason: str) -> CheckpointError:
-        return CheckpointError(f"Checkpoint {path} is refused: {reason}")
-
-    file = path / MANIFEST
+    refuse, file = partial(refusal, path), path / MANIFEST
     if file.is_symlink() or not file.is_file():
         raise refuse(f"{MANIFEST} is missing.{_foreign(path)}")
-    where = f"Checkpoint {path} is refused: {MANIFEST}"
-    body, has_seal = manifests.read_manifest(file, where, error=CheckpointError)
+    body, has_seal = manifests.read_manifest(file, str(refuse(MANIFEST)), error=CheckpointError)
     if not has_seal:
         raise refuse(f"{MANIFEST} is damaged (it has no checksum of its own).")
     if body.get("format") != FORMAT:
@@ -105,11 +106,9 @@ def check_sizes(path: Path) -> Manifest:
     for name, written in manifest.files.items():
         file = path / name
         if file.is_symlink() or not file.is_file():
-            raise CheckpointError(f"Checkpoint {path} is refused: {name} is missing.")
+            raise refusal(path, f"{name} is missing.")
         if (size := file.stat().st_size) != written.bytes:
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: {name} has {size} bytes instead of {written.bytes}."
-            )
+            raise refusal(path, f"{name} has {size} bytes instead of {written.bytes}.")
     if foreign := _foreign(path):
         raise CheckpointError(f"Checkpoint {path} is refused.{foreign}")
     return manifest
@@ -129,7 +128,5 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = Tr
     ordered = sorted(manifest.files.items(), key=lambda item: (-item[1].bytes, item[0]))
     for name, written in ordered[part[0] :: part[1]]:
         if digest_file(path / name, keep_cached=keep_cached) != written.sha256:
-            raise CheckpointError(
-                f"Checkpoint {path} is refused: {name} has changed since it was written (sha256 differs)."
-            )
+            raise refusal(path, f"{name} has changed since it was written (sha256 differs).")
     return manifest

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.checkpoint.commit import check, repair_latest, set_aside, steps
+from penstock.checkpoint.commit import repair_latest, set_aside, steps
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, read_index
-from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, verify
+from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, refusal, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, pieces_of
 from penstock.checkpoint.stages import only
 from penstock.checkpoint.storage import read_pieces
@@ -43,11 +43,6 @@ class Checkpoint:
     def step(self) -> int:
         """The step at which it was saved."""
         return self.manifest.step
-
-    @property
-    def plan(self) -> str:
-        """The Plan it was saved under, as a line."""
-        return self.manifest.plan
 
     @property
     def world(self) -> int:
@@ -87,7 +82,7 @@ class Checkpoint:
             if old:
                 weights, state = _with_present_names(weights), _with_present_names(state)
             weights, local = {key: with_corrections(each) for key, each in weights.items()}, state.pop(LOCAL)
-            return Snapshot(self.step, weights, state, self.config, self.plan, local, self.world)
+            return Snapshot(self.step, weights, state, self.config, self.manifest.plan, local, self.world)
 
     def _has_former_names(self) -> bool:
         """Whether it is of a Penstock Vision Transformer, saved when its parts had other names. A user's own model may
@@ -139,16 +134,13 @@ class Checkpoint:
 
     def _entry(self, name: str) -> Entry:
         if name not in self.index:
-            raise CheckpointError(
-                f"Checkpoint {self.path} is refused: its files have no tensor {quoted(name)}."
-            )
+            raise refusal(self.path, f"its files have no tensor {quoted(name)}.")
         return self.index[name]
 
     def read(self, parameters: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Tensors by `set/name`, each on the device and with the placements of its parameter, if the shapes agree."""
-        entries = {
-            name: self._entry(name) for name in sorted(parameters)
-        }  # sorted, so that an error always names the first
+        # Sorted, so that an error always names the first.
+        entries = {name: self._entry(name) for name in sorted(parameters)}
         pieces, tensors = {}, {}
         for name, like in parameters.items():
             tensors[name], pieces[name] = _empty(entries[name], like)
@@ -168,9 +160,7 @@ def trusted(path: Path) -> Iterator[None]:
         if ran_out_of_memory(problem):
             raise
         what = " ".join(str(problem).split())
-        raise CheckpointError(
-            f"Checkpoint {path} is refused: its state is malformed ({quoted(what, 400)[1:-1]})."
-        ) from problem
+        raise refusal(path, f"its state is malformed ({quoted(what, 400)[1:-1]}).") from problem
 
 
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError)
@@ -242,7 +232,7 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise CheckpointError(f"Checkpoint {path} is refused: it cannot be read ({problem}).") from problem
+        raise refusal(path, f"it cannot be read ({problem}).") from problem
 
 
 def open_verified(path: Path, *, checksums: bool = True) -> Checkpoint:
@@ -260,7 +250,7 @@ def _opened(path: Path, manifest: Manifest, *, part: tuple[int, int] = (0, 1)) -
     state, config = (read_json(path / f"{name}.json") for name in ("state", "config"))
     index = read_index(path, read_json(path / INDEX), manifest.files, manifest.world)
     if not (isinstance(state.get("weights"), dict) and isinstance(state.get("state"), dict)):
-        raise CheckpointError(f"Checkpoint {path} is refused: state.json is not a checkpoint's.")
+        raise refusal(path, "state.json is not a checkpoint's.")
     with trusted(path):
         checkpoint = Checkpoint(path, manifest, index, state, config)
         checkpoint.rehearse(part=part)
@@ -330,16 +320,20 @@ def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
 
 def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
     """The checkpoint `path`, if every rank trusts it."""
-
-    def opened() -> Checkpoint:
-        with _readable(path):  # here, so that the other ranks learn of it
-            return _opened(path, manifest, part=(coordinator.rank, coordinator.world))
-
+    part = coordinator.rank, coordinator.world
     checkpoints: list[Checkpoint] = []
+
+    @_readable(path)
+    def verified() -> Manifest:
+        return verify(path, part=part)
+
+    @_readable(path)
+    def opened() -> None:
+        checkpoints.append(_opened(path, manifest, part=part))
+
     try:
-        with _readable(path):
-            manifest = check(path, coordinator)
-        coordinator.all(lambda: checkpoints.append(opened()))
+        manifest = coordinator.all(verified)[0]
+        coordinator.all(opened)
     except RankProblem as problem:
         raise problem.error from problem
     return checkpoints[0]

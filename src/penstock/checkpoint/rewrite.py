@@ -193,24 +193,6 @@ def _names(checkpoint: Checkpoint, which: str) -> list[str]:
     return list(sets[which])
 
 
-def newest(path: Path, count: int) -> list[Checkpoint]:
-    """The `count` newest checkpoints of a run, verified, oldest first.
-
-    Raises:
-        ConfigError: there are fewer. CheckpointError: one of them cannot be trusted.
-    """
-    folder = path if steps(path) else path / "checkpoints"
-    saved_steps = steps(folder)
-    if count < 2:
-        raise ConfigError(f"--last is {count}, but a mean is of 2 checkpoints or more.")
-    if len(saved_steps) < count:
-        raise ConfigError(
-            f"{path} has {len(saved_steps)} checkpoint{'' if len(saved_steps) == 1 else 's'}, but --last is {count}. "
-            f"Train with --keep {count} to keep as many."
-        )
-    return [open_verified(folder / f"step-{step}") for step in saved_steps[-count:]]
-
-
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
     """The mean of each weight in fp32: summed and divided in fp64, and rounded once. Besides the sums, with 8 bytes per
     weight, one set is in memory. Integer tensors, such as frozen weights in few bits, are those of the last checkpoint.
@@ -223,20 +205,13 @@ def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[s
     sums: dict[str, Tensor] = {}
     for checkpoint in checkpoints:
         weights = read_weights(checkpoint, which)
-        first = checkpoint is checkpoints[0]
-        if not first and {name: tensor.shape for name, tensor in sums.items()} != {
-            name: tensor.shape for name, tensor in weights.items()
-        }:
+        shapes, others = ({name: each.shape for name, each in held.items()} for held in (weights, sums))
+        if sums and shapes != others:
             raise ConfigError(
                 f"{checkpoint.path} holds another model than {checkpoints[0].path}, so they have no mean."
             )
         for name, tensor in weights.items():
-            if not tensor.is_floating_point():
-                sums[name] = tensor
-            elif first:
-                sums[name] = tensor.to(torch.float64, copy=True)
-            else:
-                sums[name] += tensor
+            sums[name] = sums.get(name, 0) + tensor.double() if tensor.is_floating_point() else tensor
     return {
         name: total.div_(len(checkpoints)).float() if total.is_floating_point() else total
         for name, total in sums.items()
@@ -244,7 +219,20 @@ def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[s
 
 
 def export_average(path: Path, folder: Path, *, count: int, which: str = "weights") -> list[Checkpoint]:
-    """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; return these checkpoints."""
-    checkpoints = newest(path, count)
+    """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; return these checkpoints,
+    oldest first.
+
+    Raises:
+        ConfigError: there are fewer. CheckpointError: one of them cannot be trusted.
+    """
+    if count < 2:
+        raise ConfigError(f"--last is {count}, but a mean is of 2 checkpoints or more.")
+    saved = candidates(path)
+    if len(saved) < count:
+        raise ConfigError(
+            f"{path} has {len(saved)} checkpoint{'' if len(saved) == 1 else 's'}, but --last is {count}. "
+            f"Train with --keep {count} to keep as many."
+        )
+    checkpoints = [open_verified(each) for each in reversed(saved[:count])]
     export_model(checkpoints[-1], folder, which, state=average(checkpoints, which))
     return checkpoints

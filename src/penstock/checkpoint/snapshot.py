@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,11 @@ class Parts:
 
 def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
     """Split `snapshot` of rank `rank`; nothing is copied."""
-    pieces = dict(_weights(snapshot))
+    pieces = {
+        f"{group}/{name}": pieces_of(tensor)
+        for group, tensors in snapshot.weights.items()
+        for name, tensor in tensors.items()
+    }
     state: dict[str, Any] = {}
     for name, tree in snapshot.state.items():
         state[name], tensors = pack(tree, name)
@@ -107,9 +111,3 @@ def take_apart(snapshot: Snapshot, rank: int = 0) -> Parts:
         "state": state,
     }
     return Parts(snapshot.step, snapshot.plan, pieces, dict(snapshot.config), document, local)
-
-
-def _weights(snapshot: Snapshot) -> Iterator[tuple[str, list[Piece]]]:
-    for group, tensors in snapshot.weights.items():
-        for name, tensor in tensors.items():
-            yield f"{group}/{name}", pieces_of(tensor)

@@ -39,17 +39,10 @@ def write_chunks(
     """
     outgoing: dict[str, list[Pending]] = {}
     for name, entry in index.items():
-        for chunk in entry.chunks:
-            if rank == chunk.rank:
-                file = file_name(name.partition("/")[0], chunk.rank, world)
-                outgoing.setdefault(file, []).append(
-                    Pending(
-                        key_of(name, entry, chunk),
-                        entry.torch_dtype,
-                        chunk.sizes,
-                        partial(fetch, name, chunk),
-                    )
-                )
+        file = file_name(name.partition("/")[0], rank, world)
+        for chunk in (chunk for chunk in entry.chunks if chunk.rank == rank):
+            key, read = key_of(name, entry, chunk), partial(fetch, name, chunk)
+            outgoing.setdefault(file, []).append(Pending(key, entry.torch_dtype, chunk.sizes, read))
     return {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
 
 

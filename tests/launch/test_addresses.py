@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import EnvironmentProblem
 from penstock.launch import meeting
 from penstock.launch.addresses import interface_of, is_loopback, way_to, words_of_way
-from penstock.launch.meeting import Meeting, Member, seen_from_outside
+from penstock.launch.meeting import Meeting, Member, TimedStore, seen_from_outside
 from penstock.launch.ranks import Assignment, _environment
 from penstock.launch.report import Outcome
 from penstock.launch.settings import LaunchSettings
@@ -20,11 +20,12 @@ from penstock.launch.signals import Requests, StopRequested
 
 
 def test_the_way_to_a_host_has_an_address_and_an_interface() -> None:
-    way = way_to("127.0.0.1")
-    assert (way.target, way.own) == ("127.0.0.1", "127.0.0.1")
-    assert interface_of(way.own) in ("lo", "lo0")
+    assert way_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert interface_of("127.0.0.1") in ("lo", "lo0")
     assert interface_of("192.0.2.77") == ""
-    assert way.words().startswith("Here 127.0.0.1 is 127.0.0.1, at which no other host can reach this one")
+    assert words_of_way("127.0.0.1").startswith(
+        "Here 127.0.0.1 is 127.0.0.1, at which no other host can reach this one"
+    )
     addresses = ("127.0.1.1", "::1", "10.0.0.1", "fe80::1%eth0")
     assert [is_loopback(address) for address in addresses] == [True, True, False, False]
     assert words_of_way("no-such-host.invalid").startswith("This host knows no way to no-such-host.invalid: ")
@@ -68,7 +69,8 @@ class Silent:
 def test_a_silent_store_counts_as_lost_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_PATIENCE", 0.2)
     node = Meeting(LaunchSettings(nnodes="2", rdzv="127.0.0.1:1", lost_seconds=0.5))
-    node._store = silent = Silent()  # type: ignore[assignment]
+    silent = Silent()
+    node._store = TimedStore(silent, node._begun)  # type: ignore[arg-type]
     begun = time.monotonic()
     node.report(Outcome(1))
 

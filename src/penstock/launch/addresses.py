@@ -10,33 +10,18 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from penstock.launch.signals import STOPS
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
+class Way(NamedTuple):
     """How this host reaches another host."""
 
-    host: str
-    """The other host, as the user named it."""
     target: str
-    """Its address."""
+    """The other host's address."""
     own: str
     """This host's address on the way there; unless it is a loopback address, the other hosts can reach it there."""
-
-    def words(self) -> str:
-        """A sentence for users whose hosts do not find each other."""
-        if not is_loopback(self.own):
-            return f"This host is {self.own} ({interface_of(self.own)}) on the way to {self.target}."
-        outside = [address for address, _ in _addresses() if not is_loopback(address)]
-        such = f", such as {' or '.join(outside[:3])}" if outside else ""
-        return (
-            f"Here {self.host} is {self.target}, at which no other host can reach this one: others must know it by "
-            f"another address{such}."
-        )
 
 
 def way_to(host: str) -> Way:
@@ -44,15 +29,23 @@ def way_to(host: str) -> Way:
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        return Way(host, str(target[0]), str(probe.getsockname()[0]))
+        return Way(str(target[0]), str(probe.getsockname()[0]))
 
 
 def words_of_way(host: str) -> str:
-    """`Way.words` for the way to `host`, or a sentence that there is none."""
+    """A sentence on the way to `host`, for users whose hosts do not find each other."""
     try:
-        return way_to(host).words()
+        target, own = way_to(host)
     except OSError as problem:
         return f"This host knows no way to {host}: {problem.strerror}."
+    if not is_loopback(own):
+        return f"This host is {own} ({interface_of(own)}) on the way to {target}."
+    outside = [address for address, _ in _addresses() if not is_loopback(address)]
+    such = f", such as {' or '.join(outside[:3])}" if outside else ""
+    return (
+        f"Here {host} is {target}, at which no other host can reach this one: others must know it by another "
+        f"address{such}."
+    )
 
 
 def is_loopback(address: str) -> bool:

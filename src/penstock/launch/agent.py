@@ -178,31 +178,27 @@ class Life:
     def _tell_hang(self) -> Outcome:
         """Find the rank that hangs. All ranks are silent, because the others wait for it."""
         alive = [rank for rank in self.ranks if not rank.poll()]
-        beats = {rank.number: rank.heartbeat.read() for rank in alive}
-        stopped = {rank.number for rank in alive if rank.ask_for_stack()}
+        beats = {rank: rank.heartbeat.read() for rank in alive}
+        stopped = {rank for rank in alive if rank.ask_for_stack()}
         seen = time.monotonic()
         _wait_for_stacks(alive)
         # Not only ranks over their limit: a rank may have begun to wait before the hanging one stopped.
-        watched = [rank for rank in alive if beats[rank.number].seconds or rank.number in stopped]
+        watched = [rank for rank in alive if beats[rank].seconds or rank in stopped]
         if not watched:
             return self._outcome()  # meanwhile all have ended
-        first = min(
-            watched, key=lambda r: (r.number not in stopped, beats[r.number].step, beats[r.number].seconds)
-        )
-        beat = beats[first.number]
-        silent = seen - (beat.seconds if beat.seconds else first.started)
+        first = min(watched, key=lambda rank: (rank not in stopped, beats[rank].step, beats[rank].seconds))
+        beat = beats[first]
+        silent = seen - (beat.seconds or first.started)
         where = f"after step {beat.step}" if beat.seconds and beat.stepping else "before its first step"
-        state = "; the process was stopped (SIGSTOP or a debugger)" if first.number in stopped else ""
+        state = "; the process was stopped (SIGSTOP or a debugger)" if first in stopped else ""
         stacks = [
             f"It has been silent for {silent:.0f} s, {where}{state}. Its stack:",
             first.read_stack() or _NO_STACK,
         ]
         for rank in alive:
             if rank is not first:
-                stacks += [
-                    f"Stack of rank {rank.number}, step {beats[rank.number].step}:",
-                    rank.read_stack() or _NO_STACK,
-                ]
+                stacks.append(f"Stack of rank {rank.number}, step {beats[rank].step}:")
+                stacks.append(rank.read_stack() or _NO_STACK)
         failure = Failure(first.number, int(ExitCode.HANG), stacks="\n".join(stacks), seconds=time.time())
         return Outcome(int(ExitCode.HANG), (failure,), final=self.requests.signal is not None)
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -96,16 +95,21 @@ def understood(cls: type[T], raw: bytes) -> T:
     )
 
 
-class _Backend(C10dRendezvousBackend):
-    """Keeps the rendezvous's state in the store; `asking` is entered while it waits for the store."""
+class TimedStore:
+    """A store that records in `begun` when each waiting thread began to wait for it."""
 
-    def __init__(self, store: Store, run_id: str, asking: Callable[[], AbstractContextManager[None]]) -> None:
-        self._asking = asking
-        super().__init__(store, run_id)
+    def __init__(self, store: Store, begun: dict[int, float]) -> None:
+        self._store, self._begun = store, begun
 
-    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
-        with self._asking():
-            return super()._call_store(store_op, *args, **kwargs)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            self._begun[threading.get_ident()] = time.monotonic()
+            try:
+                return getattr(self._store, name)(*arguments)
+            finally:
+                del self._begun[threading.get_ident()]
+
+        return ask
 
 
 def seen_from_outside(members: list[Member]) -> list[Member]:
@@ -130,13 +134,12 @@ class Meeting(Nodes):
         self._settings = settings
         self._handler: DynamicRendezvousHandler | None = None
         self._serves = False
-        self._store: Store | None = None
+        self._store: Any = None
         self._members: list[Member] = []
         self._node = 0
         self._looked = 0.0
         self._look: Future[tuple[Outcome | None, bool]] | None = None
         self._begun: dict[int, float] = {}
-        """Start times of the threads that wait for the store."""
         self._seen: dict[int, tuple[int, float]] = {}
         self._heard: Outcome | None = None
         self._waiting = False
@@ -217,9 +220,9 @@ class Meeting(Nodes):
             keep_alive_interval=str(alive), keep_alive_max_attempt="3",
         )  # fmt: skip
         store, self._serves = _open_store(settings)
-        backend = _Backend(store, settings.rdzv_id, self._asking)
-        with self._asking():
-            self._launch = store.compare_set(f"launch/{settings.rdzv_id}", "", self._launch).decode()
+        timed: Any = TimedStore(store, self._begun)
+        backend = C10dRendezvousBackend(timed, settings.rdzv_id)
+        self._launch = timed.compare_set(f"launch/{settings.rdzv_id}", "", self._launch).decode()
         handler = create_handler(store, backend, parameters)
         _handlers.append(handler)
         return handler
@@ -228,7 +231,7 @@ class Meeting(Nodes):
         self._handler = self._handler or self._open()
         while True:
             info = self._handler.next_rendezvous()
-            self._store = store = PrefixStore("penstock", info.store)
+            self._store = store = TimedStore(PrefixStore("penstock", info.store), self._begun)
             way = way_to(self._settings.endpoint()[0])
             _, port = self._reserve(way.own)
             member = Member(
@@ -237,22 +240,18 @@ class Meeting(Nodes):
             )  # fmt: skip
             keys = [f"member/{node}" for node in range(info.world_size)]
             end = time.monotonic() + self._settings.lost_seconds
-            with self._asking():
-                store.set(f"member/{info.rank}", json.dumps(asdict(member)))
+            store.set(f"member/{info.rank}", json.dumps(asdict(member)))
             while True:
-                with self._asking():
-                    if store.check(keys):
-                        members = [understood(Member, value) for value in store.multi_get(keys)]
-                        return self._assignment(members, info.rank)
+                if store.check(keys):
+                    members = [understood(Member, value) for value in store.multi_get(keys)]
+                    return self._assignment(members, info.rank)
                 if time.monotonic() > end:
                     break  # a node was lost before it described itself: meet again
                 time.sleep(_TICK)
 
     def _report(self, message: Message) -> None:
-        assert self._store is not None
-        with self._asking():
-            number = self._store.add("reports", 1)
-            self._store.set(f"report/{number}", json.dumps(asdict(message)))
+        number = self._store.add("reports", 1)
+        self._store.set(f"report/{number}", json.dumps(asdict(message)))
 
     def _others_wait(self) -> bool:
         assert self._handler is not None
@@ -260,28 +259,23 @@ class Meeting(Nodes):
 
     def _reported(self) -> Outcome | None:
         """First report of another node in this life; reports that end the run precede those that let a node join."""
-        assert self._store is not None
         outcomes: list[Outcome] = []
         number = 1
-        with self._asking():
-            while self._store.check([f"report/{number}"]):
-                message = understood(Message, self._store.get(f"report/{number}"))
-                if message.node != self._node:
-                    outcomes.append(message.outcome)
-                number += 1
+        while self._store.check([f"report/{number}"]):
+            message = understood(Message, self._store.get(f"report/{number}"))
+            if message.node != self._node:
+                outcomes.append(message.outcome)
+            number += 1
         return next((o for o in outcomes if not o.regroup), outcomes[0] if outcomes else None)
 
     def _lost(self) -> Outcome | None:
         """Raise this agent's count, and check that the counts of all other agents have risen too."""
-        assert self._store is not None
-        with self._asking():
-            self._store.add(f"alive/{self._node}", 1)
+        self._store.add(f"alive/{self._node}", 1)
         now = time.monotonic()
         for node, member in enumerate(self._members):
             if node == self._node:
                 continue
-            with self._asking():
-                count = self._store.add(f"alive/{node}", 0)
+            count = self._store.add(f"alive/{node}", 0)
             before, since = self._seen.get(node, (-1, now))
             self._seen[node] = (count, since if count == before else now)
             silent = now - self._seen[node][1]
@@ -299,22 +293,11 @@ class Meeting(Nodes):
             self._handler.shutdown()
         if self._store is None:
             return
-        with self._asking():
-            departed = self._store.add("left", 1)
+        departed = self._store.add("left", 1)
         end = time.monotonic() + _GOODBYE
         while self._serves and departed < len(self._members) and time.monotonic() < end:
             time.sleep(_TICK)
-            with self._asking():
-                departed = self._store.add("left", 0)
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Record that this thread waits for the store inside the context."""
-        self._begun[threading.get_ident()] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._begun[threading.get_ident()]
+            departed = self._store.add("left", 0)
 
     def _silence(self) -> float:
         """Longest time in seconds for which a call has waited for the store."""
@@ -337,7 +320,7 @@ class Meeting(Nodes):
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Convert torch's errors into Penstock's."""
-        where = self._settings.rdzv
+        where, host = self._settings.rdzv, self._settings.endpoint()[0]
         try:
             yield
         except RendezvousClosedError as error:
@@ -348,15 +331,16 @@ class Meeting(Nodes):
             raise EnvironmentProblem(
                 f"Fewer than {self._settings.nodes[0]} nodes came to {where} within {self._settings.join_seconds:g} s. "
                 "Start `penstock launch` with the same --rdzv and --nnodes on every node, or raise --join-seconds. "
-                + words_of_way(self._settings.endpoint()[0])
+                + words_of_way(host)
             ) from error
         except OSError as error:
-            raise EnvironmentProblem(words_of_way(self._settings.endpoint()[0])) from error
+            raise EnvironmentProblem(words_of_way(host)) from error
         except (DistError, RendezvousConnectionError, RendezvousError) as error:
+            reason = str(error.__cause__ or error).partition("\n")[0][:200]
             raise EnvironmentProblem(
-                f"The rendezvous at {where} does not answer ({_first_line(error)}). The agent on that host serves it: "
-                "check that the host is up, the agent runs there and the port is open. Then start again. "
-                + words_of_way(self._settings.endpoint()[0])
+                f"The rendezvous at {where} does not answer ({reason}). The agent on that host serves it: check that "
+                "the host is up, the agent runs there and the port is open. Then start again. "
+                + words_of_way(host)
             ) from error
 
 
@@ -381,8 +365,3 @@ def _is_here(host: str) -> bool:
             probe.bind(address)
             return True
     return False
-
-
-def _first_line(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return str(cause).partition("\n")[0][:200]

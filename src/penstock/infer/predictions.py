@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +24,31 @@ _log = logging.getLogger(__name__)
 
 FORMATS = (".csv", ".jsonl", ".json")
 """Suffixes of files that predictions can be written to."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClassifierInput:
-    """One input, or the reason why there is none."""
-
-    value: Any
-    """A text, a pair of texts, or the path of an image."""
-    where: str = ""
-    """The table and line that a text comes from."""
-    problem: str = ""
+_TABLES = tuple(table + packing for table in TABLES for packing in ("", *COMPRESSED))
 
 
 @dataclass(frozen=True, slots=True)
 class ClassPrediction:
-    """The class of one input; without an answer, `problem` says why."""
+    """One input and, once it is classified, its class."""
 
-    input: ClassifierInput
-    answer: Classified | None
+    value: Any
+    """A text, a pair of texts, or the path of an image; None for a row that cannot be read."""
+    source: str = ""
+    """The table and line that a text comes from."""
     problem: str = ""
+    """Why the input has no class."""
+    answer: Classified | None = None
 
     @property
     def where(self) -> str:
         """The input in words."""
-        value = self.input.value
-        words = " | ".join(value) if isinstance(value, tuple) else str(value)
-        return self.input.where if value is None else words
+        if self.value is None:
+            return self.source
+        return " | ".join(self.value) if isinstance(self.value, tuple) else str(self.value)
 
     def record(self, classes: Sequence[str]) -> dict[str, Any]:
         """The prediction as a JSON object, with the probability of each class by its name."""
-        from_table = {"source": self.input.where} if self.input.where else {}
-        fields = {"input": self.input.value, **from_table}
+        fields = {"input": self.value, **({"source": self.source} if self.source else {})}
         if self.answer is None:
             return {**fields, "problem": self.problem}
         shares = self.answer.probabilities
@@ -65,29 +58,25 @@ class ClassPrediction:
 
 def expand_inputs(
     words: Sequence[str], *, images: bool, columns: Sequence[str] = ()
-) -> list[ClassifierInput]:
-    """Inputs named on the command line. For images, a folder stands for all images below it. For texts, a table stands
-    for its rows, with one text each, or a pair if `columns` names two. Raises ConfigError for a folder without
-    images."""
+) -> list[ClassPrediction]:
+    """Inputs named on the command line, not yet classified. For images, a folder stands for all images below it. For
+    texts, a table stands for its rows, with one text each, or a pair if `columns` names two. Raises ConfigError for a
+    folder without images."""
     if images and columns:
         raise ConfigError("The model reads images, which have no columns; leave --columns out.")
-    inputs: list[ClassifierInput] = []
+    inputs: list[ClassPrediction] = []
     for word in words:
         if images:
-            inputs += map(ClassifierInput, _images_of(word))
-        elif os.path.isfile(word) and word.lower().removesuffix(_packing(word)).endswith(TABLES):
+            inputs += map(ClassPrediction, _images_of(word))
+        elif os.path.isfile(word) and word.lower().endswith(_TABLES):
             inputs += _rows_of(word, columns)
         else:
-            inputs.append(ClassifierInput(word))
-    if columns and not any(entry.where for entry in inputs):
+            inputs.append(ClassPrediction(word))
+    if columns and not any(entry.source for entry in inputs):
         raise ConfigError(
             f"--columns names columns of a table, but no input is a table, ending in {', '.join(TABLES)}."
         )
     return inputs
-
-
-def _packing(name: str) -> str:
-    return next((suffix for suffix in COMPRESSED if name.lower().endswith(suffix)), "")
 
 
 def _images_of(word: str) -> list[str]:
@@ -105,32 +94,31 @@ def _images_of(word: str) -> list[str]:
     return images
 
 
-def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassifierInput]:
+def _rows_of(table: str, columns: Sequence[str]) -> Iterator[ClassPrediction]:
     if len(columns) > 2:
         raise ConfigError(f"--columns names {len(columns)} columns; a classifier reads one text, or two.")
     form, fields = ("pair", 2) if len(columns) == 2 else ("single", 1)
     rows = read_files([Path(table)], TextColumns(form, tuple(columns), Shape(form="rows", fields=fields)))
     for row in rows:
         if isinstance(row, Bad):
-            yield ClassifierInput(None, row.where, row.why)
+            yield ClassPrediction(None, row.where, row.why)
         else:
             text = row.texts[0] if fields == 1 else row.texts
-            yield ClassifierInput(text, f"{row.path}, line {row.line:,}")
+            yield ClassPrediction(text, f"{row.path}, line {row.line:,}")
 
 
-def predict(classifier: Classifier, inputs: Sequence[ClassifierInput]) -> Iterator[ClassPrediction]:
+def predict(classifier: Classifier, inputs: Sequence[ClassPrediction]) -> Iterator[ClassPrediction]:
     """Predictions in the order of the inputs, a batch at a time, including inputs that cannot be read."""
     for begin in range(0, len(inputs), classifier.batch):
         batch = inputs[begin : begin + classifier.batch]
-        readable = [entry for entry in batch if not entry.problem]
-        answers = iter(_answers(classifier, [entry.value for entry in readable]))
+        answers = iter(_answers(classifier, [entry.value for entry in batch if not entry.problem]))
         for entry in batch:
-            answer = entry.problem if entry.problem else next(answers)
-            yield (
-                ClassPrediction(entry, None, answer)
-                if isinstance(answer, str)
-                else ClassPrediction(entry, answer)
-            )
+            if entry.problem:
+                yield entry
+            elif isinstance(answer := next(answers), str):
+                yield replace(entry, problem=answer)
+            else:
+                yield replace(entry, answer=answer)
 
 
 def _answers(classifier: Classifier, values: list[Any]) -> list[Classified | str]:

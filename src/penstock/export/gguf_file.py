@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.boundary.packages import package
+from penstock.config.layer import unscaled
+from penstock.config.stack import Stack
 from penstock.config.theirs.read import read_json
 from penstock.config.theirs.text import write_text_config
 from penstock.errors import ConfigError, NumericError
@@ -23,6 +25,7 @@ from penstock.export import ExportType
 from penstock.infer.load import found_in
 from penstock.models.convert.files import settings_in
 from penstock.models.convert.names import text_pending
+from penstock.models.embeddings import frequencies
 from penstock.models.model import Model
 
 FILE = "model.gguf"
@@ -68,7 +71,7 @@ def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tu
     writer = gguf.GGUFWriter(str(path), name)
     writer.add_name(folder.parent.name if folder.name == "export" else folder.name)
     writer.add_file_type(getattr(gguf.LlamaFileType, _TYPES[kind][1]))
-    _add_settings(writer, values)
+    _add_settings(writer, gguf, values)
     _add_tokenizer(writer, gguf, folder, config.vocabulary)
     names = gguf.get_tensor_name_map(arch, values.get("num_hidden_layers", values.get("n_layer")))
     weights = dict(_weights(names, model, values))
@@ -112,7 +115,7 @@ def _settings(config: Any) -> dict[str, Any]:
     return {**values, "rope": {"rope_theta": values.get("rope_theta", 10_000.0), **rope}}
 
 
-def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
+def _add_settings(writer: Any, gguf: Any, values: Mapping[str, Any]) -> None:
     gpt2, rope = values["model_type"] == "gpt2", values["rope"]
     for setting, key in (_GPT2_SETTINGS if gpt2 else _LLAMA_SETTINGS).items():
         getattr(writer, f"add_{setting}")(values[key])
@@ -124,9 +127,7 @@ def _add_settings(writer: Any, values: Mapping[str, Any]) -> None:
         getattr(writer, f"add_{setting}")(head)
     writer.add_rope_freq_base(float(rope["rope_theta"]))
     if rope.get("rope_type", rope.get("type")) == "linear":
-        writer.add_rope_scaling_type(
-            package("gguf", "GGUF needs the package gguf", "export").RopeScalingType.LINEAR
-        )
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
 
 
@@ -212,7 +213,7 @@ def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> list[tuple[
             tensor = tensor.T.contiguous()
         weights.append((key, tensor))
     if values["rope"].get("rope_type") == "llama3":
-        weights.append(("rope_freqs.weight", _factors(values)))
+        weights.append(("rope_freqs.weight", _factors(model.graph.written[0].stack)))
     return weights
 
 
@@ -222,18 +223,10 @@ def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-def _factors(values: Mapping[str, Any]) -> Tensor:
+def _factors(stack: Stack) -> Tensor:
     """Divisors of the frequency of each rotary pair in Llama 3, as llama.cpp reads them."""
-    rope = values["rope"]
-    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    lengths: Tensor = (
-        2 * math.pi * torch.pow(float(rope["rope_theta"]), torch.arange(0, head, 2).double() / head)
-    )
-    turns = rope["original_max_position_embeddings"] / lengths
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    divisors: Tensor = 1 / ((1 - smooth) / factor + smooth)
-    return divisors.float()
+    rotary, features, cpu = stack.rotary, stack.layers[0].head_width, torch.device("cpu")
+    return frequencies(unscaled(rotary, rotary.base), features, cpu) / frequencies(rotary, features, cpu)
 
 
 def _checked(gguf: Any, path: Path, weights: Mapping[str, Tensor], kind: ExportType) -> float:

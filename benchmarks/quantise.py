@@ -81,7 +81,8 @@ def minilm() -> tuple[Path, QuantiseData]:
     """The folder of the package, and its data."""
     folder = minilm_folder()
     opened = loaded(folder, Plan(), weights="plain", tokenizer=None)
-    rows = _Texts(opened, 32, opened.model.features).rows(sentences())
+    texts = _Texts(opened, 32, opened.model.features)
+    rows = [texts.row(sentence) for sentence in sentences()]
 
     def batch(some: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor([len(ids) for ids, _ in some])

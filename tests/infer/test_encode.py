@@ -75,7 +75,7 @@ def test_classes_are_those_of_each_text_alone_and_pairs_have_segments() -> None:
 def test_long_pairs_are_cut_to_what_the_model_reads() -> None:
     made = Classifier(encoder("classes"), tokenizer=Bytes())
     assert made._texts is not None
-    (ids, second), (other, place) = made._texts.rows([("a" * 300, "b" * 9), ("a" * 300, "b" * 300)])
+    (ids, second), (other, place) = (made._texts.row(("a" * 300, "b" * count)) for count in (9, 300))
     assert (len(ids), len(other)) == (128, 128)
     assert ids.count(ord("b")) == 9
     assert (second, place) == (128 - 10, 1 + 62 + 1)

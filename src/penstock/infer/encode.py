@@ -32,6 +32,7 @@ from penstock.models.inputs import mean_of
 from penstock.models.model import Model
 from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
+from penstock.tasks.text import padded
 
 _CROP = 0.875
 """Share of an image's sides that the centre crop keeps, as in evaluation."""
@@ -53,19 +54,15 @@ class _Texts:
         self.dims, self.most = dims, most or opened.model.graph.runs[0].max_tokens
         set_switch(self.model, "padding", "remove")
 
-    def rows(self, texts: Sequence[str | Sequence[int] | tuple[str, str]]) -> list[tuple[list[int], int]]:
-        """Token numbers of texts or pairs, truncated to the model's length, and where a pair's second text begins."""
-        return [self._row(text) for text in texts]
-
-    def _row(self, text: Any) -> tuple[list[int], int]:
-        most = self.most
+    def row(self, text: str | Sequence[int] | tuple[str, str]) -> tuple[list[int], int]:
+        """Token numbers of a text or a pair, truncated to the model's length, and where a pair's second text begins."""
         if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
-            ids = list(text)[:most]
+            ids = list(text)[: self.most]
             return ids, len(ids)
         tokenizer = needed(self.tokenizer)
         parts = [part.tolist() for part in tokenizer.encode([text] if isinstance(text, str) else list(text))]
         frame = tokenizer.frame(len(parts))
-        room = most - frame.tokens
+        room = self.most - frame.tokens
         while sum(map(len, parts)) > room:
             longest = max(parts, key=len)
             del longest[max(room // len(parts), len(longest) - (sum(map(len, parts)) - room)) :]
@@ -73,10 +70,10 @@ class _Texts:
         second = len(ids) if len(parts) > 1 else len(ids) + len(frame.behind)
         return [*ids, *(parts[1] if len(parts) > 1 else []), *frame.behind], second
 
-    def compute(
-        self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor | None], Tensor]
-    ) -> Tensor:
-        """`finish(outputs, lengths)` for all rows in order; lengths are None without padding. Ranks split the rows."""
+    def compute(self, texts: Sequence[Any], finish: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
+        """`finish(outputs, lengths)` for all texts in order; lengths are None without padding. Ranks split the
+        texts."""
+        rows = [self.row(text) for text in texts]
         if not rows:
             raise ConfigError("There are no texts; give at least one.")
         if any(not ids for ids, _ in rows):
@@ -88,26 +85,23 @@ class _Texts:
     def _computed(
         self, rows: list[tuple[list[int], int]], finish: Callable[[Tensor, Tensor | None], Tensor]
     ) -> Tensor:
-        order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
         device = next(self.model.parameters()).device
-        results: Tensor | None = None
+        if not rows:  # on a rank without texts
+            return torch.empty(0, device=device)
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
+        parts = []
         for begin in range(0, len(order), self.batch):
-            batch = order[begin : begin + self.batch]
-            texts = [rows[number] for number in batch]
-            sizes = [len(ids) for ids, _ in texts]
-            longest = max(sizes)
-            tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in texts])
-            kinds, lengths = None, None
-            if min(sizes) < longest:  # without padding there is no mask
-                lengths = torch.tensor(sizes).to(device)
+            ids, seconds = zip(*(rows[number] for number in order[begin : begin + self.batch]))
+            tokens, sizes = map(torch.from_numpy, padded(ids, 0))
+            places, kinds = torch.arange(tokens.shape[1]), None
+            # Without padding there is no mask.
+            lengths = sizes.to(device) if int(sizes.min()) < len(places) else None
             if self.model.graph.inputs_of(TokenInput)[0].segments > 1:
-                marks = [[0] * second + [1] * (len(ids) - second) for ids, second in texts]
-                kinds = torch.tensor([[*row, *[0] * (longest - len(row))] for row in marks]).to(device)
+                in_second = (places >= torch.tensor(seconds)[:, None]) & (places < sizes[:, None])
+                kinds = in_second.long().to(device)
             with torch.inference_mode():
-                part = finish(self.run(tokens.to(device), lengths, kinds), lengths)
-            results = part.new_empty(len(rows), *part.shape[1:]) if results is None else results
-            results[torch.tensor(batch, device=device)] = part
-        return torch.empty(0, device=device) if results is None else results
+                parts.append(finish(self.run(tokens.to(device), lengths, kinds), lengths))
+        return torch.cat(parts)[torch.tensor(order).argsort().to(device)]
 
 
 class Embedder:
@@ -143,11 +137,8 @@ class Embedder:
                 )
             self.model, self.first, self._made = opened.model, opened.pooled_first, head is not None
             self.white = opened.white
-            self._texts = (
-                _Texts(opened, batch, opened.model.features, self.dims)
-                if head is None
-                else _Texts(opened, batch, head[1], self.dims, head[0])
-            )
+            most, run = head or (None, opened.model.features)
+            self._texts = _Texts(opened, batch, run, self.dims, most)
             self._joined = joining.pop_all()
 
     def __enter__(self) -> Self:
@@ -165,7 +156,7 @@ class Embedder:
             vectors = features[:, 0].float() if self.first else mean_of(features.float(), lengths)
             return F.normalize(vectors, dim=1) if normalize else vectors
 
-        return self._texts.compute(self._texts.rows(texts), finish)
+        return self._texts.compute(texts, finish)
 
     def embed_images(self, paths: Sequence[str | Path]) -> Tensor:
         """Vectors (images, E) of length 1 of images in files, in the same space as the vectors of texts. Raises
@@ -236,7 +227,7 @@ class Classifier:
         """Classify texts, pairs of texts, or token numbers with an encoder; with a ViT, images as paths or file
         contents."""
         if self._texts is not None:
-            logits = self._texts.compute(self._texts.rows(inputs), lambda outputs, _: outputs.float())
+            logits = self._texts.compute(inputs, lambda outputs, _: outputs.float())
         else:
             logits = _over_images(
                 self.model, inputs, self.batch, self.model, crop_share=_CROP, white=self.white

@@ -122,9 +122,7 @@ class Generator:
                         "Labels choose the draft model's experts; use one with the labels of the model it drafts for."
                     )
                 self._draft = small
-            self._compiled: Compiled | None = None
-            if plan.compile != "none":
-                self._compiled = Compiled(self.model)
+            self._compiled = Compiled(self.model) if plan.compile != "none" else None
             self._joined = joining.pop_all()
 
     def __enter__(self) -> Self:
@@ -166,34 +164,25 @@ class Generator:
         self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding
     ) -> list[Generated]:
         """`decoding.best` texts for each of some prompts with labels, each drawn with its own seed."""
-        scores: list[float] | None = None
+        every = [row for row in rows for _ in range(decoding.best)]
+        every_route = [route for route in routes for _ in range(decoding.best)]
+        scores: list[float | None] = [None] * len(every)
+        how: Any = {"ends": self.ends, "compiled": self._compiled}
         if decoding.beams > 1:
-            prompts = self._prompts(rows, routes)
-            hypotheses = search(self.model, prompts, decoding, ends=self.ends, compiled=self._compiled)
-            tokens, scores = hypotheses.tokens.flatten(0, 1), hypotheses.scores.flatten().tolist()
+            hypotheses = search(self.model, self._prompts(rows, routes), decoding, **how)
+            texts, scores = hypotheses.tokens.flatten(0, 1).tolist(), hypotheses.scores.flatten().tolist()
+        elif decoding.speculate:
+            given = zip(every, every_route, seeds, strict=True)
+            texts = [self._speculated(row, route, replace(decoding, seed=seed)) for row, route, seed in given]
+        elif decoding.stop and self.tokenizer is not None:
+            return self._by_slots(every, every_route, seeds, decoding)
         else:
-            rows = [row for row in rows for _ in range(decoding.best)]
-            routes = [route for route in routes for _ in range(decoding.best)]
-            if decoding.speculate:
-                return [
-                    self._as_generated(
-                        row, self._speculated(row, route, replace(decoding, seed=seed)), decoding
-                    )
-                    for row, route, seed in zip(rows, routes, seeds, strict=True)
-                ]
-            if decoding.stop and self.tokenizer is not None:
-                return self._by_slots(rows, routes, seeds, decoding)
-            tokens = sample(
-                self.model, self._prompts(rows, routes), decoding, ends=self.ends, seeds=seeds,
-                compiled=self._compiled,
-            )  # fmt: skip
-        id_rows = [_until(row) for row in tokens.tolist()]
-        several = len(id_rows) // len(rows)  # more than 1 after beam search
+            texts = sample(
+                self.model, self._prompts(every, every_route), decoding, seeds=seeds, **how
+            ).tolist()
         return [
-            self._as_generated(
-                rows[number // several], ids, decoding, None if scores is None else scores[number]
-            )
-            for number, ids in enumerate(id_rows)
+            self._as_generated(row, _until(ids), decoding, score)
+            for row, ids, score in zip(every, texts, scores, strict=True)
         ]
 
     def stream(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch import nn
 from penstock.apply import INFERENCE, Setup, apply
 from penstock.boundary.files import quoted
 from penstock.boundary.hub import local_weights
-from penstock.config.formats import Products, StoredFormat, Weights
+from penstock.config.formats import Products, Weights
 from penstock.config.numerics import numerics_of
 from penstock.config.plan import Plan
 from penstock.config.rules import require_inference
@@ -30,7 +30,7 @@ from penstock.models import create
 from penstock.models.convert import from_pretrained
 from penstock.models.convert.files import described, first_token, settings_in
 from penstock.models.convert.pretrained import read_config, rounded_weights
-from penstock.models.rounded import RoundedWeight, plain_state
+from penstock.models.rounded import plain_state
 from penstock.parallel import ALONE, ParallelDims
 from penstock.parallel.hosts import Slots, rounds_of
 from penstock.parallel.tensor import line_of
@@ -93,80 +93,64 @@ def loaded(
     form: Weights | Products = weights
     if weights == "auto" and plan.products != "plain":
         form = plan.products
-    read = _read(model, form, only)
-    if tokenizer is None and read.folder is not None:
-        tokenizer = found_in(read.folder)
-    module = (_telling(read.module) if telling else read.module).eval()
+    source = model if isinstance(model, nn.Module) else local_weights(model)
+    folder = source if isinstance(source, Path) else None
+    settings = settings_in(folder) if folder else {}
+    module, labels, whole = _read(source, settings, only)
+    if tokenizer is None and folder:
+        tokenizer = found_in(folder)
+    module = (_telling(module) if telling else module).eval()
     elements = sum(each.numel() for each in module.parameters())
     if not dims.alone:
         config: Any = module.config
         require_inference(plan, config, weights=weights, shortlist=bool(shortlist))
-    start, ends = _marks(read.settings, tokenizer)
+    start, ends = _marks(settings, tokenizer)
     setup = Setup(
         purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
-        rounded=read.rounded, own=read.folder is not None, careful=careful, slots=slots, companion=beside,
+        rounded=rounded_weights(folder) if folder and form == "auto" else {},
+        own=folder is not None, careful=careful, slots=slots, companion=beside,
         shortlist=(*shortlist, *ends) if shortlist else (),
         dims=ALONE if _is_shared_out(module, dims) else dims,
     )  # fmt: skip
     module = apply(module, setup)
-    names, white = read.settings.get("id2label") or {}, read.settings.get("image_range")
+    names, white = settings.get("id2label") or {}, settings.get("image_range")
     each = next(module.parameters()).element_size()
     return Loaded(
-        pooled_first=read.pooled_first, model=module, tokenizer=tokenizer, start=start, ends=ends,
-        usual=_usual(read.folder, dims) if read.folder and module.graph.generates else {},
+        pooled_first=bool(folder) and _pooled_first(folder), model=module, tokenizer=tokenizer, start=start, ends=ends,
+        usual=_usual(folder, dims) if folder and module.graph.generates else {}, labels=labels,
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
-        labels=labels_of(module.graph, read.settings) if read.labels is None else read.labels,
-        languages=tuple(map(str, read.settings.get("languages") or ())),
+        languages=tuple(map(str, settings.get("languages") or ())),
         white=float(white) if isinstance(white, int | float) else None,
-        whole_bytes=(read.whole or elements) * each, bytes=elements * each,
+        whole_bytes=(whole or elements) * each, bytes=elements * each,
     )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ReadModel:
-    """A model that was passed in, or read from a folder."""
-
-    module: Any
-    folder: Path | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    pooled_first: bool = False
-    rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
-    labels: TextLabels | None = None
-    """The labels whose experts were read; None: all."""
-    whole: int = 0
-    """Elements of all weights in the folder, if only some were read; else 0."""
-
-
-def _read(model: str | Path | nn.Module, form: Weights | Products, only: Sequence[str]) -> _ReadModel:
-    """A model, or the one at a path, with the experts of the labels `only`, if there are any."""
+def _read(
+    model: Path | nn.Module, settings: dict[str, Any], only: Sequence[str]
+) -> tuple[Any, TextLabels, int]:
+    """A model, or the one in a folder, with the experts of the labels `only`, if there are any; its labels; and the
+    elements of all weights in the folder, if only some were read, else 0."""
     if isinstance(model, nn.Module):
         if only:
             raise ConfigError(
                 "The model is open already, with all its experts; give the folder of its export, from which only "
                 "some labels' experts can be read."
             )
-        return _ReadModel(module=model)
-    folder = local_weights(model)
-    settings = settings_in(folder)
-    known: dict[str, Any] = {
-        "folder": folder, "settings": settings, "pooled_first": _pooled_first(folder),
-        "rounded": rounded_weights(folder) if form == "auto" else {},
-    }  # fmt: skip
+        return model, labels_of(cast(Any, model).graph, settings), 0
     if not only:
-        return _ReadModel(module=from_pretrained(folder), **known)
-    if rounded_weights(folder):
+        module = from_pretrained(model)
+        return module, labels_of(module.graph, settings), 0
+    if rounded_weights(model):
         raise ConfigError(
             "The folder's linear layers are quantised, so that all labels' experts are read together; leave the "
             "labels out."
         )
-    every = labels_of(read_config(folder).graph, settings)
+    every = labels_of(read_config(model).graph, settings)
     numbers = every.among(only)
-    held = plain_state(described(folder)).values()
-    return _ReadModel(
-        module=from_pretrained(folder, labels=numbers),
-        labels=replace(every, names=tuple(every.names[number] for number in numbers)),
-        whole=sum(each.numel() for each in held if each.is_floating_point()), **known,
-    )  # fmt: skip
+    labels = replace(every, names=tuple(every.names[number] for number in numbers))
+    held = plain_state(described(model)).values()
+    elements = sum(each.numel() for each in held if each.is_floating_point())
+    return from_pretrained(model, labels=numbers), labels, elements
 
 
 def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:

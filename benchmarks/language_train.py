@@ -247,7 +247,8 @@ def default_plans(device: torch.device, half: bool) -> list[Plan]:
         auto = replace(base, attention="auto")
         levels = [replace(auto, precision=level) for level in ("O1", "O2", "O3")]  # type: ignore[arg-type]
     eager = [*levels, *(replace(plan, loss="chunked") for plan in levels or [base]), base]
-    return eager + [replace(plan, compile="whole") for plan in (*levels, base)]
+    in_fp32 = [replace(base, matmul="highest"), replace(base, matmul="probed")]
+    return eager + in_fp32 + [replace(plan, compile="whole") for plan in (*levels, base)]
 
 
 def _named(plan: Plan) -> str:

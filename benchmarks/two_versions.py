@@ -16,12 +16,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from penstock.report.record import environment
 
-WORK = """
+TIMED = """
 import json, statistics, sys, time
 import torch
 from torch import nn
@@ -38,7 +39,10 @@ def timed(step, times, warm=2):
         step()
         taken.append(time.perf_counter() - began)
     return statistics.median(taken)
-
+"""
+WORK = (
+    TIMED
+    + """
 import penstock
 from penstock.build import build
 from penstock.data import Batch
@@ -84,6 +88,27 @@ found["predict a layout"] = timed(lambda: [penstock.predict(gpt, machine, many) 
 found["search 64 devices"] = timed(lambda: penstock.search(gpt, machine, 64, global_batch=512), 3, 1)
 print(json.dumps(found))
 """
+)
+WHOLE = (
+    TIMED
+    + """
+from dataclasses import replace
+import penstock
+from penstock.build import build
+from language_train import batch_of, by_plan
+
+images, targets = torch.randn(8, 3, 224, 224), torch.randint(0, 1000, (8,))
+built = build(penstock.PRESETS["vit-s16"], penstock.Plan.parse("matmul=medium optimizer=fused micro_batch=8"))
+found["vit-s16 8 images"] = timed(lambda: built.step([(images, targets)]), 5, 1)
+for name, samples, length in (("gpt2", 1, 256), ("bert-base", 2, 128)):
+    model = replace(penstock.PRESETS[name], sequence=length)
+    plan = penstock.Plan.parse(f"matmul=medium optimizer=fused micro_batch={samples}")
+    step = by_plan(model, batch_of(model, samples, torch.device("cpu")), torch.device("cpu"), plan)
+    found[f"{name} {samples} x {length} tokens"] = timed(lambda: step(1), 5, 1)
+print(json.dumps(found))
+"""
+)
+"""The steps that `vit_train.py` and `language_train.py` time, by a Plan each."""
 STARTS = {
     "import penstock": [sys.executable, "-c", "import penstock"],
     "penstock --help": [sys.executable, "-m", "penstock", "--help"],
@@ -91,13 +116,12 @@ STARTS = {
 }
 
 
-def turn(source: Path) -> dict[str, float]:
+def turn(source: Path, *, whole: bool) -> dict[str, float]:
     """All figures of one version, seconds each."""
-    import time
-
-    environment = {**os.environ, "PYTHONPATH": str(source)}
+    paths = os.pathsep.join(map(str, (source, source.parent / "benchmarks")))
+    environment = {**os.environ, "PYTHONPATH": paths}
     found = {}
-    for name, words in STARTS.items():
+    for name, words in ({} if whole else STARTS).items():
         taken = []
         for _ in range(3):
             began = time.perf_counter()
@@ -105,7 +129,11 @@ def turn(source: Path) -> dict[str, float]:
             taken.append(time.perf_counter() - began)
         found[name] = min(taken)
     done = subprocess.run(
-        [sys.executable, "-c", WORK], env=environment, check=True, capture_output=True, text=True
+        [sys.executable, "-c", WHOLE if whole else WORK],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return found | json.loads(done.stdout.splitlines()[-1])
 
@@ -116,6 +144,7 @@ def main() -> None:
     )
     parser.add_argument("before", type=Path, help="folder that holds the package of the first version")
     parser.add_argument("after", type=Path, help="the same of the second version")
+    parser.add_argument("--whole", action="store_true", help="only steps of whole models, seconds each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -123,7 +152,7 @@ def main() -> None:
     turns: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
     for number in range(options.rounds):
         for version in ("before", "after") if number % 2 == 0 else ("after", "before"):
-            turns[version].append(turn(sources[version]))
+            turns[version].append(turn(sources[version], whole=options.whole))
             print(f"round {number + 1}: {version} measured", file=sys.stderr)
         if options.output:  # after each round, so that an interrupted call keeps what it measured
             record = {"rounds": number + 1, "figures": table_of(turns), "environment": environment()}

@@ -215,7 +215,8 @@ def default_plans(device: torch.device, machine: Machine) -> list[Plan]:
     base = Plan(matmul="medium", optimizer="fused", token_order="batch_second", host_memory="keep")
     if "bf16" in halves(machine):
         base = replace(base, precision="O3", attention="auto")
-    return [base, replace(base, compile="blocks")]
+        return [base, replace(base, compile="blocks")]
+    return [base, replace(base, compile="blocks"), replace(base, matmul="probed")]
 
 
 def wait(device: torch.device) -> None:

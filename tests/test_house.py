@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "cpu": set(),
     "dtypes": {"config"},
     "process": BASE,
-    "probe": BASE | ASKED | {"cpu", "kernels", "process", "products"},
+    "probe": BASE | ASKED | {"cpu", "kernels", "models", "parallel", "process", "products"},
     "doctor": BASE | ASKED | {"dtypes", "products"},
     "data": BASE | ASKED | {"containers", "disk", "leftovers"},
     "launch": BASE | {"leftovers"},
@@ -71,7 +71,9 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": BASE
     | ASKED
     | {"cpu", "containers", "dtypes", "kernels", "models", "optim", "precision", "products", "shards"},
-    "apply": BASE | ASKED | {"decode", "kernels", "models", "optim", "parallel", "precision", "products"},
+    "apply": BASE
+    | ASKED
+    | {"decode", "kernels", "models", "optim", "parallel", "precision", "probe", "products"},
     "script": BASE | ASKED | {"apply", "containers", "dtypes", "models", "optim", "precision"},
     "step": BASE
     | ASKED
@@ -581,7 +583,7 @@ def test_every_setting_of_a_plan_is_applied() -> None:
     """By a step of the table, or by what runs the model: a new field is named here, or it is silently dropped."""
     from penstock.apply import INFERENCE, STEPS
 
-    runs = "matmul optimizer host_memory micro_batch accumulate dp sharding shard gather algorithm gradients overlap"
+    runs = "optimizer host_memory micro_batch accumulate dp sharding shard gather algorithm gradients overlap"
     applied = [*runs.split(), *dict.fromkeys(name for step in STEPS for name in step.settings)]
     assert sorted(applied) == sorted(field.name for field in fields(penstock.Plan))
     assert all(step.why and step.purposes for step in STEPS)

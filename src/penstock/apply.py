@@ -27,7 +27,7 @@ from penstock.models.anatomy import anatomy_of, let_recompile, set_switches
 from penstock.models.block import ExpertSamples
 from penstock.models.draw import seeded
 from penstock.models.fuse import fuse
-from penstock.models.heads import Vocabulary
+from penstock.models.heads import set_z_loss
 from penstock.models.lora import add_adapters, store_base
 from penstock.models.rounded import RoundedWeight
 from penstock.models.wrap import find
@@ -197,19 +197,14 @@ def _count(model: nn.Module, setup: Setup) -> None:
     setup.parameters = sum(parameter.numel() for parameter in model.parameters())
 
 
-def _penalise(model: nn.Module, setup: Setup) -> None:
-    heads = [module for module in model.modules() if isinstance(module, Vocabulary)]
-    if not heads:
-        raise ConfigError(
-            f"recipe.z_loss is {setup.recipe.z_loss:g}, but this model has no logits over a vocabulary that Penstock "
-            "computes; leave z_loss out."
-        )
-    for head in heads:
-        head.z_loss = setup.recipe.z_loss
-
-
 def _convert(model: nn.Module, setup: Setup) -> None:
     convert_linears(model, setup.numerics.products, device=setup.place)
+
+
+def _choose_libraries(model: nn.Module, setup: Setup) -> None:
+    from penstock.probe.libraries import choose_libraries  # late: few Plans need a probe
+
+    choose_libraries(model, setup.device, setup.dims)
 
 
 def _casts(setup: Setup) -> bool:
@@ -296,7 +291,7 @@ STEPS = (
     ),
     ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, and has all that will learn."),
     ApplyStep(
-        "z-loss", _penalise, (TRAINING,), when=lambda s: s.recipe.z_loss,
+        "z-loss", lambda model, s: set_z_loss(model, s.recipe.z_loss), (TRAINING,), when=lambda s: s.recipe.z_loss,
         why="On the whole model, so that every rank finds the head, or every rank reports that there is none.",
     ),
     ApplyStep(
@@ -347,6 +342,10 @@ STEPS = (
         "backwards", lambda model, _: split_backwards(model), (TRAINING,), settings=("schedule",),
         when=lambda s: s.plan.schedule == "zero_bubble",
         why="For linears whose class is settled, and before blocks are compiled.",
+    ),
+    ApplyStep(
+        "libraries", _choose_libraries, _COMPUTES, settings=("matmul",), when=lambda s: s.plan.matmul == "probed",
+        why="For linears that are still of torch's own class, where the weights are on their device.",
     ),
     ApplyStep(
         "switches", _switch, (*_COMPUTES, INFERENCE), settings=(*SWITCHES,),

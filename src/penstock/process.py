@@ -86,7 +86,7 @@ def matmul_precision(setting: Matmul) -> Iterator[None]:
     """Inside, fp32 products have the given precision; afterwards the former one is restored, even after an error.
 
     `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
-    baseline would be faster than its name says. `high` and `medium` allow it.
+    baseline would be faster than its name says. `high` and `medium` allow it. `probed` computes as exactly.
     """
     import torch  # late: rungs ask for `unavailable` without it
 
@@ -95,8 +95,9 @@ def matmul_precision(setting: Matmul) -> Iterator[None]:
     # torch also stores the choice per library, and setting the word does not restore a library's initial "none".
     libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
     choices = [getattr(library, "fp32_precision", None) for library in libraries]
-    torch.set_float32_matmul_precision(setting)
-    torch.backends.cudnn.allow_tf32 = setting != "highest"
+    exact = setting in ("highest", "probed")
+    torch.set_float32_matmul_precision("highest" if exact else setting)
+    torch.backends.cudnn.allow_tf32 = not exact
     try:
         yield
     finally:

@@ -211,7 +211,12 @@ def test_every_preset_can_be_compressed_and_computes_less(name: str) -> None:
 
 
 def test_names_and_groups_choose() -> None:
-    assert [r.name for r in choose(("compile", "matmul"))] == ["matmul", "compile-blocks", "compile-whole"]
+    assert [r.name for r in choose(("compile", "matmul"))] == [
+        "matmul",
+        "matmul-probed",
+        "compile-blocks",
+        "compile-whole",
+    ]
     assert "compile-whole" not in {r.name for r in choose(skip=("compile",))}
     assert [r.name for r in choose(("optimizer",), ("optimizer-foreach",))] == [
         "optimizer-fused",

@@ -313,7 +313,12 @@ def _machine_computes_the_types(plan: Plan, machine: Machine) -> Iterator[str]:
                 "with penstock probe, or leave products out"
             )
         yield f"plan.products={plan.products} {lacks}."
-    if plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
+    if plan.matmul == "probed" and machine.device != "cpu":
+        yield (
+            f"plan.matmul=probed chooses between a CPU's libraries, and machine {machine.name} is none; use "
+            "matmul=high for TF32, or leave matmul out."
+        )
+    elif plan.matmul != "highest" and machine.device == "cuda" and "tf32" not in machine.peak_flops:
         yield (
             f"plan.matmul={plan.matmul} asks for TF32, which machine {machine.name} does not have; "
             "use matmul=highest."

@@ -98,8 +98,9 @@ class Machine(Checked, where="machine"):
     """One kind of device and the links between such devices. All rates are per device and in SI units.
 
     `peak_flops` maps a compute type to its peak in FLOP/s: `fp32` (no tensor cores), `tf32`, `bf16`, `fp16`,
-    `fp8`, `int8`, and on CPUs `fp32_medium`. The machine cannot compute in a type that is absent. A CPU has
-    no datasheet peak, so its Machine holds the best rate of the probe both here and in `achievable_flops`.
+    `fp8`, `int8`, and on CPUs `fp32_medium` and `fp32_onednn` (see `plan.matmul`). The machine cannot compute in a type
+    that is absent. A CPU has no datasheet peak, so its Machine holds the best rate of the probe both here and in
+    `achievable_flops`.
 
     Rates by type, and of samples, are above 0. For other figures 0 means unknown. Raises ConfigError with every figure
     that is negative, infinite or not a number.

@@ -117,7 +117,7 @@ def _numerics(
 ) -> Numerics:  # fmt: skip
     sharded = sharding in ("fsdp", "hsdp")
     compute: Dtype = "fp32" if precision == "O0" else dtype
-    factors: Dtype = "tf32" if precision == "O0" and matmul != "highest" else compute
+    factors: Dtype = "tf32" if precision == "O0" and matmul in ("high", "medium") else compute
     masters: Masters = "none"
     if sharded and precision in ("O1", "O2"):
         masters = "shards"

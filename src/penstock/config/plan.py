@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 
 Precision = Literal["O0", "O1", "O2", "O3"]
 Norms = Literal["fp32", "half"]
-Matmul = Literal["highest", "high", "medium"]
+Matmul = Literal["highest", "probed", "high", "medium"]
 TokenOrder = Literal["batch_first", "batch_second"]
 AttentionBackend = Literal["auto", "plain", "sdpa", "flash", "efficient", "cudnn", "math", "native"]
 WITH_SINKS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "plain")
@@ -82,7 +82,8 @@ class Plan(Checked, where="plan"):
     """Type of the weights and the arithmetic of norms with O2; they are fp32 with O0 and O1, half with O3."""
     matmul: Matmul = field(default="highest", metadata=_PRECISION)
     """Precision of fp32 matrix products, under torch's names: `high` is TF32 on a GPU. On a CPU `medium` lets oneDNN
-    multiply: in bf16 on a processor with AMX, in fp32 on all others."""
+    multiply: in bf16 on a processor with AMX, in fp32 on all others. `probed` stays in fp32: on a CPU each product of
+    a linear layer takes the library, MKL or oneDNN, that was measured to be faster for its shape."""
     optimizer: OptimizerForm = field(default="loop", metadata=_ROUNDING)
     """How the update is launched: once per tensor, per chunk of tensors, per group (fused), or once per flat
     buffer of each group and dtype."""

@@ -93,6 +93,18 @@ def _pipeline_runs_stages(plan: Plan) -> Iterator[str]:
 
 
 @RUN_RULES.of("run")
+def _libraries_multiply_fp32(plan: Plan) -> Iterator[str]:
+    """`matmul=probed` chooses libraries for plain products in fp32, whose backward pass is whole."""
+    for name, value in (("precision", "O0"), ("products", "plain"), ("schedule", "1f1b")):
+        present = getattr(plan, name)
+        if plan.matmul == "probed" and present != value and (name != "schedule" or present == "zero_bubble"):
+            yield (
+                "plan.matmul=probed chooses a library for each plain product of a linear layer in fp32, which is not "
+                f"possible with plan.{name}={present}; use {name}={value}, or leave matmul out."
+            )
+
+
+@RUN_RULES.of("run")
 def _recorded_passes_repeat(plan: Plan) -> Iterator[str]:
     """`compile=graphs` needs one GPU, `accumulate=1` and `padding=keep`."""
     for name in ("dp", "tp", "pp", "cp", "accumulate", "padding") if plan.compile == "graphs" else ():

@@ -18,13 +18,13 @@ from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.choices import attention_kernel
 from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
+from penstock.planner.libraries import library_obstacle
 from penstock.process import unavailable
 
 
-def _needless_fp16(setting: Setting, situation: Situation) -> str | None:
-    if {"bf16", "fp16"} <= situation.machine.peak_flops.keys():
-        return "bf16 runs here too, has the same size, and needs no loss scale"
-    return None
+def _needless_fp16(_: Setting, situation: Situation) -> str | None:
+    both = {"bf16", "fp16"} <= situation.machine.peak_flops.keys()
+    return "bf16 runs here too, has the same size, and needs no loss scale" if both else None
 
 
 def _autocast(dtype: HalfDtype, place: int, **more: Any) -> Rung:
@@ -103,9 +103,8 @@ def _not_packed(setting: Setting, situation: Situation) -> str | None:
 def _not_by_length(setting: Setting, situation: Situation) -> str | None:
     if setting.model is None:
         return _ONE_BATCH
-    if not situation.groupable or setting.packed:
-        return "its samples are equally long, or are grouped by length already"
-    return None
+    able = situation.groupable and not setting.packed
+    return None if able else "its samples are equally long, or are grouped by length already"
 
 
 def _batch(factor: int, place: int, recompute: Recompute = "none") -> Rung:
@@ -141,10 +140,7 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
         if situation.procs == 1:
             return "it needs several processes; set their number, such as --procs 2"
         if kind == "hsdp" and group_size(situation.procs) == 1:
-            return (
-                f"{situation.procs} processes cannot form two groups of two or more; set a number that can, such "
-                "as --procs 4"
-            )
+            return f"{situation.procs} processes cannot form two groups of two or more; set --procs 4, for instance"
         if "sharding" not in fields and setting.model is None:
             return "your model is not one of Penstock's own"
         if "pp" in fields and situation.micro_batch % situation.procs:
@@ -206,6 +202,11 @@ for _each in (
         "Matrix products of fp32 are faster with fewer bits of the fraction: 10 in TF32 on a GPU, 7 on a CPU with AMX. "
         "Other CPUs with bf16 units multiply in fp32 by oneDNN, up to twice as fast as by MKL; the rest gain nothing.",
         plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
+    ),
+    _rung(
+        "matmul-probed", 110, "faster fp32 library",
+        "Each fp32 product of a linear layer takes the library, MKL or oneDNN, that was measured to be faster here.",
+        plan(matmul="probed"), obstacle=lambda _, situation: library_obstacle(situation.machine),
     ),
     _rung(
         "memory", 150, "keep freed memory",

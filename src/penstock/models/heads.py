@@ -27,6 +27,7 @@ from penstock.config.graph import (
 )
 from penstock.config.stack import Stack
 from penstock.dtypes import widened
+from penstock.errors import ConfigError
 from penstock.kernels.attention import autocasts
 from penstock.kernels.bias_activation import activate
 from penstock.kernels.choices import loss_budget
@@ -34,6 +35,7 @@ from penstock.kernels.cross_entropy import capped
 from penstock.kernels.distil import Taught
 from penstock.kernels.dropout import Dropout
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
+from penstock.kernels.probed_linear import probed_linear
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.split_linear import linear_apart
 from penstock.kernels.vocabulary import Share
@@ -63,6 +65,8 @@ class Vocabulary(nn.Linear):
     """The cap c of logits z, which become c·tanh(z / c); 0: no cap."""
     z_loss = 0.0
     """In training, the factor of the squared log-sum-exp of each row of logits in the loss."""
+    probed = False
+    """Whether each product takes the library that was measured to be faster, where logits are computed as a whole."""
     passes = False
     """Whether it returns its input: for a teacher, whose logits the student's head computes."""
 
@@ -74,6 +78,7 @@ class Vocabulary(nn.Linear):
         # The weight of a tied table receives two gradients, which are added.
         added = self.tied and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         linear = linear_apart if added and not autocasts(x) else F.linear
+        linear = probed_linear if self.probed else linear
         if targets is None:
             logits = linear(x, self.weight, self.bias)
             return capped(logits, self.cap) if self.cap else logits
@@ -93,6 +98,18 @@ class Vocabulary(nn.Linear):
             x, self.weight, self.bias, targets, smoothing=smoothing, budget=budget, share=self.share,
             linear=linear, taught=taught, cap=self.cap, z_loss=self.z_loss if self.training else 0.0,
         )  # fmt: skip
+
+
+def set_z_loss(model: nn.Module, factor: float) -> None:
+    """Let the model's logits have a z-loss. Raises ConfigError if it has no logits over a vocabulary."""
+    heads = [module for module in model.modules() if isinstance(module, Vocabulary)]
+    if not heads:
+        raise ConfigError(
+            f"recipe.z_loss is {factor:g}, but this model has no logits over a vocabulary that Penstock computes; "
+            "leave z_loss out."
+        )
+    for head in heads:
+        head.z_loss = factor
 
 
 class Transform(nn.Module):

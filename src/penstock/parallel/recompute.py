@@ -34,7 +34,8 @@ from penstock.planner.recompute import KEPT_PRODUCTS, allowed_bytes, block_kinds
 
 _log = logging.getLogger(__name__)
 _PRODUCTS = frozenset(
-    {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped"}
+    {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped",
+     "penstock::probed_product"}
 )  # fmt: skip
 """Products with weights, of which a policy keeps one in `every`."""
 _ATTENTION = "scaled_dot_product"

@@ -115,17 +115,15 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     )
 
 
-def _form_of(op: Op, products: Products) -> ProductForm:
-    """The form by which a CPU's product of a linear layer is priced."""
-    forms: dict[ProductForm, tuple[float, ProductForm]] = {
-        "forward": (op.n, "vocabulary"),
-        "input": (op.k, "vocabulary_input"),
-        "weight": (max(op.m, op.n), "vocabulary_weight"),
-    }
-    outputs, form = forms[op.form]
-    if outputs >= VOCABULARY and form in products.shares:
-        return form
-    return "ragged" if op.form == "forward" and op.n % VECTOR else op.form
+def form_of(products: Products, form: ProductForm, m: float, n: float, k: float) -> ProductForm:
+    """The form by which a CPU's product (m, k) @ (k, n) of a linear layer is priced; `form` is the pass."""
+    outputs: dict[ProductForm, tuple[float, ProductForm]] = {
+        "forward": (n, "vocabulary"), "input": (k, "vocabulary_input"), "weight": (max(m, n), "vocabulary_weight"),
+    }  # fmt: skip
+    width, special = outputs[form]
+    if width >= VOCABULARY and special in products.shares:
+        return special
+    return "ragged" if form == "forward" and n % VECTOR else form
 
 
 def _host_seconds(op: Op, rates: Rates) -> float:
@@ -144,7 +142,7 @@ def _host_seconds(op: Op, rates: Rates) -> float:
         if measured:
             return share * op.flops / measured + moved
         products = products_of(op, rates)
-        form = _form_of(op, products) if op.kind == "gemm" else op.form
+        form = form_of(products, op.form, op.m, op.n, op.k) if op.kind == "gemm" else op.form
         computed = share * products.seconds(op.m, op.n, op.k, op.batch, form=form)
         if form.startswith("vocabulary"):
             return computed

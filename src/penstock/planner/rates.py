@@ -51,6 +51,8 @@ SPECIAL: dict[ProductForm, ProductForm] = {
 """Forms priced as a share of another form's rate, with that other form."""
 NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
+ONEDNN = "fp32_onednn"
+"""The name under which a probe stores a CPU's fp32 products by oneDNN; those by torch's default, MKL, are `fp32`."""
 Samples = list[tuple[float, float, float, float]]
 """Logarithms of the three sizes of each measured shape, and its rate."""
 
@@ -114,6 +116,8 @@ class Products(NamedTuple):
     streamed: float = 0.0
     """Bytes of a weight where a CPU's weights are stored in the order in which their kernel reads them, so that reading
     them from memory overlaps a part of the product; else 0."""
+    other: Products | None = None
+    """Rates of another library, where each product takes the faster one."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,
@@ -130,10 +134,10 @@ class Products(NamedTuple):
 
     def rate(self, m: float, n: float, k: float, form: ProductForm = "forward") -> float:
         """FLOP/s, from measured nearby shapes."""
-        if form in SPECIAL:
-            return self.shares.get(form, 1.0) * self.rate(m, n, k, SPECIAL[form])
-        samples = self.measured.get(form) or self.measured.get("forward")
-        return min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
+        samples = self.measured.get(SPECIAL.get(form, form)) or self.measured.get("forward")
+        rate = min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
+        rate *= self.shares.get(form, 1.0)
+        return rate if self.other is None else max(rate, self.other.rate(m, n, k, form))
 
 
 @lru_cache(maxsize=1 << 15)
@@ -224,13 +228,15 @@ def rates_of(
     weights: formats.Products = "plain",
 ) -> Rates:  # fmt: skip
     """The rates of `machine` under `plan`, which must be legal there, with `weights` stored for inference."""
-    return _rates(machine, numerics_of(plan), plan.attention, constants, launch_blocking, weights)
+    numerics = numerics_of(plan)
+    probed = plan.matmul == "probed" and machine.device == "cpu" and numerics.compute == "fp32"
+    return _rates(machine, numerics, plan.attention, constants, launch_blocking, weights, probed)
 
 
 @lru_cache(maxsize=512)
 def _rates(
     machine: Machine, numerics: Numerics, attention: str, constants: Constants, launch_blocking: bool,
-    weights: formats.Products,
+    weights: formats.Products, probed: bool,
 ) -> Rates:  # fmt: skip
     cpu, basis, type_ = machine.device == "cpu", basis_of(machine, weights), product_type(numerics, machine)
     narrow = PRODUCTS[weights if basis == "training" else numerics.products].weights
@@ -252,15 +258,20 @@ def _rates(
     pairs = None
     if machine.pairs:
         of_two = machine.linked(machine.pairs, machine.devices_per_node)
-        pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights)
+        pairs = _rates(of_two, numerics, attention, constants, launch_blocking, weights, probed)
+    in_fp32 = products_in(
+        machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory
+    )
+    if probed and ONEDNN in machine.peak_flops:
+        in_fp32 = in_fp32._replace(other=products_in(machine, ONEDNN, constants, multiprocessors, memory))
     return Rates(
         machine=machine, constants=constants, peak=machine.peak_flops[peak_name], peak_name=peak_name,
         products=_stored_products(packed, BYTES[numerics.compute]) if packed
-        else _products(machine, type_, constants, multiprocessors, memory),
+        else in_fp32 if probed else products_in(machine, type_, constants, multiprocessors, memory),
         narrow=_stored_products(stored_samples(machine, weights), BYTES[stored] if stored else 0.0)
         if basis == "stored"
-        else _products(machine, narrow, constants, multiprocessors, memory) if narrow else None,
-        exact=_products(machine, "fp32" if "fp32" in machine.peak_flops else type_, constants, multiprocessors, memory),
+        else products_in(machine, narrow, constants, multiprocessors, memory) if narrow else None,
+        exact=in_fp32,
         product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
         biased_attention=biased, attention_share=share, exponentials=exponentials, memory=memory,
         reading=next((s.per_second for s in machine.kernels if s.name == "reading"), memory),
@@ -286,7 +297,7 @@ def _logarithms(samples: Iterable[GemmSample], share: float) -> Samples:
     return [(math.log(s.m), math.log(s.n), math.log(s.k), share * s.flops_per_second) for s in samples]
 
 
-def _products(
+def products_in(
     machine: Machine, type_: str, constants: Constants, multiprocessors: int, memory: float
 ) -> Products:
     """Matrix products in one type: by measured shapes, if there are any, scaled to the share that long runs sustain."""

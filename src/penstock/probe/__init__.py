@@ -46,7 +46,7 @@ __all__ = ["keep", "machine_for", "machine_name", "probe", "resolve_device"]
 
 log = logging.getLogger(__name__)
 
-_PROBE = 16
+_PROBE = 17
 """A higher number means that a probe measures more, and older measurements are not used."""
 _BUSY = 1.2
 """A CPU that is this much faster than when it was measured was busy then."""

@@ -21,6 +21,9 @@ from penstock.config.machine import GemmSample, KernelSample, ProductForm
 from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
+from penstock.kernels.probed_linear import by_onednn
+from penstock.planner.libraries import WORTH
+from penstock.planner.rates import ONEDNN
 from penstock.probe.rates import agreed, seconds, wait
 from penstock.process import matmul_precision
 from penstock.products.convert import STORED
@@ -118,6 +121,7 @@ def _kinds(device: torch.device) -> list[_Kind]:
     kinds = [_Kind("fp32", fp32, F.linear)]
     if device.type == "cpu":
         kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
+        kinds.append(_Kind(ONEDNN, fp32, by_onednn, gradients=lambda a, b: by_onednn(a, b.t())))
     elif _has_tensor_cores(device):
         kinds.append(_Kind("tf32", fp32, F.linear, matmul="high"))
     # GPUs without bf16 units emulate it at a tenth of the speed of fp16, so that no plan should use it.
@@ -137,44 +141,68 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmSample]:
+    """Rates of matrix products in each type that this device supports. A CPU's two libraries for fp32 are measured
+    twice if oneDNN seems to be faster than MKL, and the better rates are kept: other programs can only slow them."""
+    generator = torch.Generator(device=device).manual_seed(0)
+
+    def rates(kinds: list[_Kind]) -> dict[tuple[str, ProductForm, Shape], GemmSample]:
+        samples = [
+            sample for kind in kinds for sample in _kind_samples(kind, device, quick, budget, generator)
+        ]
+        return {(s.dtype, s.form, (s.m, s.n, s.k)): s for s in samples}
+
+    kinds = _kinds(device)
+    best = rates(kinds)
+    pairs = [(best.get(("fp32", *key[1:])), s) for key, s in best.items() if key[0] == ONEDNN]
+    faster = any(mkl and s.flops_per_second > WORTH * mkl.flops_per_second for mkl, s in pairs)
+    if agreed(float(faster)):  # ranks measure the same products
+        again = rates([kind for kind in kinds if kind.name in ("fp32", ONEDNN)])
+        best |= {
+            key: s
+            for key, s in again.items()
+            if key not in best or s.flops_per_second > best[key].flops_per_second
+        }
+    return [*best.values()]
+
+
+def _kind_samples(
+    kind: _Kind, device: torch.device, quick: bool, budget: float, generator: torch.Generator
+) -> list[GemmSample]:
+    """Rates of one way to multiply; empty if this device does not support it."""
     shapes = _CPU_SHAPES if device.type == "cpu" else _CUDA_SHAPES
     names = (_CPU_QUICK if device.type == "cpu" else _CUDA_QUICK) if quick else tuple(shapes)
     patience = 0.5 if quick else 15.0
-    generator = torch.Generator(device=device).manual_seed(0)
     samples: list[GemmSample] = []
-    for kind in _kinds(device):
-        with matmul_precision(kind.matmul):
-            try:
-                first = _FIRST_SHAPE if device.type == "cpu" else _CUDA_FIRST_SHAPE
-                with _one_thread():
-                    alone = _gemm_sample(kind, first, device, generator, 0.0).flops_per_second
-                each = agreed(1.0 / alone)
-                affordable = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
-                samples += [
-                    _gemm_sample(kind, shape, device, generator, budget)
-                    for shape in (_FIRST_SHAPE, *(shapes[name] for name in affordable))
-                ]
-                if device.type == "cpu":
-                    gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
-                    each = max(each, agreed(1.0 / min(sample.flops_per_second for sample in gradients)))
-                    for name in affordable:
-                        if name in _LAYERS and 2.0 * math.prod(shapes[name]) * each < patience:
-                            gradients += _gradient_samples(kind, shapes[name], generator, budget)
-                    samples += gradients
-                    if _RAGGED in affordable:
-                        m, n, k = shapes[_RAGGED]
-                        ragged = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
-                        samples.append(replace(ragged, form="ragged"))
-                    if kind.product is F.linear and 2.0 * math.prod(_VOCABULARY) * each < patience:
-                        logits = _gemm_sample(kind, _VOCABULARY, device, generator, budget)
-                        samples.append(replace(logits, form="vocabulary"))
-                        for one in _gradient_samples(kind, _VOCABULARY, generator, budget):
-                            form: ProductForm = (
-                                "vocabulary_input" if one.form == "input" else "vocabulary_weight"
-                            )
-                            samples.append(replace(one, form=form))
-            except (RuntimeError, NotImplementedError, ValueError) as error:
-                log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
+    with matmul_precision(kind.matmul):
+        try:
+            first = _FIRST_SHAPE if device.type == "cpu" else _CUDA_FIRST_SHAPE
+            with _one_thread():
+                alone = _gemm_sample(kind, first, device, generator, 0.0).flops_per_second
+            each = agreed(1.0 / alone)
+            affordable = [name for name in names if 2.0 * math.prod(shapes[name]) * each < patience]
+            samples += [
+                _gemm_sample(kind, shape, device, generator, budget)
+                for shape in (_FIRST_SHAPE, *(shapes[name] for name in affordable))
+            ]
+            if device.type == "cpu":
+                gradients = [*_gradient_samples(kind, _FIRST_SHAPE, generator, budget)]
+                each = max(each, agreed(1.0 / min(sample.flops_per_second for sample in gradients)))
+                for name in affordable:
+                    if name in _LAYERS and 2.0 * math.prod(shapes[name]) * each < patience:
+                        gradients += _gradient_samples(kind, shapes[name], generator, budget)
+                samples += gradients
+                if _RAGGED in affordable:
+                    m, n, k = shapes[_RAGGED]
+                    ragged = _gemm_sample(kind, (m, n + 1, k), device, generator, budget)
+                    samples.append(replace(ragged, form="ragged"))
+                if kind.product in (F.linear, by_onednn) and 2.0 * math.prod(_VOCABULARY) * each < patience:
+                    logits = _gemm_sample(kind, _VOCABULARY, device, generator, budget)
+                    samples.append(replace(logits, form="vocabulary"))
+                    for one in _gradient_samples(kind, _VOCABULARY, generator, budget):
+                        form: ProductForm = "vocabulary_input" if one.form == "input" else "vocabulary_weight"
+                        samples.append(replace(one, form=form))
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            log.info("%s products do not run on %s: %s", kind.name, device, str(error).partition("\n")[0])
     return samples
 
 

@@ -233,8 +233,8 @@ def _names(attempts: Sequence[Attempt]) -> list[str]:
 
 
 TUNED = (
-    "padding", "optimizer-fused", "optimizer-foreach", "matmul", "half-bf16", "half-fp16", "attention-plain",
-    "attention-flash", "attention-efficient", "attention-cudnn", "compile-blocks", "compile-whole",
+    "padding", "optimizer-fused", "optimizer-foreach", "matmul", "matmul-probed", "half-bf16", "half-fp16",
+    "attention-plain", "attention-flash", "attention-efficient", "attention-cudnn", "compile-blocks", "compile-whole",
     "fuse-residual_norm", "fuse-bias_activation", "fuse-all", "loss-chunked", "experts-loop", "memory", "int8", "fp8",
 )  # fmt: skip
 """Rungs of the ladder that can be applied to a script from outside, in the order of trying them: first those that save

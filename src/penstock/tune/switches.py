@@ -26,7 +26,7 @@ from penstock.process import matmul_precision, set_host_memory
 
 PRECISION = ("precision", "dtype", "norms", "products")
 """Settings that `penstock.accelerate` applies."""
-APPLIED = (*settings_for(SCRIPT), "matmul", "optimizer", "host_memory")
+APPLIED = (*settings_for(SCRIPT), "optimizer", "host_memory")
 """Settings that can be applied to a script from outside: to its models, to its process, and to its optimizers."""
 
 
@@ -121,7 +121,7 @@ class ScriptSwitches:
             purpose=SCRIPT, plan=plan, numerics=numerics_of(plan), device=next(model.parameters()).device,
             named=named, compiled=compiled,
         )  # fmt: skip
-        apply(inner, setup, "switches", "fuse", "recompute", "offload")
+        apply(inner, setup, "libraries", "switches", "fuse", "recompute", "offload")
         apply(model, setup, "compile")
         if "host_memory" in named:
             set_host_memory(keep=plan.host_memory == "keep")

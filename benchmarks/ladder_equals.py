@@ -21,7 +21,7 @@ import torch
 
 from penstock.config.model import PRESETS
 from penstock.ladder.arena import Arena
-from penstock.ladder.models import Models
+from penstock.ladder.measure import Models
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.statistics import Journal
 from penstock.ladder.subject import Configured

@@ -32,7 +32,7 @@ from penstock.config.plan import Plan
 from penstock.ladder import measure
 from penstock.ladder.arena import Arena, failure
 from penstock.ladder.climb import ladder
-from penstock.ladder.models import Models
+from penstock.ladder.measure import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.rung import Setting
 from penstock.ladder.rungs import all_rungs

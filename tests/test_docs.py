@@ -127,7 +127,7 @@ def run_page(page: Path, text: str) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ladders and tuned scripts end their races undecided."""
-    for contenders in ("ladder.models.Models", "tune.script.Script"):
+    for contenders in ("ladder.measure.Models", "tune.script.Script"):
         monkeypatch.setattr(f"penstock.{contenders}.most_rounds", 2)
 
 

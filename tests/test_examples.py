@@ -22,7 +22,7 @@ from helpers.sweeps import sweep
 from penstock import Plan
 from penstock.config.run import DataConfig
 from penstock.data.captions import open_captions
-from penstock.ladder.factory import padding_of
+from penstock.ladder.own import padding_of
 from penstock.models.anatomy import set_switches
 
 ROOT = Path(__file__).parent.parent

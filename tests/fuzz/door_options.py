@@ -114,7 +114,7 @@ def _train(config: Any, **_: Any) -> Any:
 
 def _climb(*, config: Any, **_: Any) -> Any:
     from penstock.config.machine import load_machine
-    from penstock.ladder.factory import load_factory
+    from penstock.data.transform import load_function
     from penstock.ladder.rungs import choose
     from penstock.ladder.settings import command_of
     from penstock.probe import resolve_device
@@ -124,15 +124,15 @@ def _climb(*, config: Any, **_: Any) -> Any:
     resolve_device(config.device)
     load_machine(config.machine or "h100")
     if config.factory is not None:
-        load_factory(config.factory)
+        load_function(config.factory, "factory")
     raise _Enough
 
 
 def _subject(config: Any, factory: Any, device: Any) -> Any:
-    from penstock.ladder.factory import load_factory
+    from penstock.data.transform import load_function
 
     if config.factory is not None:
-        load_factory(config.factory)
+        load_function(config.factory, "factory")
     raise _Enough
 
 

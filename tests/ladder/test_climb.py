@@ -18,7 +18,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError
-from penstock.ladder import arena, climb, course, greedy, measure, models, search
+from penstock.ladder import arena, climb, course, measure, search
 from penstock.ladder.climb import _Climb
 from penstock.ladder.result import Estimate, LadderReport, Progress, RungResult
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation
@@ -107,7 +107,7 @@ def _loss(setting: Setting, seed: int) -> float:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (measure, arena, search, greedy, course):
+    for module in (measure, arena, search, course):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -425,7 +425,7 @@ def test_slow_steps_keep_the_budget_and_leave_time_for_a_compiled_look(
 def test_a_change_of_host_memory_costs_a_step_and_is_planned_for(clock: Clock) -> None:
     subject = Scripted(clock, lambda setting: 2.0, _loss)
     config = LadderConfig(round_seconds=0.01)
-    races = arena.Arena(models.Models(subject, MACHINE, config), 7, 0.01, lambda *said: None)
+    races = arena.Arena(measure.Models(subject, MACHINE, config), 7, 0.01, lambda *said: None)
     keeps = replace(subject.first, plan=replace(subject.first.plan, host_memory="keep"))
     settings = [subject.first, keeps, replace(subject.first, copy=1), replace(keeps, copy=1)]
     races.play(settings, 1)
@@ -437,7 +437,7 @@ def test_a_change_of_host_memory_costs_a_step_and_is_planned_for(clock: Clock) -
 def test_where_memory_holds_few_settings_they_race_in_groups(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.Models, "room", lambda self, setting: 2)
+    monkeypatch.setattr(measure.Models, "room", lambda self, setting: 2)
     report, rungs, _ = _climb(clock, _seconds, rungs=("optimizer", "token-order", "compile"))
     assert report.plan == "optimizer=fused token_order=batch_second compile=whole"
     assert report.speedup == pytest.approx(1 / (0.8 * 0.97 * 0.7), rel=1e-3)

@@ -14,9 +14,9 @@ import torch
 
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
-from penstock.ladder import models
+from penstock.ladder import measure
 from penstock.ladder.arena import Arena, OutOfTime, failure, stopped_at
-from penstock.ladder.models import Models
+from penstock.ladder.measure import Models
 from penstock.ladder.own import subject_of
 from penstock.ladder.settings import LadderConfig
 
@@ -54,7 +54,7 @@ def test_a_compilation_that_outlasts_its_time_is_not_run(monkeypatch: pytest.Mon
     config = LadderConfig(model=PRESETS["vit-digits"], device="cpu", batch=2)
     subject = subject_of(config, None, torch.device("cpu"))
     races = Arena(Models(subject, load_machine("h100"), config), 7, 0.01, lambda *said: None)
-    monkeypatch.setattr(models, "ModelContender", Slow)
+    monkeypatch.setattr(measure, "ModelContender", Slow)
     races.compile_until = lambda: time.perf_counter() + 0.05
     compiled = replace(subject.first, plan=replace(subject.first.plan, compile="whole"))
     with pytest.raises(OutOfTime) as stopped:

@@ -22,7 +22,7 @@ SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 0, "d
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A Machine file, so that nothing is probed; and races that end undecided."""
-    monkeypatch.setattr("penstock.ladder.models.Models.most_rounds", 2)
+    monkeypatch.setattr("penstock.ladder.measure.Models.most_rounds", 2)
     return toy_machine(tmp_path)
 
 

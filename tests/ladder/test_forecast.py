@@ -10,7 +10,8 @@ import pytest
 from penstock.config.machine import Link, Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.ladder.forecast import Corrected, expected_gain, rank_machine
+from penstock.ladder.measure import rank_machine
+from penstock.ladder.space import Corrected, expected_gain
 from penstock.planner import Prediction, predict
 from penstock.planner.price import group_of, reduce_seconds
 from penstock.planner.rates import rates_of

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from helpers.toy import TOY
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import AttentionBackend, Plan
@@ -19,9 +20,6 @@ from penstock.ladder.rungs import all_rungs, choose
 from penstock.planner import predict
 from penstock.planner.describe import totals
 
-CPU = Machine(
-    name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11, "fp32_medium": 2e11, "bf16": 4e11}
-)
 FIRST = Setting(model=PRESETS["vit-s16"], plan=Plan(micro_batch=8))
 OWN = Setting(model=None, plan=Plan(micro_batch=8))
 
@@ -130,13 +128,13 @@ def test_masters_and_fp8_build_upon_what_they_need() -> None:
 
 @pytest.mark.parametrize("name", ["classifier", "image", "compress-depth"])
 def test_rungs_that_rebuild_the_model_do_not_apply_to_a_model_of_ones_own(name: str) -> None:
-    reason = _named(name).refusal(OWN, _situation(CPU))
+    reason = _named(name).refusal(OWN, _situation(TOY))
     assert reason is not None
     assert "your own" in reason
 
 
 def test_obstacles_of_the_situation() -> None:
-    cpu = _situation(CPU)
+    cpu = _situation(TOY)
     fixed = replace(cpu, switches={})
     assert "no token order but" in str(_named("token-order").refusal(OWN, fixed))
     assert "cannot be switched to attention=plain" in str(_named("attention-plain").refusal(OWN, fixed))
@@ -154,7 +152,7 @@ def test_obstacles_of_the_situation() -> None:
     assert "already" in str(_named("classifier").refusal(pooled, cpu))
     distilled = replace(FIRST, model=replace(PRESETS["vit-digits"], classifier="token", distilled=True))
     assert "needs a class token" in str(_named("classifier").refusal(distilled, cpu))
-    narrow = replace(CPU, peak_flops={"fp32": 1e11})
+    narrow = replace(TOY, peak_flops={"fp32": 1e11})
     assert "dtype=bf16 cannot be computed" in str(_named("half-bf16").refusal(FIRST, _situation(narrow)))
     assert "dtype=fp16 cannot be computed" in str(_named("whole-half").refusal(FIRST, _situation(narrow)))
 
@@ -162,21 +160,21 @@ def test_obstacles_of_the_situation() -> None:
 def test_processes_are_asked_for_and_groups_need_four() -> None:
     ddp, fsdp, hsdp = (_named(f"parallel-{name}") for name in ("ddp", "fsdp", "hsdp"))
     for rung in (ddp, fsdp, hsdp):
-        assert "--procs 2" in str(rung.refusal(FIRST, _situation(CPU, procs=1)))
-    two, six = _situation(CPU, procs=2), _situation(CPU, procs=6)
+        assert "--procs 2" in str(rung.refusal(FIRST, _situation(TOY, procs=1)))
+    two, six = _situation(TOY, procs=2), _situation(TOY, procs=6)
     assert _named("parallel-context").apply(FIRST, two).plan.line() == "cp=2"
     assert ddp.apply(_named("parallel-context").apply(FIRST, two), two).plan.line() == "dp=2"
     assert ddp.apply(FIRST, two).plan.line() == "dp=2"
     assert fsdp.refusal(FIRST, two) is None
     assert fsdp.apply(FIRST, two).plan.line() == "dp=2 sharding=fsdp"
     for procs in (2, 3, 5):
-        assert "--procs 4" in str(hsdp.refusal(FIRST, _situation(CPU, procs=procs)))
+        assert "--procs 4" in str(hsdp.refusal(FIRST, _situation(TOY, procs=procs)))
     assert hsdp.refusal(FIRST, six) is None
     assert hsdp.apply(FIRST, six).plan.line() == "dp=6 sharding=hsdp shard=3"
 
 
 def test_the_larger_image_of_the_usual_size_is_256() -> None:
-    situation = _situation(CPU)
+    situation = _situation(TOY)
     image = _named("image")
     larger = image.apply(FIRST, situation).model
     assert larger is not None
@@ -188,7 +186,7 @@ def test_the_larger_image_of_the_usual_size_is_256() -> None:
 
 @pytest.mark.parametrize("name", ["compress-depth", "compress-width"])
 def test_every_preset_can_be_compressed_and_computes_less(name: str) -> None:
-    rung, situation = _named(name), _situation(CPU)
+    rung, situation = _named(name), _situation(TOY)
     for model in PRESETS.values():
         setting = replace(FIRST, model=model)
         assert rung.hindrance(setting, situation) is None

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.config.machine import Machine
+from helpers.toy import TOY
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import DataConfig
+from penstock.data.transform import load_function
 from penstock.errors import ConfigError
 from penstock.kernels import bias_activation, residual_norm
-from penstock.ladder.factory import load_factory
 from penstock.ladder.own import Own
 from penstock.ladder.rung import Setting
 from penstock.ladder.rungs import all_rungs
@@ -28,13 +28,6 @@ from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
 from penstock.planner.operators import Op
 
-CPU = Machine(
-    name="toy",
-    device="cpu",
-    source="measured",
-    peak_flops={"fp32": 1e11, "bf16": 4e11},
-    memory_bytes_per_second=1e10,
-)
 DEVICE = torch.device("cpu")
 
 
@@ -104,7 +97,7 @@ def test_a_factory_that_returns_one_model_every_time_is_never_trained_itself() -
 
 def test_a_batch_grows_where_its_samples_are_known() -> None:
     subject = _own()
-    assert subject.situation(CPU).splittable
+    assert subject.situation(TOY).splittable
     larger = replace(subject.first, plan=replace(subject.first.plan, micro_batch=12))
     batch = next(subject.batches(larger, 0))
     assert batch["x"].shape == (12, 8)
@@ -132,7 +125,7 @@ def test_a_batch_whose_tensors_disagree_is_left_alone() -> None:
         model, batch, loss = _perceptron()
         return model, {**batch, "weights": torch.ones(3)}, loss
 
-    assert not _own(factory).situation(CPU).splittable
+    assert not _own(factory).situation(TOY).splittable
 
 
 def test_what_a_factory_must_return_is_said() -> None:
@@ -152,7 +145,7 @@ def test_a_foreign_transformer_offers_what_its_family_can() -> None:
         batch = {"pixel_values": torch.zeros(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
         return model, batch, lambda model, batch: model(**batch).loss
 
-    situation = _own(factory).situation(CPU)
+    situation = _own(factory).situation(TOY)
     assert {"plain", "sdpa"} <= set(situation.switches["attention"])
     assert situation.switches["token_order"] == ("batch_first",)
 
@@ -171,7 +164,7 @@ def test_a_foreign_encoder_is_forecast_without_what_its_plan_leaves_out() -> Non
         return transformers.BertForMaskedLM(config), batch, lambda model, batch: model(**batch).loss
 
     subject = _own(factory)
-    situation = subject.situation(CPU)
+    situation = subject.situation(TOY)
     assert situation.switches["loss"] == ("whole", "chunked")
     assert situation.switches["padding"] == ("keep", "remove")
     assert situation.padding_share == pytest.approx(0.5)
@@ -232,11 +225,11 @@ def test_a_factory_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "somewhere_mine.py").write_text("def factory():\n    return 7\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/usr/lib"])
-    assert load_factory("somewhere_mine:factory")() == 7
+    assert load_function("somewhere_mine:factory", "factory")() == 7
     with pytest.raises(ConfigError, match="has no function 'other'"):
-        load_factory("somewhere_mine:other")
+        load_function("somewhere_mine:other", "factory")
     with pytest.raises(ConfigError, match=r"nowhere_at_all of the factory .* cannot be imported"):
-        load_factory("nowhere_at_all:factory")
+        load_function("nowhere_at_all:factory", "factory")
 
 
 def test_attention_of_any_model_that_calls_torchs_can_be_switched() -> None:
@@ -282,7 +275,7 @@ def test_text_climbs_at_its_models_task_with_its_own_vocabulary(batch: int | Non
 def test_rungs_of_text_say_where_they_do_not_apply() -> None:
     rungs = {rung.name: rung for rung in all_rungs()}
     text = Configured(LadderConfig(model=PRESETS["gpt-tiny"], batch=1), DEVICE)
-    here = text.situation(CPU)
+    here = text.situation(TOY)
     assert rungs["loss-chunked"].refusal(text.first, here) is None
     assert "no token of its batches is padding" in str(rungs["padding"].refusal(text.first, here))
     padded = replace(here, padding_share=0.3)
@@ -292,7 +285,7 @@ def test_rungs_of_text_say_where_they_do_not_apply() -> None:
     assert "reads text" in str(rungs["classifier"].refusal(text.first, here))
     own = _own()
     for name in ("loss-chunked", "padding"):
-        assert "the model" in str(rungs[name].refusal(own.first, own.situation(CPU)))
+        assert "the model" in str(rungs[name].refusal(own.first, own.situation(TOY)))
 
 
 def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_path: Path) -> None:
@@ -302,7 +295,7 @@ def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_p
     model = replace(PRESETS["marian-tiny"], vocabulary=264)
     subject = Configured(LadderConfig(model=model, batch=8, data=data, task="translation"), DEVICE)
     rung = next(rung for rung in all_rungs() if rung.name == "length-groups")
-    situation = subject.situation(CPU)
+    situation = subject.situation(TOY)
     assert rung.refusal(subject.first, situation) is None
     grouped = rung.apply(subject.first, situation)
 
@@ -316,7 +309,7 @@ def test_batches_of_similar_lengths_have_less_padding_and_are_predicted_so(tmp_p
     assert subject.train_command(grouped).endswith("--data.group_by_length true")
     data = replace(data, group_by_length=True)
     by_length = Configured(LadderConfig(model=model, batch=8, data=data, task="translation"), DEVICE)
-    assert "already" in str(rung.refusal(by_length.first, by_length.situation(CPU)))
+    assert "already" in str(rung.refusal(by_length.first, by_length.situation(TOY)))
 
 
 def test_the_batch_that_is_timed_is_as_long_as_the_mean(tmp_path: Path) -> None:
@@ -350,7 +343,7 @@ def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset
     model = replace(PRESETS[preset], sequence=64, vocabulary=264)  # type: ignore[call-arg]
     subject = Configured(LadderConfig(model=model, batch=16, data=data), DEVICE)
     rung = next(rung for rung in all_rungs() if rung.name == "packed")
-    situation = subject.situation(CPU)
+    situation = subject.situation(TOY)
     assert rung.refusal(subject.first, situation) is None
     packed = rung.apply(subject.first, situation)
 
@@ -369,11 +362,11 @@ def test_packed_samples_are_worth_the_text_that_they_hold(tmp_path: Path, preset
     assert "equally long" in str(by_length.refusal(packed, situation))
     usual = Configured(LadderConfig(model=model, batch=16, data=replace(data, packed=True)), DEVICE)
     share = 1 - 64 / 64 / subject.worth(packed)
-    said = str(rung.refusal(usual.first, usual.situation(CPU)))
+    said = str(rung.refusal(usual.first, usual.situation(TOY)))
     assert re.search(r"packed already; with one document per sample \d\d% would be padding", said)
     assert usual.unpacked_padding == pytest.approx(share, abs=0.05)
     images = Configured(LadderConfig(model=PRESETS["vit-digits"]), DEVICE)
-    assert "not continuous text" in str(rung.refusal(images.first, images.situation(CPU)))
+    assert "not continuous text" in str(rung.refusal(images.first, images.situation(TOY)))
 
 
 @pytest.mark.sweep

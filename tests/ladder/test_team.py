@@ -12,23 +12,19 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.toy import toy_machine
 from penstock.cli import main
-from penstock.config.machine import Machine, save_machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, EnvironmentProblem, OutOfMemory
 from penstock.ladder import LadderReport, RungResult, ladder
-from penstock.ladder.factory import drawn_anew, path_of
 from penstock.ladder.measure import ModelContender
+from penstock.ladder.own import path_of, redrawn
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
 from penstock.ladder.team import Answer, Team, as_error
 
-MACHINE = Machine(
-    name="toy", device="cpu", source="measured", peak_flops={"fp32": 5e10, "bf16": 5e9}, memory_bytes=8e9,
-    memory_bytes_per_second=1e10, launch_seconds=2e-6,
-)  # fmt: skip
 SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 0, "device": "cpu", "procs": 2}
 TINY = ["--model.width", "48", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "96"]
 
@@ -36,7 +32,7 @@ TINY = ["--model.width", "48", "--model.depth", "2", "--model.heads", "2", "--mo
 @pytest.fixture
 def machine(tmp_path: Path) -> str:
     """A Machine file, so that nothing is probed."""
-    return str(save_machine(MACHINE, tmp_path / "toy.toml"))
+    return toy_machine(tmp_path)
 
 
 def _rungs(report: LadderReport) -> dict[str, RungResult]:
@@ -204,15 +200,15 @@ def test_too_few_gpus_are_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, 
         LadderConfig(procs=0)
 
 
-def test_samples_are_drawn_anew_for_other_ranks() -> None:
+def test_samples_are_redrawn_for_other_ranks() -> None:
     batch = {"x": torch.arange(6.0)[:, None], "note": "kept", "scale": torch.tensor(2.0)}
-    assert drawn_anew(batch, 6, 0) is batch
-    one, again, two = (drawn_anew(batch, 6, place) for place in (1, 1, 2))
+    assert redrawn(batch, 6, 0) is batch
+    one, again, two = (redrawn(batch, 6, place) for place in (1, 1, 2))
     assert torch.equal(one["x"], again["x"])
     assert not torch.equal(one["x"], two["x"])
     assert set(one["x"].ravel().tolist()) <= set(range(6))
     ragged = {"x": torch.ones(6, 1), "y": torch.ones(3)}
-    assert drawn_anew(ragged, 6, 1) is ragged
+    assert redrawn(ragged, 6, 1) is ragged
 
 
 @pytest.mark.sweep

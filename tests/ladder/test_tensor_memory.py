@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.toy import TOY
 from penstock.build import build
-from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
@@ -17,10 +17,6 @@ from penstock.ladder.trace import TensorMemory, trace
 from penstock.planner import predict
 from penstock.planner.prediction import predict_workload
 
-CPU = Machine(
-    name="toy", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=1e10,
-    memory_bytes=8e9, launch_seconds=1e-6,
-)  # fmt: skip
 TINY = ViTConfig(image_size=32, patch_size=8, width=64, depth=3, heads=4, mlp_width=256, classes=10)
 
 
@@ -69,13 +65,13 @@ def _measured(config: ViTConfig, plan: Plan) -> int:
 )  # fmt: skip
 def test_predicted_memory_of_our_own_step_is_within_five_per_cent(line: str) -> None:
     plan = Plan.parse(line)
-    assert predict(TINY, CPU, plan).memory_bytes == pytest.approx(_measured(TINY, plan), rel=0.05)
+    assert predict(TINY, TOY, plan).memory_bytes == pytest.approx(_measured(TINY, plan), rel=0.05)
 
 
 def test_the_prediction_is_of_that_model() -> None:
     """The comparison can fail: twice the width is far from within five per cent."""
     plan = Plan.parse("micro_batch=16")
-    assert predict(replace(TINY, width=128), CPU, plan).memory_bytes > 1.3 * _measured(TINY, plan)
+    assert predict(replace(TINY, width=128), TOY, plan).memory_bytes > 1.3 * _measured(TINY, plan)
 
 
 def test_a_traced_model_says_what_its_loss_needs_besides() -> None:
@@ -90,5 +86,5 @@ def test_a_traced_model_says_what_its_loss_needs_besides() -> None:
     outputs = 64 * 4096 * 4
     assert work.kept_bytes == pytest.approx(outputs, rel=0.1)
     assert 1.8 * outputs < work.working_bytes < 2.6 * outputs
-    whole = predict_workload(work, CPU, Plan(optimizer="fused")).memory
+    whole = predict_workload(work, TOY, Plan(optimizer="fused")).memory
     assert whole["activations"] + whole["working"] > 2.8 * outputs

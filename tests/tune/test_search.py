@@ -20,8 +20,7 @@ from penstock.ladder.result import LadderReport
 from penstock.ladder.show import ending, remarks, table, write
 from penstock.report.page import plain_console
 from penstock.tune import script, search
-from penstock.tune.facts import Facts
-from penstock.tune.process import ScriptCommand, ScriptEnded
+from penstock.tune.process import Facts, ScriptCommand, ScriptEnded
 from penstock.tune.settings import TuneConfig
 
 ENDLESS = 10**9

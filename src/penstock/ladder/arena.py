@@ -142,28 +142,22 @@ class Arena:
         """Drop the contenders that have been idle longest, until the rest fit into memory beside `setting`."""
         room = self.contenders.room(setting)
         while len(self._built) + 1 > room:
-            waiting = [setting_built for setting_built in self._built if setting_built not in self._playing]
-            free = [setting_built for setting_built in waiting if setting_built not in self.keep] or waiting
+            waiting = [built for built in self._built if built not in self._playing]
+            free = [built for built in waiting if built not in self.keep] or waiting
             if not free:
                 return
-            self.retire(free[0], force=True)
+            self.retire(free[0])
 
-    def retire(self, setting: Setting, *, force: bool = False) -> None:
-        """Drop a setting and free its memory, unless it is in `keep`; `force` drops it even then."""
-        if setting in self.keep and not force:
-            return
+    def retire(self, setting: Setting) -> None:
+        """Drop a setting and free its memory."""
         contender = self._built.pop(setting, None)
         if contender is not None:
             contender.close()
 
     def clear(self) -> None:
         """Drop all settings that are not in `keep`."""
-        for setting in list(self._built):
+        for setting in [built for built in self._built if built not in self.keep]:
             self.retire(setting)
-
-    def close(self) -> None:
-        """End the contenders' processes, if there are any."""
-        self.contenders.end()
 
     # Measuring
 
@@ -261,9 +255,8 @@ class Arena:
 
     def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
         """The loss run of a setting; the built contenders stay if memory allows."""
-        step = self.step_seconds.get(setting, self.step_seconds.get(self.baseline, 0.0))
         if self.contenders.loss_runs:
-            self._tell("training", setting.words, (setting,), steps * step)
+            self._tell("training", setting.words, (setting,), steps * self._step(setting))
 
         def run() -> LossRun:
             return self.contenders.trained(setting, seed, steps)

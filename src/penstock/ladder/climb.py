@@ -18,15 +18,11 @@ from penstock.config.load import load, to_dict
 from penstock.config.machine import Machine, load_machine
 from penstock.config.model import ModelConfig
 from penstock.errors import EnvironmentProblem
-from penstock.ladder import measure
-from penstock.ladder.account import Account
-from penstock.ladder.course import Course, OnProgress
-from penstock.ladder.factory import Factory
-from penstock.ladder.greedy import Greedy
-from penstock.ladder.losses import NO_GAIN, UNPROVEN, WORTH, Losses
-from penstock.ladder.models import Models
-from penstock.ladder.own import subject_of
-from penstock.ladder.result import Control, LadderReport, Phase, RungResult
+from penstock.ladder.account import NO_GAIN, UNPROVEN, WORTH, Account, Losses, changes
+from penstock.ladder.course import Course, Greedy, OnProgress
+from penstock.ladder.measure import Models, side_by_side
+from penstock.ladder.own import Factory, subject_of
+from penstock.ladder.result import Control, LadderReport, Phase, RungResult, Tried
 from penstock.ladder.rung import Rung, Situation
 from penstock.ladder.rungs import choose
 from penstock.ladder.search import Search
@@ -76,7 +72,7 @@ def ladder(
     _require_devices(settled.procs, device)
     began = time.perf_counter()
     machine = load_machine(settled.machine) if settled.machine else machine_for(device)
-    with measure.side_by_side():
+    with side_by_side():
         subject = subject_of(settled, factory, device)
         climb = _Climb(subject, machine, settled, on_progress or (lambda progress: None))
         climb.start = max(began, climb.start - climb.budget / 3)  # probing counts, up to a third
@@ -109,7 +105,9 @@ def _notes(subject: Subject) -> list[str]:
 
 
 class _Climb(Course):
-    """One climb of a model. `_climbed` runs its phases from top to bottom."""
+    """One climb of a model. `_climb` runs its phases from top to bottom."""
+
+    search: Search
 
     def __init__(
         self, subject: Subject, machine: Machine, config: LadderConfig, on_progress: OnProgress
@@ -119,15 +117,10 @@ class _Climb(Course):
         super().__init__(models, config.seconds, config.rounds, config.round_seconds, on_progress)
         self.situation: Situation = subject.situation(machine)
         self.losses = Losses(self.arena, config.loss_steps, config.seed, config.seeds, self.budget)
-        self.account = Account(models, self.arena, self.losses)
-        self.search: Search | None = None
+        self.account = Account(self.arena, self.losses)
         self.notes += _notes(subject)
 
-    def run(self, rungs: Sequence[Rung]) -> LadderReport:
-        """Climb, and report on all rungs."""
-        return self.watched(lambda: self._climbed(rungs))
-
-    def _climbed(self, rungs: Sequence[Rung]) -> LadderReport:
+    def _climb(self, rungs: Sequence[Rung]) -> LadderReport:
         arena, first = self.arena, self.first
         arena.build(first)
         twin = replace(first, copy=1)
@@ -138,15 +131,15 @@ class _Climb(Course):
         self.ranked = lambda: [candidate.setting for candidate in search.ranked()]
         self.phase = "search"
         search.scout(self.start + SCOUT_UNTIL * self.budget)
-        best = self._same_results(search, search.halve(self._until("search")))
+        best = self._same_results(search.halve(self._until("search")))
         self.phase = "top"
-        best = self._same_results(search, search.top(best, self._until("top")))
+        best = self._same_results(search.top(best, self._until("top")))
         self.phase = "path"
         # If no rung changes results, the path may use their time too.
         others = [rung for rung in rungs if not rung.searched]
         best, path = search.path(best, self._until("apart" if not others else "path", weighing=True))
-        if search.space.computes_otherwise(best):
-            self.losses.curve(best.setting)
+        if space.computes_otherwise(best):
+            self.losses.measure(best.setting)
         for setting in (first, *(step.setting for _, step in path)):
             self.account.weigh(setting)
         self.phase = "apart"
@@ -161,15 +154,16 @@ class _Climb(Course):
         while path and not arena.faster(best.setting, first):
             path = path[:-1]
             best = path[-1][1] if path else space.first
-            if search.space.computes_otherwise(best):
-                self.losses.curve(best.setting)
+            if space.computes_otherwise(best):
+                self.losses.measure(best.setting)
         return self._report(rungs, control, best, path, offer, offered_on)
 
-    def _same_results(self, search: Search, best: Candidate) -> Candidate:
+    def _same_results(self, best: Candidate) -> Candidate:
         """The best candidate; in other types than the baseline's only if its loss is within the noise of seeds."""
+        search = self.search
         while rounding := search.space.computes_otherwise(best):
             phase, self.phase = self.phase, "losses"
-            self.losses.curve(best.setting)
+            self.losses.measure(best.setting)
             self.phase = phase
             if self.losses.within_noise(best.setting) is not False:
                 break
@@ -185,21 +179,21 @@ class _Climb(Course):
         """Time after which a phase begins nothing new: at its share of the budget, or earlier, because the path (unless
         climbed), with `weighing` the memory measurements of its steps, and the last race must still follow."""
         needed = 0.0
-        if phase != "race" and self.search is not None:
+        if phase != "race":
             needed = FEWEST * self.arena.round_of([self.first, self.search.best.setting])
-        if phase in ("search", "top") and self.search is not None:
+        if phase in ("search", "top"):
             needed += self.search.path_seconds()
-        elif weighing and self.search is not None:
+        elif weighing:
             needed += self.search.weighing_seconds()
         return self.start + min(UNTIL[phase] * self.budget, self.budget - needed)
 
     # The report
 
-    def _kept(
-        self, search: Search, best: Candidate, path: Sequence[tuple[str, Candidate]]
-    ) -> list[RungResult]:
+    def _kept(self, best: Candidate, path: Sequence[tuple[str, Candidate]]) -> list[RungResult]:
         """Results of the best Plan's rungs in the order of the path, first those without a step of their own on it."""
-        results, before = [], search.space.first
+        search = self.search
+        results: list[RungResult] = []
+        before = search.space.first
         for name, step in path:
             result = self.account.result(search.space.rungs[name], step.setting)
             corrected = search.before.get(step.setting)
@@ -220,8 +214,9 @@ class _Climb(Course):
             results.insert(0, replace(result, status="unproven", reason=reason))
         return results
 
-    def _left_out(self, search: Search, best: Candidate, rung: Rung) -> RungResult:
+    def _left_out(self, best: Candidate, rung: Rung) -> RungResult:
         """Result of a rung that keeps results but is not in the best Plan: on that Plan, or in the fastest with it."""
+        search = self.search
         on_best = search.space.with_one(best, rung.name)
         least = search.space.least.get(rung.name)
         if least is None:
@@ -255,6 +250,23 @@ class _Climb(Course):
             reason += " (with it, the fastest setting measured)"
         return replace(result, status="not kept", reason=reason)
 
+    def _tried(self) -> tuple[Tried, ...]:
+        """Every candidate that was measured, the fastest first."""
+        rows = []
+        for candidate in sorted(self.search.measured.values(), key=self.search.speed, reverse=True):
+            setting = candidate.setting
+            if (ratio := self.account.ratio(setting, self.first)) is None:
+                continue
+            predicted = self.models.forecast(setting, self.first).to_baseline
+            corrected = self.search.before.get(setting, predicted)
+            row = Tried(
+                plan=setting.words, model=changes(self.first, setting), predicted=predicted, corrected=corrected,
+                to_baseline=ratio, compile_seconds=self.arena.compile_seconds.get(setting),
+                build_seconds=self.arena.build_seconds.get(setting, 0.0),
+            )  # fmt: skip
+            rows.append(row)
+        return tuple(rows)
+
     def _report(
         self,
         rungs: Sequence[Rung],
@@ -264,11 +276,11 @@ class _Climb(Course):
         offer: Greedy,
         offered_on: Sequence[str],
     ) -> LadderReport:
-        search = self.search
-        assert search is not None
-        kept = self._kept(search, best, path)
+        kept = self._kept(best, path)
         others = {
-            r.name: self._left_out(search, best, r) for r in rungs if r.searched and r.name not in best.rungs
+            rung.name: self._left_out(best, rung)
+            for rung in rungs
+            if rung.searched and rung.name not in best.rungs
         }
         fastest = offer.best if offer.taken and self.arena.faster(offer.best, best.setting) else None
         carried = tuple(offer.attempts) if fastest is not None else ()
@@ -284,8 +296,8 @@ class _Climb(Course):
             fastest=None if fastest is None else self.account.chosen(fastest, (*offered_on, *offer.taken)),
             nearest=None if kept else self.nearest(self.ranked()),
             control=control,
-            tried=self.account.tried(search),
-            candidates=search.space.size,
+            tried=self._tried(),
+            candidates=self.search.space.size,
             batch=self.first.plan.micro_batch,
             machine=to_dict(self.machine),
             command=command_of(self.config),

@@ -1,33 +1,42 @@
-"""Timing, memory and losses of contenders that live side by side in one process.
+"""A model as contenders: builds it under each setting, and measures its time, memory and losses.
 
-A contender is a model built under one Setting, with its batches. Each process has a `Bench` that holds its models. A
-contender of several processes has a model on the bench of each: see `team`.
+Each process has a `Bench` that holds its models, each built under one Setting, side by side. A contender of several
+processes has a model on the bench of each: see `team`.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
 from penstock.build import Built
-from penstock.ladder.contender import LossRun, Timing
+from penstock.config.machine import Link, Machine
+from penstock.ladder.contender import Contenders, LossRun, Timing
+from penstock.ladder.result import Forecast
 from penstock.ladder.rung import Setting
+from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Subject, close
+from penstock.ladder.team import Team
 from penstock.parallel.agree import average, slowest
-from penstock.probe.rates import wait
+from penstock.planner.prediction import Prediction, predict_workload
+from penstock.probe.rates import measure_link, wait
 from penstock.process import set_host_memory
 from penstock.step.memory import step_with_memory
 
 WARM_UP_STEPS = 3
 LONG_WARM_UP = 4.0
 """After this many seconds two warm-up steps are enough, if nothing was compiled."""
+MEMORY_SHARE = 0.5
+"""Share of a CPU's memory that idle contenders may fill."""
 RECOMPILE_LIMIT = 256
 """Contenders share the code of their blocks, and each adds its own compiled form to that code's cache."""
 
@@ -114,6 +123,10 @@ class Bench:
         finally:
             close(batches)
 
+    def link(self) -> Link:
+        """Measure the cost of collectives between the ranks."""
+        return measure_link(self.subject.device)
+
     def drop(self, setting: Setting) -> None:
         """Drop a setting, and its compiled code too unless the remaining ones would then have to compile again."""
         self._warm.pop(setting, None)
@@ -189,3 +202,94 @@ def side_by_side() -> Iterator[None]:
         automatic_dynamic_shapes=False,
     ):
         yield
+
+
+class Models(Contenders):
+    """`Contenders` for settings of a subject's model."""
+
+    control_rounds, control_share = 10, 0.06
+    most_rounds = 30
+    loss_runs = True
+    shorter = "and so do shorter steps (--batch, --model.sequence)"
+
+    def __init__(self, subject: Subject, machine: Machine, config: LadderConfig) -> None:
+        self.subject, self.machine, self.seed = subject, machine, config.seed
+        self.bench, self.team = Bench(subject), Team(subject, config)
+        self.title, self.unit, self.first = subject.title, subject.unit, subject.first
+        self.shares_gpu = subject.device.type == "cuda"
+
+    def contend(self, setting: Setting) -> ModelContender:
+        return ModelContender(self._crew(setting), setting, self.seed)
+
+    def room(self, setting: Setting) -> int:
+        """Number of contenders that fit, at least two on a CPU; unlimited on a GPU, which raises when it is full."""
+        if self.subject.device.type != "cpu":
+            return sys.maxsize
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(2, int(MEMORY_SHARE * memory / (16.0 * self.subject.workload(setting).parameters)))
+
+    def form(self, setting: Setting) -> Hashable:
+        return setting.plan.host_memory
+
+    def trained(self, setting: Setting, seed: int, steps: int) -> LossRun:
+        losses: LossRun = self._crew(setting).ask("trained", setting, seed, steps)[0]
+        return losses
+
+    def samples(self, setting: Setting) -> float:
+        return self.subject.samples(setting)
+
+    def model_flops(self, setting: Setting) -> int:
+        return self.subject.model_flops(setting)
+
+    def train_command(self, setting: Setting) -> str:
+        return self.subject.train_command(setting)
+
+    def end(self) -> None:
+        self.team.end()
+
+    def _crew(self, setting: Setting) -> Crew:
+        return self.team if setting.plan.gpus > 1 else self.bench
+
+    def predict(self, setting: Setting) -> Prediction:
+        """The planner's prediction for a setting."""
+        work, machine = self.subject.workload(setting), self.machine
+        if setting.plan.gpus > 1:
+            machine = rank_machine(machine, setting.plan.gpus, self.team.link())
+        return predict_workload(work, machine, setting.plan)
+
+    def slower(self, setting: Setting, before: Setting) -> float:
+        return self.predict(setting).iteration_seconds / self.predict(before).iteration_seconds
+
+    def forecast(
+        self, setting: Setting, before: Setting, by: str = "samples", corrected: float | None = None
+    ) -> Forecast:
+        predicted, previous, first = (self.predict(s) for s in (setting, before, self.first))
+
+        def rate(prediction: Prediction, of: Setting) -> float:
+            flops = prediction.model_flops_per_second_per_gpu * prediction.gpus
+            return flops if by == "flops" else prediction.samples_per_second * self.subject.worth(of)
+
+        to_baseline = rate(predicted, setting) / rate(first, self.first)
+        return Forecast(
+            samples_per_second=predicted.samples_per_second * self.subject.worth(setting),
+            to_previous=rate(predicted, setting) / rate(previous, before), to_baseline=to_baseline,
+            corrected=to_baseline if corrected is None else corrected, memory_bytes=predicted.memory_bytes,
+            mfu=predicted.mfu, seconds=predicted.seconds,
+        )  # fmt: skip
+
+
+def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
+    """The part of this machine that each of `ranks` processes has, as a Machine: ranks on one CPU share its rates, and
+    `link` is the measured cost of their collectives."""
+    linked = replace(machine.linked(link, ranks), devices_per_node=max(ranks, machine.devices_per_node))
+    if machine.device != "cpu":
+        return linked
+    return replace(
+        linked,
+        peak_flops={name: rate / ranks for name, rate in machine.peak_flops.items()},
+        achievable_flops={name: rate / ranks for name, rate in machine.achievable_flops.items()},
+        memory_bytes=machine.memory_bytes / ranks,
+        memory_bytes_per_second=machine.memory_bytes_per_second / ranks,
+        gemm=tuple(replace(s, flops_per_second=s.flops_per_second / ranks) for s in machine.gemm),
+        kernels=tuple(replace(s, per_second=s.per_second / ranks) for s in machine.kernels),
+    )

@@ -25,7 +25,6 @@ from penstock.ladder.tables import (
     seconds,
     stays,
     times,
-    titles,
 )
 from penstock.report.chart import number, signed
 from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
@@ -82,28 +81,24 @@ def picture(report: LadderReport) -> str:
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
     paying = [rung for rung in report.rungs if in_plans(rung)]
-    where = f"{_SPEED}; {_where(report)}{_batch(report)}"
-    return speeds(report, rungs=paying, heading=text, x_label=where, alone=True)
+    return speeds(report, rungs=paying, heading=text, x_label=f"{_SPEED}; {_where(report)}", alone=True)
 
 
 def _where(report: LadderReport) -> str:
+    """The device, and the batch if it is the ladder's."""
     machine = report.environment.get("machine", {})
     gpus: Sequence[str] = machine.get("gpus") or ()
+    device = f"{machine.get('cores')} cores of {machine.get('processor')}"
     if report.machine.get("device") == "cuda" and gpus:
-        return gpus[0].split(",")[0]
-    return f"{machine.get('cores')} cores of {machine.get('processor')}"
-
-
-def _batch(report: LadderReport) -> str:
-    return "" if report.batch is None else f", batch {report.batch}"
+        device = gpus[0].split(",")[0]
+    return device if report.batch is None else f"{device}, batch {report.batch}"
 
 
 def _lead(report: LadderReport) -> str:
     tried = sum(rung.measured for rung in report.rungs) - 1
     paid = sum(rung.status == "kept" for rung in report.rungs)
-    searched = (
-        f"{len(report.tried)} of {report.candidates:,} combinations built, " if report.candidates else ""
-    )
+    built = f"{len(report.tried)} of {report.candidates:,} combinations built, "
+    searched = built if report.candidates else ""
     paying = f"{paid} of them pay and leave results as they are"
     if not tried:
         paying = f"so {stays(report)}"
@@ -111,9 +106,7 @@ def _lead(report: LadderReport) -> str:
         paying = (
             f"none pays beyond the noise by itself, but the {len(report.same.rungs)} of the Plan together do"
         )
-    return (
-        f"Training on {_where(report)}{_batch(report)}: {searched}{tried} optimisations measured, {paying}."
-    )
+    return f"Training on {_where(report)}: {searched}{tried} optimisations measured, {paying}."
 
 
 def _tiles(report: LadderReport) -> list[Tile]:
@@ -273,21 +266,16 @@ def _losses(report: LadderReport) -> list[Section]:
             title="Loss of each rung", x_label="optimizer step", y_label="loss",
         )
     ]  # fmt: skip
-    bars = [
-        _difference(rung.title, rung.loss_difference, 2 * noise.deviation)
-        for rung in report.rungs[1:]
-        if rung.losses and rung.loss_difference is not None
-    ]
+    bars = []
+    for rung in report.rungs[1:]:
+        if rung.losses and (change := rung.loss_difference) is not None:
+            explained = abs(change) <= 2 * noise.deviation
+            state: State = "kept" if explained else "higher" if change > 0 else "lower"
+            bars.append(Bar(label=rung.title, state=state, value=change))
     if bars:
-        title = "Loss difference of each rung"
-        label = "loss less the baseline's"
+        title, label = "Loss difference of each rung", "loss less the baseline's"
         drawn.append(partial(difference_bars, bars, noise=noise.deviation, title=title, x_label=label))
     return [Section(title="What it does to the loss", text=text, figures=drawn)]
-
-
-def _difference(label: str, change: float, noise: float) -> Bar:
-    state: State = "kept" if abs(change) <= noise else "higher" if change > 0 else "lower"
-    return Bar(label=label, state=state, value=change)
 
 
 def _curves(report: LadderReport) -> list[Line]:
@@ -305,7 +293,11 @@ def _curves(report: LadderReport) -> list[Line]:
         else:
             groups.append([rung])
     return [
-        Line(label=titles(g), points=list(enumerate(g[0].losses, 1)), bold=g[0].status == "baseline")
+        Line(
+            label=", ".join(rung.title for rung in g),
+            points=list(enumerate(g[0].losses, 1)),
+            bold=g[0].status == "baseline",
+        )
         for g in groups
     ]
 

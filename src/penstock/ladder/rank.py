@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from penstock.config.machine import Link
 from penstock.config.plan import Plan
-from penstock.ladder import measure
+from penstock.ladder.measure import Bench, side_by_side
 from penstock.ladder.own import subject_of
 from penstock.ladder.team import Answer, Hello
 from penstock.parallel.join import joined, local_device
-from penstock.probe.rates import measure_link
 
 
 def main() -> None:
@@ -55,19 +53,13 @@ def _serve(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -
     torch.set_num_threads(hello.threads)
     device = local_device(torch.device(hello.device))
     subject = subject_of(hello.config, None, device)
-    with joined(Plan(dp=hello.config.procs), device) as dims, measure.side_by_side():
+    with joined(Plan(dp=hello.config.procs), device) as dims, side_by_side():
         subject.rank = dims.rank
-        bench = _Bench(subject)
+        bench = Bench(subject)
         connection.send(Answer())
         while True:
             do, arguments = tasks.get()
             connection.send(Answer(bench.ask(do, *arguments)[0]))
-
-
-class _Bench(measure.Bench):
-    def link(self) -> Link:
-        """Measure the cost of collectives between the ranks."""
-        return measure_link(self.subject.device)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Situation:
         return "bf16" if "bf16" in self.machine.peak_flops else "fp16"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One optimisation. `apply` makes the change; `refusal` says why it is impossible for a setting, or None."""
 
@@ -97,9 +97,14 @@ class Rung:
     checked, instead of comparing its loss with the baseline's."""
 
     @property
+    def group(self) -> str:
+        """Name of its group: `optimizer` for `optimizer-fused`."""
+        return self.name.split("-", 1)[0]
+
+    @property
     def alternatives(self) -> str:
         """Name of the choice that this rung is one answer to."""
-        return self.choice or group_of(self)
+        return self.choice or self.group
 
     @property
     def results(self) -> Results:
@@ -192,11 +197,6 @@ def vision_only(setting: Setting) -> str | None:
         return None
     trait = "is your own" if graph is None else "makes images" if graph.pixels is not None else "reads text"
     return f"it changes a Vision Transformer of Penstock's, and this model {trait}"
-
-
-def group_of(rung: Rung) -> str:
-    """Name of a rung's group: `optimizer` for `optimizer-fused`."""
-    return rung.name.split("-", 1)[0]
 
 
 REGISTERED: dict[str, Rung] = {}

@@ -17,7 +17,7 @@ from penstock.config.plan import AttentionBackend, Recompute
 from penstock.config.stack import Stack
 from penstock.errors import ConfigError
 from penstock.kernels.choices import attention_kernel
-from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, group_of, plan, register, vision_only
+from penstock.ladder.rung import REGISTERED, Rung, Setting, Situation, plan, register, vision_only
 from penstock.planner.libraries import library_obstacle
 from penstock.process import unavailable
 
@@ -28,16 +28,11 @@ def _needless_fp16(_: Setting, situation: Situation) -> str | None:
 
 
 def _autocast(dtype: HalfDtype, place: int, **more: Any) -> Rung:
-    return _rung(
+    return Rung(
         f"half-{dtype}", place, f"autocast {dtype}",
         f"Matrix products run in {dtype}, half the size of fp32; weights, norms and sums stay in fp32.",
         plan(precision="O1", dtype=dtype), choice="precision", **more,
     )  # fmt: skip
-
-
-def _rung(name: str, place: int, title: str, why: str, apply: Any, **more: Any) -> Rung:
-    """A rung from positional arguments, in the order of the table below."""
-    return Rung(name=name, place=place, title=title, why=why, apply=apply, **more)
 
 
 def _pooled(setting: Setting, situation: Situation) -> Setting:
@@ -67,7 +62,7 @@ def _attention(backend: AttentionBackend, place: int, why: str) -> Rung:
         return f"attention={now} uses that kernel here already" if new == old and backend != now else None
 
     title, change = f"{backend} attention", plan(attention=backend)
-    return _rung(f"attention-{backend}", place, title, why, change, obstacle=obstacle)
+    return Rung(f"attention-{backend}", place, title, why, change, obstacle=obstacle)
 
 
 def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
@@ -80,7 +75,7 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
 
     alone = names[0] if len(names) == 1 else None
     name, title = f"fuse-{alone or 'all'}", f"fused {FUSED[alone].title if alone else 'operators'}"
-    return _rung(
+    return Rung(
         name, place, title, " ".join(FUSED[n].why for n in names), plan(fuse=names), obstacle=obstacle
     )
 
@@ -120,7 +115,7 @@ def _batch(factor: int, place: int, recompute: Recompute = "none") -> Rung:
     again = recompute != "none"
     name, title = f"batch-x{factor}{'-recomputed' * again}", f"batch × {factor}{', recomputed' * again}"
     why = " To fit into memory, norms and activations are recomputed in the backward pass." * again
-    return _rung(
+    return Rung(
         name, place, title, "More samples per step: matrix products are larger, and each launch and each update serve "
         f"more samples. The global batch grows by this factor, which the recipe must allow.{why}", change,
         obstacle=obstacle,
@@ -151,7 +146,7 @@ def _several(kind: str, place: int, title: str, why: str, **fields: Any) -> Rung
         return None
 
     alone: dict[str, Any] = {"dp": 1, "sharding": "ddp", "shard": 1, "cp": 1, "pp": 1, "tp": 1}
-    return _rung(f"parallel-{kind}", place, title, why, plan(**alone | fields), obstacle=obstacle, twin=True)
+    return Rung(f"parallel-{kind}", place, title, why, plan(**alone | fields), obstacle=obstacle, twin=True)
 
 
 def _larger_image(setting: Setting, situation: Situation) -> Setting:
@@ -193,56 +188,56 @@ def _compressed(part: str, place: int, title: str, why: str, change: Callable[[S
         f"{why} It starts untrained like the baseline, so its loss shows the most that this can cost: `penstock "
         "compress` starts from a trained model, and a teacher helps. It is reported, and not carried over."
     )
-    return _rung(f"compress-{part}", place, title, why, smaller, obstacle=obstacle, carried=False)
+    return Rung(f"compress-{part}", place, title, why, smaller, obstacle=obstacle, carried=False)
 
 
 for _each in (
-    _rung(
+    Rung(
         "matmul", 100, "fast fp32 matmul",
         "Matrix products of fp32 are faster with fewer bits of the fraction: 10 in TF32 on a GPU, 7 on a CPU with AMX. "
         "Other CPUs with bf16 units multiply in fp32 by oneDNN, up to twice as fast as by MKL; the rest gain nothing.",
         plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
     ),
-    _rung(
+    Rung(
         "matmul-probed", 110, "faster fp32 library",
         "Each fp32 product of a linear layer takes the library, MKL or oneDNN, that was measured to be faster here.",
         plan(matmul="probed"), obstacle=lambda _, situation: library_obstacle(situation.machine),
     ),
-    _rung(
+    Rung(
         "memory", 150, "keep freed memory",
         "The allocator keeps memory that a step frees, so that Linux need not clear and map the same pages again.",
         plan(host_memory="keep"),
         obstacle=lambda setting, situation: unavailable() if situation.machine.device == "cpu" else None,
     ),
     _autocast("bf16", 200),
-    _rung(
+    Rung(
         "optimizer-foreach", 300, "foreach optimizer",
         "Each operator of the update covers many tensors in one launch. On a CPU torch has no such kernels.",
         plan(optimizer="foreach"),
     ),
-    _rung(
+    Rung(
         "optimizer-fused", 310, "fused optimizer",
         "The whole update is one kernel per group of tensors: weights, gradients and moments are read once.",
         plan(optimizer="fused"),
     ),
-    _rung(
+    Rung(
         "optimizer-contiguous", 320, "contiguous optimizer",
         "Weights and gradients are in one flat buffer per group; update, clipping and clearing pass over it once each.",
         plan(optimizer="contiguous"),
     ),
     # After the optimizers: an overflowed step can be skipped on the device by the fused ones only.
     _autocast("fp16", 340, obstacle=_needless_fp16),
-    _rung(
+    Rung(
         "masters", 350, "fp32 master weights",
         "Weights, activations and gradients have half the size, without casts; the optimizer updates fp32 weights.",
         plan(precision="O2", dtype=lambda situation: situation.half), choice="precision",
     ),
-    _rung(
+    Rung(
         "classifier", 400, "pooled classifier",
         "The mean over patches is classified instead of a class token: one token fewer, a number that suits kernels.",
         _pooled, obstacle=_has_class_token,
     ),
-    _rung(
+    Rung(
         "token-order", 500, "batch second",
         "Tokens are stored as (sequence, batch, width), so that attention reads heads in place, without transposes.",
         plan(token_order="batch_second"),
@@ -257,48 +252,48 @@ for _each in (
         "Penstock's own C++ kernel, which stores no scores, reads heads in place and applies dropout as it goes.",
     ),
     _attention("cudnn", 630, "Pins cuDNN's fused kernel, often the fastest on Hopper and later."),
-    _rung(
+    Rung(
         "loss-chunked", 650, "loss in chunks",
         "Logits over a vocabulary, and their gradients, are computed for some tokens at a time and never all stored.",
         plan(loss="chunked"),
     ),
-    _rung(
+    Rung(
         "padding", 660, "padding left out",
         "An encoder skips padding. On a GPU attention still computes it, unless it is flash.", plan(padding="remove"),
         obstacle=lambda _, situation: None if situation.padding_share else "no token of its batches is padding",
     ),
-    _rung(
+    Rung(
         "packed", 665, "packed sequences",
         "Documents fill samples one after the other, so that there is no padding. Speeds are compared per token, "
         "because a packed sample holds several of the baseline's.",
         lambda setting, situation: replace(setting, packed=True), obstacle=_not_packed,
     ),
-    _rung(
+    Rung(
         "length-groups", 670, "similar lengths",
         "Each batch holds samples of similar length: less padding, but batches are no longer fully random.",
         lambda setting, situation: replace(setting, by_length=True), obstacle=_not_by_length,
     ),
-    _rung(
+    Rung(
         "experts-loop", 680, "experts one by one",
         "Each expert has its own matrix product: faster on some machines for few experts with many tokens each.",
         plan(experts="loop"),
     ),
-    _rung(
+    Rung(
         "compile-blocks", 700, "compile blocks",
         "Fuses a block's pointwise work into few kernels; one compilation serves all blocks.", plan(compile="blocks"),
     ),
-    _rung(
+    Rung(
         "compile-whole", 710, "compile whole",
         "Compiles the whole model at once: more to fuse, and longer to compile.", plan(compile="whole"),
     ),
     *(_fused(names, place) for place, names in enumerate((*((name,) for name in FUSED), tuple(FUSED)), 720)),
     # After compilation, which fuses the scaling into its neighbours: eager, the scaling costs what fp8 gains.
-    _rung(
+    Rung(
         "fp8", 750, "fp8 products",
         "Products in the blocks read half the bytes of bf16 and run at twice the rate on GPUs that have fp8.",
         plan(products="fp8_tensorwise"), choice="products",
     ),
-    _rung(
+    Rung(
         "int8", 755, "int8 products",
         "Products in the blocks run at twice the rate of bf16 where there are units for int8 (VNNI on a CPU), and "
         "inputs are kept in half the bytes. Rounding takes back part of the gain, most where it is not compiled.",
@@ -347,7 +342,7 @@ for _each in (
         "group, and only gradients are sent between groups, once a step.",
         dp=_procs, sharding="hsdp", gather="level", shard=lambda situation: group_size(situation.procs),
     ),
-    _rung(
+    Rung(
         "image", 900, "larger image (FLOP/s)",
         "256 pixels make 16 × 16 patches, which tiles divide; 224 make 14 × 14. A sample takes more work, so "
         "this is compared in model FLOP/s; it is reported, and not carried over to later rungs.",
@@ -355,7 +350,7 @@ for _each in (
     ),
     _compressed("depth", 910, "half the layers", "Every second layer is left out.", _half_depth),
     _compressed("width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width),
-    _rung(
+    Rung(
         "muon", 930, "Muon for AdamW",
         "Updates of the blocks' matrices are orthogonalised. A step takes longer, but fewer may reach the same "
         "loss; the seconds to a loss are measured over a few steps, at AdamW's learning rate. Results differ, so it is "
@@ -363,7 +358,7 @@ for _each in (
         plan(algorithm="muon", optimizer="fused"), carried=False,
     ),
     # Without fp32 weights there are no masters, and without autocast nothing chooses fp8.
-    _rung(
+    Rung(
         "whole-half", 1000, "whole model half",
         "Weights, gradients and optimizer state have half the size too: no casts, half the traffic, half the memory. "
         "Small updates can be lost in rounding, so look at the loss.",
@@ -384,7 +379,7 @@ def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung
     A name is a rung's own or its group's (`optimizer` names every `optimizer-…`). Raises ConfigError for unknown ones.
     """
     rungs = all_rungs()
-    names = {rung.name for rung in rungs} | {group_of(rung) for rung in rungs}
+    names = {rung.name for rung in rungs} | {rung.group for rung in rungs}
     problems = [
         f"There is no rung {quoted(name)}.{nearest(name, sorted(names))} "
         f"The rungs are {', '.join(r.name for r in rungs)}."
@@ -395,6 +390,6 @@ def choose(only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> tuple[Rung
         raise ConfigError(problems)
 
     def named(rung: Rung, names: tuple[str, ...]) -> bool:
-        return rung.name in names or group_of(rung) in names
+        return rung.name in names or rung.group in names
 
     return tuple(rung for rung in rungs if (not only or named(rung, only)) and not named(rung, skip))

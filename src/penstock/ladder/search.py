@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from penstock.ladder.arena import Arena, failure
-from penstock.ladder.forecast import Corrected, expected_gain
 from penstock.ladder.result import Status
 from penstock.ladder.rung import Setting
-from penstock.ladder.space import Candidate, Key, Space
+from penstock.ladder.space import Candidate, Corrected, Key, Space, expected_gain
 from penstock.ladder.statistics import FEWEST
 
 log = logging.getLogger(__name__)
@@ -212,26 +211,18 @@ class Search:
             self.arena.keep = {self.arena.baseline, self.best.setting}
             self._look(candidate)
         for candidate in self._best_compiled():
-            if self._cost(candidate) < end - time.perf_counter():
+            if self._fits(candidate, end):
                 self._look(candidate)
         # A cast may pay only in compiled code, which its eager form does not show.
-        for precision in self._precisions():
-            if any(
-                c.setting.plan.compile != "none" and precision(c.setting.plan.precision)
-                for c in self.measured.values()
-            ):
+        usable = (self.space.first, *self.space.least.values())
+        for level in dict.fromkeys(candidate.setting.plan.precision for candidate in usable):
+            plans = [candidate.setting.plan for candidate in self.measured.values()]
+            if any(plan.compile != "none" and plan.precision == level for plan in plans):
                 continue
-            compiled = self._likely(1, compile=lambda region: region != "none", precision=precision)
-            if not compiled:
-                continue
-            likely = compiled[0]
-            self.forecast(likely)
-            gain = math.log(self.speed(likely) / self.speed(self.best))
-            if (
-                gain + self.corrected.deviation(likely.key) > 0
-                and self._cost(likely) < end - time.perf_counter()
-            ):
-                self._look(likely)
+            for likely in self._likely(1, compile="none".__ne__, precision=level.__eq__):
+                gain = math.log(self._sure_speed(likely) / self.speed(self.best))
+                if gain + self.corrected.deviation(likely.key) > 0 and self._fits(likely, end):
+                    self._look(likely)
 
     def _look(self, candidate: Candidate) -> None:
         """Try a candidate for some rounds beside the best. Where steps are slow these are few; after a surprise it
@@ -274,15 +265,11 @@ class Search:
         unseen = (c for c in candidates if c is not None and c not in self.failures and self.allowed(c))
         return heapq.nlargest(count, unseen, key=lambda c: (self._expected(c.key), c.key))
 
-    def _precisions(self) -> list[Callable[[str], bool]]:
-        settings = (c.setting for c in (self.space.first, *self.space.least.values()))
-        return [level.__eq__ for level in dict.fromkeys(setting.plan.precision for setting in settings)]
-
     def _next(self, end: float) -> Candidate | None:
         """The candidate with the largest expected gain per second; None if none is worth its time."""
         left = end - time.perf_counter()
         likely = self._likely(DEVIATIONS_FOR)
-        eager = self._likely(DEVIATIONS_FOR // 2, compile=lambda region: region == "none")
+        eager = self._likely(DEVIATIONS_FOR // 2, compile="none".__eq__)
         rates = {c: self._rate(c, left) for c in {*likely, *eager}}
         # A composed forecast is replaced by the planner's own before it is trusted.
         while rates:
@@ -316,25 +303,29 @@ class Search:
         switches = candidate.setting.plan.host_memory != best.plan.host_memory
         return self.arena.building(candidate.setting) + (2 + 2 * switches) * self._looks(candidate) * turns
 
+    def _fits(self, candidate: Candidate, end: float) -> bool:
+        """Whether there is time for a trial of a candidate."""
+        return self._cost(candidate) < end - time.perf_counter()
+
     def halve(self, end: float) -> Candidate:
         """Race the fastest; after some rounds the slower half is dropped, until two are left, and then one."""
         fastest = math.log(self.speed(self.best))
         pool = [c for c in self.ranked() if math.log(self.speed(c)) > fastest - WITHIN][:FINALISTS]
         while len(pool) > 2:
-            cost = sum(self.arena.building(c.setting) for c in pool)
-            each = self.arena.round_of([c.setting for c in pool])
-            rounds = min(LOOKS, int((end - time.perf_counter() - cost) / each))
+            settings = [c.setting for c in pool]
+            left = end - time.perf_counter() - sum(map(self.arena.building, settings))
+            rounds = min(LOOKS, int(left / self.arena.round_of(settings)))
             if rounds < 1:
                 break
-            self.arena.keep = {self.arena.baseline, *(c.setting for c in pool)}
-            self.arena.play([c.setting for c in pool], rounds)
+            self.arena.keep = {self.arena.baseline, *settings}
+            self.arena.play(settings, rounds)
             self.took(pool[0])
             pool = sorted(pool, key=self.speed, reverse=True)[: max(2, len(pool) // 2)]
             self.arena.keep = {self.arena.baseline, *(c.setting for c in pool)}
             self.arena.clear()
-        two = [c.setting for c in pool[:2]]
-        if len(two) == 2:
-            self.arena.race(two, [(two[0], two[1])], end)
+        if len(pool) > 1:
+            first, second = pool[0].setting, pool[1].setting
+            self.arena.race([first, second], [(first, second)], end)
             self.took(pool[0])
         return self.best
 
@@ -354,10 +345,8 @@ class Search:
             for candidate in [*others, *away]:
                 if self.arena.verdict_of(candidate.setting, best.setting) != "open":
                     continue
-                left = end - time.perf_counter() - (0.0 if candidate in away else kept_for_away)
-                if self._cost(candidate) > left:
-                    continue
-                if self.try_out(candidate, [best], self._looks(candidate)):
+                until = end if candidate in away else end - kept_for_away
+                if self._fits(candidate, until) and self.try_out(candidate, [best], self._looks(candidate)):
                     there.append(candidate)
             pairs = [(c.setting, best.setting) for c in there]
             self.arena.keep |= {c.setting for c in there}
@@ -378,23 +367,15 @@ class Search:
         def verdict(candidate: Candidate) -> str:
             return self.arena.verdict_of(candidate.setting, best.setting)
 
+        def gain(candidate: Candidate) -> float:
+            """The smaller of the gains as measured and as forecast, in logarithms."""
+            measured = math.log(self.speed(candidate) / self.speed(best))
+            return min(measured, self.forecast(candidate) - self.forecast(best))
+
         near = [c for c in near if c.key in self.measured and self.allowed(c)]
         faster = [c for c in near if verdict(c) == "faster"]
-        agreed = [
-            c
-            for c in near
-            if verdict(c) == "open"
-            and math.log(self.speed(c) / self.speed(best)) > AGREED
-            and self.forecast(c) - self.forecast(best) > AGREED
-        ]
-        idle = [
-            c
-            for c in away
-            if c in near
-            and verdict(c) != "slower"
-            and self.speed(c) > (1 - IDLE) * self.speed(best)
-            and self.forecast(c) > self.forecast(best) - IDLE
-        ]
+        agreed = [c for c in near if verdict(c) == "open" and gain(c) > AGREED]
+        idle = [c for c in near if c in away and verdict(c) != "slower" and gain(c) > -IDLE]
         return max(faster or agreed or idle, key=self.speed, default=None)
 
     def path_seconds(self) -> float:
@@ -445,11 +426,10 @@ class Search:
         simpler = self.space.at(tuple("" if name in idle else name for name in best.key)) if idle else None
         if simpler is None or simpler in self.failures or not self.allowed(simpler):
             return None
-        looks = self._looks(simpler)
-        if simpler.key not in self.measured and (
-            self._cost(simpler) > end - time.perf_counter() or not self.try_out(simpler, [best], looks)
-        ):
-            return None
+        if simpler.key not in self.measured:
+            looks = self._looks(simpler)
+            if not self._fits(simpler, end) or not self.try_out(simpler, [best], looks):
+                return None
         pair = best.setting, simpler.setting
         self.arena.race(pair, [pair], _halfway(end))
         faster = self.arena.verdict_of(*pair) == "faster"

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import statistics
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.ladder.result import Estimate
 
 K = TypeVar("K", bound=Hashable)
+Matrix = npt.NDArray[np.float64]
 
 ERROR_RATE = 0.02
 """Probability that an interval misses the truth at any of the rounds at which it is read."""
@@ -80,15 +82,24 @@ class Journal(Generic[K]):
 
 
 class Joint(Generic[K]):
-    """The fitted levels of all settings. `ratio` compares any two that rounds connect."""
+    """The fitted levels of all settings. `ratio` compares any two that rounds connect.
 
-    def __init__(self, rounds: Iterable[Mapping[K, float]]) -> None:
-        self._turns = [dict(turn) for turn in rounds if len(turn) > 1]
+    Its matrices have a row for each round of two settings or more, and a column for each setting.
+    """
+
+    def __init__(self, rounds: Sequence[Mapping[K, float]]) -> None:
+        """`rounds` are the logarithms of seconds per step, by setting."""
+        turns = [turn for turn in rounds if len(turn) > 1]
         self._alone = [level for turn in rounds for level in turn.values()]
-        self._index = {s: i for i, s in enumerate(dict.fromkeys(s for turn in self._turns for s in turn))}
-        self._weights = [dict.fromkeys(turn, 1.0) for turn in self._turns]
-        self._levels = [0.0] * len(self._index)
-        for _ in range(_PASSES if self._index else 0):
+        self._index = {s: i for i, s in enumerate(dict.fromkeys(s for turn in turns for s in turn))}
+        shape = len(turns), len(self._index)
+        self._present, self._timings = np.zeros(shape, bool), np.zeros(shape)
+        for row, turn in enumerate(turns):
+            columns = [self._index[s] for s in turn]
+            self._present[row, columns], self._timings[row, columns] = True, list(turn.values())
+        self._weights, self._errors = self._present.astype(float), np.zeros(shape)
+        self._levels, self._inverse = np.zeros(shape[1]), np.zeros((shape[1], shape[1]))
+        for _ in range(_PASSES if turns else 0):
             self._solve()
             self._reweigh()
         self._spread()
@@ -99,9 +110,14 @@ class Joint(Generic[K]):
         return None if i is None or j is None else math.exp(self._levels[j] - self._levels[i])
 
     def variance(self, setting: K, over: K) -> float | None:
-        """Variance of the logarithm of `ratio`; None if no rounds connect the two."""
+        """Variance of the logarithm of `ratio`; None if no chain of rounds connects the two."""
         i, j = self._index.get(setting), self._index.get(over)
-        return None if i is None or j is None else self._variance(i, j)
+        if i is None or j is None or self._group[i] != self._group[j]:
+            return None
+        # A timing pulls both levels by its difference from the mean of its round, which includes it.
+        effects = self._inverse[i] - self._inverse[j]
+        pulls = self._weights * (effects - self._means(effects))
+        return self._follows * float((pulls**2 @ self._variances).sum())
 
     def ratio(self, setting: K, over: K, floor: float = 0.0) -> Estimate | None:
         """Speed of a setting relative to `over`; None if no rounds connect the two.
@@ -110,14 +126,11 @@ class Joint(Generic[K]):
         """
         if setting == over:
             return Estimate.exact(1.0)
-        i, j = self._index.get(setting), self._index.get(over)
-        if i is None or j is None:
-            return None
-        variance = self._variance(i, j)
+        variance = self.variance(setting, over)
         if variance is None:
             return None
-        value = self._levels[j] - self._levels[i]
-        rounds = 2.0 * self._common * self._follows / variance if variance > 0 else float(len(self._turns))
+        value = float(self._levels[self._index[over]] - self._levels[self._index[setting]])
+        rounds = 2.0 * self._common * self._follows / variance if variance > 0 else float(len(self._present))
         wide = factor(rounds, self._freedom) * math.sqrt(variance) if variance > 0 else 0.0
         wide = math.hypot(wide, math.log1p(floor))
         return Estimate(
@@ -134,117 +147,71 @@ class Joint(Generic[K]):
         estimated variance at f degrees of freedom, the mean square of Student's t. Never less than `FLOOR`, which is
         all that three rounds can show.
         """
-        i, j = self._index[setting], self._index[twin]
         if self._freedom <= 2:
             return FLOOR
-        explained = (self._variance(i, j) or 0.0) * self._freedom / (self._freedom - 2)
-        excess = (self._levels[i] - self._levels[j]) ** 2 - explained
-        return max(FLOOR, math.expm1(math.sqrt(max(0.0, excess))))
+        explained = (self.variance(setting, twin) or 0.0) * self._freedom / (self._freedom - 2)
+        difference = float(self._levels[self._index[setting]] - self._levels[self._index[twin]])
+        return max(FLOOR, math.expm1(math.sqrt(max(0.0, difference**2 - explained))))
 
     def seconds(self, first: K) -> float:
         """Seconds per step of a setting at the machine's usual pace, that of the median round."""
         if first not in self._index:
-            return math.exp(statistics.median(self._alone)) if self._alone else math.nan
-        level = self._levels[self._index[first]]
-        paces = [
-            statistics.fmean(y - self._levels[self._index[s]] for s, y in turn.items())
-            for turn in self._turns
-        ]
-        return math.exp(level + statistics.median(paces))
+            return math.exp(np.median(self._alone)) if self._alone else math.nan
+        paces = np.mean(self._timings - self._levels, axis=1, where=self._present)
+        return math.exp(self._levels[self._index[first]] + np.median(paces))
+
+    def _means(self, values: Matrix) -> Matrix:
+        """The weighted mean of each round, as a column."""
+        sums = (self._weights * values).sum(axis=1, keepdims=True)
+        means: Matrix = sums / self._weights.sum(axis=1, keepdims=True)
+        return means
 
     def _solve(self) -> None:
-        """Weighted least squares: the rounds' levels eliminated, the rest by the normal equations."""
-        count = len(self._index)
-        matrix = [[0.0] * count for _ in range(count)]
-        right = [0.0] * count
-        for turn, weights in zip(self._turns, self._weights, strict=True):
-            total = sum(weights.values())
-            mean = sum(weights[s] * y for s, y in turn.items()) / total
-            for setting, y in turn.items():
-                i, w = self._index[setting], weights[setting]
-                right[i] += w * (y - mean)
-                matrix[i][i] += w
-                for other in turn:
-                    matrix[i][self._index[other]] -= w * weights[other] / total
-        self._inverse = inverse(matrix)
-        self._levels = [sum(map(operator.mul, row, right)) for row in self._inverse]
+        """Weighted least squares: the rounds' levels eliminated, the rest by the normal equations.
 
-    def _errors(self) -> list[dict[K, float]]:
-        """Residual of each timing."""
-        left = []
-        for turn, weights in zip(self._turns, self._weights, strict=True):
-            errors = {s: y - self._levels[self._index[s]] for s, y in turn.items()}
-            level = sum(weights[s] * e for s, e in errors.items()) / sum(weights.values())
-            left.append({s: e - level for s, e in errors.items()})
-        return left
+        They give the levels up to a constant for each group of settings that rounds connect. A billionth of the largest
+        entry on the diagonal fixes that constant, and changes no difference within a group.
+        """
+        weights = self._weights
+        normal = np.diag(weights.sum(axis=0)) - (weights / weights.sum(axis=1, keepdims=True)).T @ weights
+        self._inverse = np.linalg.inv(normal + 1e-9 * normal.diagonal().max() * np.eye(len(normal)))
+        self._levels = self._inverse @ (weights * (self._timings - self._means(self._timings))).sum(axis=0)
 
     def _reweigh(self) -> None:
         """Huber's weights: a timing far off pulls as much as a timing at twice the usual distance."""
-        self._left = self._errors()
-        sizes = [abs(e) for errors in self._left for e in errors.values()]
-        limit = _HUBER * 1.483 * statistics.median(sizes)
-        self._weights = [
-            {s: 1.0 if abs(e) <= limit or limit == 0.0 else limit / abs(e) for s, e in errors.items()}
-            for errors in self._left
-        ]
+        errors = self._timings - self._levels
+        self._errors = np.where(self._present, errors - self._means(errors), 0.0)
+        sizes = np.abs(self._errors)
+        limit = _HUBER * 1.483 * np.median(sizes[self._present])
+        far = sizes > limit if limit > 0 else np.zeros_like(self._present)
+        self._weights = self._present * np.divide(limit, sizes, out=np.ones_like(sizes), where=far)
 
     def _spread(self) -> None:
         """Estimate the variance of one timing, in common and by setting, and the correlation of successive errors."""
-        squares: dict[K, float] = {}
-        counts: dict[K, int] = {}
-        before: dict[K, float] = {}
-        follow = total = 0.0
-        for errors, weights in zip(getattr(self, "_left", []), self._weights, strict=True):
-            for s, e in errors.items():
-                # In a round of k timings an error's expected square is (k - 1) / k of its true value.
-                size = weights[s] * e * e * len(errors) / (len(errors) - 1)
-                squares[s] = squares.get(s, 0.0) + size
-                counts[s] = counts.get(s, 0) + 1
-                if s in before:
-                    follow += before[s] * e
-                    total += (before[s] ** 2 + e * e) / 2.0
-            before = dict(errors)
-        timings = sum(counts.values())
-        self._freedom = float(timings - len(self._turns) - len(self._index) + 1)
-        free = max(self._freedom, 1.0) / max(1.0, float(timings - len(self._turns)))
-        self._common = sum(squares.values()) / max(1, timings) / free
-        own = {s: squares[s] / free for s in squares}
-        self._own = {s: (_PRIOR * self._common + own[s]) / (_PRIOR + counts[s]) for s in squares}
+        in_round = self._present.sum(axis=1, keepdims=True)
+        # In a round of k timings an error's expected square is (k - 1) / k of its true value.
+        squares = (self._weights * self._errors**2 * in_round / (in_round - 1)).sum(axis=0)
+        counts, rounds = self._present.sum(axis=0), len(self._present)
+        timings = int(counts.sum())
+        self._freedom = float(timings - rounds - len(counts) + 1)
+        free = max(self._freedom, 1.0) / max(1.0, float(timings - rounds))
+        self._common = float(squares.sum()) / max(1, timings) / free
+        self._variances = (_PRIOR * self._common + squares / free) / (_PRIOR + counts)
+        both = self._present[1:] & self._present[:-1]
+        before, after = self._errors[:-1][both], self._errors[1:][both]
         # A few rounds show little of the errors' correlation, so some is assumed.
         assumed = _PRIOR_PAIRS * self._common
-        follow, total = follow + _PRIOR_CORRELATION * assumed, total + assumed
+        follow = float(before @ after) + _PRIOR_CORRELATION * assumed
+        total = float(before @ before + after @ after) / 2.0 + assumed
         correlation = min(0.8, max(0.0, follow / total)) if total > 0 else 0.0
         self._follows = (1.0 + correlation) / (1.0 - correlation)
-
-    def _variance(self, i: int, j: int) -> float | None:
-        """Variance of the difference between two levels; None if no chain of rounds connects them."""
-        if self._group[i] != self._group[j]:
-            return None
-        row = [a - b for a, b in zip(self._inverse[i], self._inverse[j], strict=True)]
-        pulls = (sum(map(operator.mul, scatter, row)) for scatter in self._scatter)
-        return self._follows * float(sum(map(operator.mul, row, pulls)))
-
-    @functools.cached_property
-    def _scatter(self) -> list[list[float]]:
-        """Variances and covariances of the pull that all timings exert on each level."""
-        count = len(self._index)
-        scatter = [[0.0] * count for _ in range(count)]
-        for turn, weights in zip(self._turns, self._weights, strict=True):
-            # A timing pulls against the mean of its round, which includes it.
-            total = sum(weights.values())
-            for source in turn:
-                pull = {self._index[s]: weights[s] * ((s == source) - weights[source] / total) for s in turn}
-                for i, a in pull.items():
-                    for j, b in pull.items():
-                        scatter[i][j] += a * b * self._own[source]
-        return scatter
 
     @functools.cached_property
     def _group(self) -> list[int]:
         """Group number of each setting; settings connected by a chain of rounds have the same."""
         group = list(range(len(self._index)))
-        for turn in self._turns:
-            joined = {group[self._index[s]] for s in turn}
+        for present in self._present:
+            joined = {number for number, there in zip(group, present, strict=True) if there}
             group = [min(joined) if number in joined else number for number in group]
         return group
 
@@ -263,25 +230,3 @@ def verdict(ratio: Estimate, rounds: int, least: int) -> Verdict:
     if ratio.high < 1.0:
         return "slower"
     return "same" if math.log(ratio.high / ratio.value) < NARROW and rounds >= least else "open"
-
-
-def inverse(matrix: list[list[float]]) -> list[list[float]]:
-    """The inverse of a symmetric matrix without negative eigenvalues; nearly so for a zero eigenvalue.
-
-    Levels of settings are known up to a constant for each group that rounds connect. A billionth of the largest entry
-    on the diagonal fixes that constant, and changes no difference within a group.
-    """
-    size = len(matrix)
-    little = 1e-9 * max((row[i] for i, row in enumerate(matrix)), default=1.0)
-    work = [
-        [*row[:i], row[i] + little, *row[i + 1 :], *(float(i == j) for j in range(size))]
-        for i, row in enumerate(matrix)
-    ]
-    for i in range(size):
-        pivot = work[i][i]
-        row = work[i] = [value / pivot for value in work[i]]
-        for j in range(size):
-            if j != i and work[j][i] != 0.0:
-                scale = work[j][i]
-                work[j] = [a - scale * b for a, b in zip(work[j], row, strict=True)]
-    return [row[size:] for row in work]

@@ -96,18 +96,11 @@ def flop_unit(report: LadderReport) -> tuple[float, str]:
     return (1e12, "TFLOP/s") if first and first.value >= 0.1e12 else (1e9, "GFLOP/s")
 
 
-def titles(rungs: Sequence[RungResult]) -> str:
-    """Titles of rungs, joined in a sentence."""
-    return ", ".join(rung.title for rung in rungs)
-
-
 def equality_words(equality: Equality) -> str:
     """How far the losses of several processes differ from those of one process, and how far they may."""
-    norms = (
-        ""
-        if equality.norm is None
-        else f", gradient norms within {equality.norm:.1e} (of {10 * equality.tolerance:.1e})"
-    )
+    norms = ""
+    if equality.norm is not None:
+        norms = f", gradient norms within {equality.norm:.1e} (of {10 * equality.tolerance:.1e})"
     return (
         f"{'equal' if equality.holds else 'NOT equal'} to one process on the same samples: losses of "
         f"{equality.steps} steps within {equality.loss:.1e} (of {equality.tolerance:.1e}){norms}, relatively"
@@ -151,17 +144,13 @@ def in_plans(rung: RungResult) -> bool:
     return rung.status in ("baseline", "kept", "unproven", "offered")
 
 
-def percent(share: float) -> str:
-    """Width of an interval in words, never rounded down."""
-    return f"{math.ceil(1000 * share) / 10:.1f} %"
-
-
 def beyond_words(nearest: Nearest | None) -> str:
+    """The finding if no Plan is faster than the baseline beyond the noise; widths are never rounded down."""
     if nearest is None:
         return "nothing that applies here was measured in this time"
     if nearest.width >= 1:
         return "no gain could be told from noise"
-    return f"nothing beyond ±{percent(nearest.width)}"
+    return f"nothing beyond ±{math.ceil(1000 * nearest.width) / 10:.1f} %"
 
 
 def nothing_words(report: LadderReport, nearest: Nearest) -> str:
@@ -198,9 +187,8 @@ def noise_words(report: LadderReport) -> str:
         return ""
     ratio, floor = report.control.ratio, report.control.floor
     decided = ratio.high <= MOST_RATIO * ratio.low
-    interval = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
-    if not decided:
-        interval = f"{ratio.rounds} rounds give no interval"
+    known = f"{ratio.low - 1:+.1%} to {ratio.high - 1:+.1%}"
+    interval = known if decided else f"{ratio.rounds} rounds give no interval"
     twice = f"the baseline, built twice, differs from itself by {ratio.value - 1:+.1%} ({interval})"
     if not decided or math.log(ratio.high / ratio.low) > SCATTERED * math.log1p(floor):
         return f"{twice[0].upper()}{twice[1:]}: rounds scatter more than builds do, so that small gains stay undecided."

@@ -7,7 +7,7 @@ memory traffic. Views cost nothing and are left out.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from penstock.config.fused import FUSED_FORM
+from penstock.config.plan import Plan
 from penstock.containers import tensors
 from penstock.errors import ConfigError
 from penstock.kernels.linear_cross_entropy import in_chunks
-from penstock.models.anatomy import anatomy_of
+from penstock.models.anatomy import anatomy_of, set_switch
 from penstock.models.roles import Experts
 from penstock.planner.operators import Module, Op, OpKind, Workload
 from penstock.planner.traced import recorded
@@ -75,6 +76,34 @@ def trace(
         working=max(0, living.peak - saved.bytes),
         units=units,
     )
+
+
+def number_of_blocks(model: nn.Module) -> int:
+    """Number of repeated blocks, which are gathered one by one if weights are sharded; 1 if none are found."""
+    try:
+        return len(anatomy_of(model).blocks)
+    except ConfigError:
+        return 1
+
+
+def supported_switches(
+    model: nn.Module, switches: Mapping[str, Sequence[str]], *, attention: bool
+) -> dict[str, tuple[str, ...]]:
+    """The values in `switches`, by field of the Plan, that a model supports; afterwards each has its default again.
+    For attention there are none unless `attention` says that the model calls torch's."""
+
+    def supports(name: str, value: str) -> bool:
+        try:
+            set_switch(model, name, value)
+            set_switch(model, name, getattr(Plan(), name))
+        except ConfigError:
+            return False
+        return True
+
+    return {
+        name: tuple(value for value in values if (attention or name != "attention") and supports(name, value))
+        for name, values in switches.items()
+    }
 
 
 class _SavedBytes:

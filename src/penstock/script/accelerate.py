@@ -254,23 +254,23 @@ def _state_follows(optimizer: Optimizer) -> None:
 
 def check_kinds(models: list[Any], optimizers: list[Any]) -> None:
     """Refuse models that are not modules, and optimizers that are not optimizers."""
-    for value, kind, expected in [(m, "model", nn.Module) for m in models] + [
-        (o, "optimizer", Optimizer) for o in optimizers
-    ]:
-        if kind == "optimizer" and not isinstance(value, expected) and hasattr(value, "param_groups"):
+    if not models:
+        raise ConfigError("accelerate was given no model.")
+    for value in optimizers:
+        if not isinstance(value, Optimizer) and hasattr(value, "param_groups"):
             raise ConfigError(
                 f"A {type(value).__name__} is not a torch.optim.Optimizer, but has param_groups: perhaps it wraps "
                 "one. Accelerate the optimizer inside, wrap that afterwards, and call "
                 "penstock.precision.unscale_(optimizer) on the one inside before each step, so that the wrapper reads "
                 "gradients without loss scale."
             )
-        if not isinstance(value, expected):
-            raise ConfigError(
-                f"accelerate was given a {type(value).__name__} as {kind}; give it a {expected.__module__}."
-                f"{expected.__name__}, or a list of them."
-            )
-    if not models:
-        raise ConfigError("accelerate was given no model.")
+    for kind, expected, values in (("model", nn.Module, models), ("optimizer", Optimizer, optimizers)):
+        for value in values:
+            if not isinstance(value, expected):
+                raise ConfigError(
+                    f"accelerate was given a {type(value).__name__} as {kind}; give it a {expected.__module__}."
+                    f"{expected.__name__}, or a list of them."
+                )
 
 
 def check_options(scaler: Any, agree: Any) -> None:

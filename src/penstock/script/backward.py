@@ -6,7 +6,8 @@ afterwards changes no bit of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,122 +23,111 @@ from penstock.precision.scaling import Gradients
 from penstock.precision.stepping import gradients_beside
 
 
-class ScaledBackward:
-    """Replaces `torch.autograd.backward` for some accelerated optimizers."""
+def scaled_backward(
+    original: Callable[..., None], optimizers: Sequence[Optimizer], tensors: Any, grad_tensors: Any, inputs: Any,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Run `original`, torch's backward pass, for some accelerated optimizers; `tensors` to `inputs` are as for
+    torch.autograd.backward.
 
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __call__(
-        self, optimizers: Sequence[Optimizer], tensors: Any, grad_tensors: Any, inputs: Any, **options: Any
-    ) -> None:
-        """Run a backward pass; `tensors` to `inputs` are as for torch.autograd.backward.
-
-        Raises:
-            ConfigError: the gradients are to be differentiated again, which a loss scale does not support.
-            NumericError: gradients overflow at the lowest scale.
-        """
-        all_of = [gradients_beside(optimizer) for optimizer in optimizers]
+    Raises:
+        ConfigError: the gradients are to be differentiated again, which a loss scale does not support.
+        NumericError: gradients overflow at the lowest scale.
+    """
+    all_of = [gradients_beside(optimizer) for optimizer in optimizers]
+    for gradients in all_of:
+        gradients.collect()
+    roots, starts = listed(tensors), None
+    taking, others = _taking_part([own for own in all_of if own.session.scalers], roots, inputs)
+    if taking:
+        with torch.enable_grad():
+            starts = _started(roots, grad_tensors)
+    if starts is None:
+        original(tensors, grad_tensors, inputs=inputs, **options)
         for gradients in all_of:
             gradients.collect()
-        roots = listed(tensors)
-        scaled = [gradients for gradients in all_of if gradients.session.scalers]
-        taking, others = self._taking_part(scaled, roots, inputs)
-        if taking:
-            with torch.enable_grad():
-                starts = _started(roots, grad_tensors)
-            if starts is not None:
-                self._scaled(taking, others, *starts, inputs, options)
-                return
-        self._original(tensors, grad_tensors, inputs=inputs, **options)
-        for gradients in all_of:
-            gradients.collect()
+        return
+    if options.get("create_graph"):
+        raise ConfigError(
+            "backward(create_graph=True) asks for gradients of gradients, which a loss scale would multiply; use "
+            "--dtype bf16, which needs no loss scale, or torch.autograd.grad for the inner gradients."
+        )
+    _run_scaled(functools.partial(original, inputs=inputs, **options), taking, others, *starts)
 
-    @torch.no_grad()
-    def _scaled(
-        self,
-        taking: list[Gradients],
-        others: list[Tensor],
-        roots: list[Tensor],
-        starts: list[Tensor],
-        inputs: Any,
-        options: dict[str, Any],
-    ) -> None:
-        if options.get("create_graph"):
-            raise ConfigError(
-                "backward(create_graph=True) asks for gradients of gradients, which a loss scale would multiply; use "
-                "--dtype bf16, which needs no loss scale, or torch.autograd.grad for the inner gradients."
-            )
-        scale = _scale(taking)
-        leaves = [*others, *(p for gradients in taking for p in parameters_of(gradients.optimizer))]
-        held = _distinct(leaf.grad for leaf in leaves)
-        unscale_(held, scale.double().reciprocal())  # multiplies by the scale: it divides by its inverse
-        before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
+
+@torch.no_grad()
+def _run_scaled(
+    run: Callable[..., None], taking: list[Gradients], others: list[Tensor], roots: list[Tensor], starts: list[Tensor]
+) -> None:  # fmt: skip
+    """Run the backward pass from `roots` with scaled gradients, and unscale all that it leaves behind."""
+    scale = _scale(taking)
+    leaves = [*others, *(p for gradients in taking for p in parameters_of(gradients.optimizer))]
+    held = _distinct(leaf.grad for leaf in leaves)
+    unscale_(held, scale.double().reciprocal())  # multiplies by the scale: it divides by its inverse
+    before = {id(leaf): (leaf.grad, -1 if leaf.grad is None else leaf.grad._version) for leaf in leaves}
+    for gradients in taking:
+        gradients.in_backward = True
+    try:
+        with torch.enable_grad():
+            run(roots, [start * scale.to(start.device) for start in starts])
+    except BaseException:
+        unscale_(held, scale)
+        raise
+    finally:
         for gradients in taking:
-            gradients.in_backward = True
-        try:
-            with torch.enable_grad():
-                starts = [start * scale.to(start.device) for start in starts]
-                self._original(roots, starts, inputs=inputs, **options)
-        except BaseException:
-            unscale_(held, scale)
-            raise
-        finally:
-            for gradients in taking:
-                gradients.in_backward = False
-        done: set[int] = set()
-        for gradients in taking:
-            self._true_again(gradients, scale, before, done)
-        rest = [g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done]
-        unscale_(rest, scale)
+            gradients.in_backward = False
+    done: set[int] = set()
+    for gradients in taking:
+        _unscale(gradients, scale, before, done)
+    unscale_([g for g in _distinct(leaf.grad for leaf in others) if id(g) not in done], scale)
 
-    def _true_again(
-        self, own: Gradients, scale: Tensor, before: dict[int, tuple[Tensor | None, int]], done: set[int]
-    ) -> None:
-        own.collect()
-        new = False
-        gradients: list[Tensor] = []
-        for parameter in parameters_of(own.optimizer):
-            if parameter.grad is None:
-                continue
-            gradient, version = before[id(parameter)]
-            new = new or parameter.grad is not gradient or parameter.grad._version != version
-            gradients.append(parameter.grad)
-        # Two optimizers may hold the same parameter; the second then only checks it.
-        fresh = [g for g in gradients if id(g) not in done]
-        again = [g for g in gradients if id(g) in done]
-        overflow = unscale_(fresh, scale)
-        earlier = unscale_(again, torch.ones_like(scale))
-        done.update(id(g) for g in fresh)
-        if not new:
-            return
-        scaler = own.session.scalers[0]
-        flags = [f for f in (overflow, earlier, *(flag for _, flag in own.overflows)) if f is not None]
-        own.overflows = [(scaler, torch.stack([f.to(flags[0].device) for f in flags]).amax())]
-        own.scaler = scaler
-        own.prepared = True
 
-    # -- who takes part
+def _unscale(
+    own: Gradients, scale: Tensor, before: dict[int, tuple[Tensor | None, int]], done: set[int]
+) -> None:
+    """Unscale an optimizer's gradients, and record whether new ones overflowed."""
+    own.collect()
+    new = False
+    gradients: list[Tensor] = []
+    for parameter in parameters_of(own.optimizer):
+        if parameter.grad is None:
+            continue
+        gradient, version = before[id(parameter)]
+        new = new or parameter.grad is not gradient or parameter.grad._version != version
+        gradients.append(parameter.grad)
+    # Two optimizers may hold the same parameter; the second then only checks it.
+    fresh = [g for g in gradients if id(g) not in done]
+    again = [g for g in gradients if id(g) in done]
+    overflow = unscale_(fresh, scale)
+    earlier = unscale_(again, torch.ones_like(scale))
+    done.update(map(id, fresh))
+    if not new:
+        return
+    flags = [f for f in (overflow, earlier, *(flag for _, flag in own.overflows)) if f is not None]
+    own.scaler = own.session.scalers[0]
+    own.overflows = [(own.scaler, torch.stack([f.to(flags[0].device) for f in flags]).amax())]
+    own.prepared = True
 
-    def _taking_part(
-        self, scaled: list[Gradients], roots: list[Any], inputs: Any
-    ) -> tuple[list[Gradients], list[Tensor]]:
-        """The optimizers whose parameters this backward pass reaches, and all other tensors that get a gradient."""
-        if not scaled:
-            return [], []
-        hidden = False
-        if inputs is None:
-            reached, hidden = leaves_behind(root.grad_fn for root in roots if isinstance(root, Tensor))
-        else:
-            reached = {id(t): t for t in listed(inputs) if isinstance(t, Tensor)}
-        taking = []
-        owned: set[int] = set()
-        for own in scaled:
-            own_leaves = _leaves_of(own)
-            if hidden or not own_leaves.isdisjoint(reached):
-                taking.append(own)
-                owned |= own_leaves
-        return taking, [leaf for key, leaf in reached.items() if key not in owned]
+
+def _taking_part(
+    scaled: list[Gradients], roots: list[Any], inputs: Any
+) -> tuple[list[Gradients], list[Tensor]]:
+    """The optimizers whose parameters this backward pass reaches, and all other tensors that get a gradient."""
+    if not scaled:
+        return [], []
+    hidden = False
+    if inputs is None:
+        reached, hidden = leaves_behind(root.grad_fn for root in roots if isinstance(root, Tensor))
+    else:
+        reached = {id(t): t for t in listed(inputs) if isinstance(t, Tensor)}
+    taking = []
+    owned: set[int] = set()
+    for own in scaled:
+        own_leaves = _leaves_of(own)
+        if hidden or not own_leaves.isdisjoint(reached):
+            taking.append(own)
+            owned |= own_leaves
+    return taking, [leaf for key, leaf in reached.items() if key not in owned]
 
 
 def _leaves_of(own: Gradients) -> set[int]:

@@ -22,7 +22,7 @@ from penstock.precision.copies import plain
 from penstock.precision.settings import properties_of
 from penstock.precision.stepping import gradients_beside
 from penstock.script.account import Account, Say
-from penstock.script.backward import ScaledBackward, listed
+from penstock.script.backward import listed, scaled_backward
 from penstock.script.pairing import Pairing, Switches
 
 _installed: Interception | None = None
@@ -156,8 +156,6 @@ class Interception:
                 own.discard()
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        attended = ScaledBackward(original)
-
         @functools.wraps(original)
         def backward(
             tensors: Any, grad_tensors: Any = None, retain_graph: bool | None = None,
@@ -174,7 +172,7 @@ class Interception:
                 return
             self._in_backward = True
             try:
-                attended(optimizers, tensors, grad_tensors, inputs, **options)
+                scaled_backward(original, optimizers, tensors, grad_tensors, inputs, **options)
             finally:
                 self._in_backward = False
 

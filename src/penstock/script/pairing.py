@@ -286,7 +286,8 @@ class Pairing:
             return None
         if precision_on(root) is not None:
             return "the script accelerates it itself"
-        if self._is_accelerated(root):
+        accelerated = {id(p) for model in self._own_models for p in model.parameters()}
+        if any(id(p) in accelerated for p in root.parameters()):
             return None
         if any(map(is_half, root.parameters())):
             return "the script gave it half weights"
@@ -296,11 +297,6 @@ class Pairing:
                 f"its weights are {', '.join(sorted(str(kind) for kind in kinds)) or 'no floating numbers'}"
             )
         return None
-
-    def _is_accelerated(self, root: nn.Module) -> bool:
-        """Whether some weights of a module belong to an accelerated model."""
-        accelerated = {id(p) for model in self._own_models for p in model.parameters()}
-        return any(id(p) in accelerated for p in root.parameters())
 
     def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:
         """Raise ConfigError unless only one model, which gets half weights, with only one optimizer is trained."""

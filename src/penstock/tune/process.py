@@ -10,13 +10,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.config.formats import Products
+from penstock.config.fused import FusedName
+from penstock.config.plan import OptimizerForm
 from penstock.ladder.contender import ContenderEnded
 from penstock.launch.local import Closed, JsonLink
-from penstock.tune.facts import Facts
 
 _LOOK = 0.5
 """Seconds between two checks of a process that has not answered."""
@@ -28,6 +31,50 @@ _QUIET = {"WANDB_MODE": "disabled", "PYTHONHASHSEED": "0"}
 
 _OVERRULED = ("PENSTOCK_PRECISION", "PENSTOCK_DTYPE")
 """Environment variables that would contradict the settings."""
+
+
+FORMS: tuple[OptimizerForm, ...] = ("foreach", "fused")
+PRODUCTS: tuple[Products, ...] = ("fp8_tensorwise", "int8_all")
+SWITCHED: dict[str, tuple[str, ...]] = {
+    "attention": ("plain", "flash", "efficient", "cudnn"),
+    "loss": ("chunked",),
+    "padding": ("remove",),
+    "experts": ("loop",),
+}
+"""Values of the Plan's switches that are tried on a script."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Facts about a script's model and optimizer, and about the settings that it chose itself."""
+
+    device: str
+    model: str = ""
+    """Name of the first model's class; empty if no module was called with gradients."""
+    parameters: int = 0
+    """Number of trained parameters."""
+    optimizer: str = ""
+    form: str = ""
+    """The form that the script chose for its optimizer; empty if it leaves the choice to torch."""
+    compiled: bool = False
+    """Whether the script calls torch.compile."""
+    mixed: str = ""
+    """Reason why precision is left to the script; empty if it computes in fp32."""
+    eager: bool = False
+    """Whether a transformers model computes attention itself instead of calling torch's."""
+    padding: float = 0.0
+    """Share of the first batch's tokens that its attention mask hides."""
+    blocks: int = 0
+    no_blocks: str = ""
+    """Reason why no repeated blocks were found."""
+    switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Values that the model supports, by field of the Plan."""
+    fused: Mapping[FusedName, int] = field(default_factory=dict)
+    """For each fused operator, the number of places in the model where it fits."""
+    forms: Mapping[OptimizerForm, str] = field(default_factory=dict)
+    """By optimizer form, the reason why the script's optimizer does not have it; empty if it does."""
+    products: Mapping[Products, str] = field(default_factory=dict)
+    """By form of products, the reason why the device does not support it; empty if it does."""
 
 
 class ScriptEnded(ContenderEnded):

@@ -125,21 +125,14 @@ class ScriptContender:
     def timed(self, least_seconds: float) -> Timing:
         """Time one turn. Raises ScriptEnded."""
         steps = min(MOST_STEPS, max(1, math.ceil(least_seconds / self.step_seconds)))
+        if self.script.length - self.process.steps < max(1, steps // 4):
+            self.close()  # and begin again
         count = min(steps, self.script.length - self.process.steps)
-        if count < max(1, steps // 4):
-            self.close()
-            count = min(steps, self.script.length - self.process.steps)
-        try:
-            self.step_seconds = self.process.turn(max(1, int(count)))
-        except ScriptEnded as end:
-            self._note()
-            self.close()
-            if end.status != "ended" or end.steps < LONGEST_WARM_UP + FEWEST:
-                raise
-            self.script.length = min(self.script.length, end.steps)
+        seconds = self._turn(max(1, int(count)))
+        if seconds is None:
             return self.timed(least_seconds)
-        self._note()
-        return Timing(self.step_seconds, None)
+        self.step_seconds = seconds
+        return Timing(seconds, None)
 
     def lengthen(self) -> None:
         """Make further steps, up to the number over which losses are compared, if time allows."""
@@ -147,15 +140,23 @@ class ScriptContender:
         affordable = int(LOSS_SHARE * self.script.config.budget / self.step_seconds)
         wanted = int(min(LOSS_STEPS - steps_made, affordable, self.script.length - steps_made - 1))
         if wanted > 0:
-            try:
-                self.process.turn(wanted)
-            except ScriptEnded as end:
-                self._note()
-                self.close()
-                self.script.length = min(self.script.length, end.steps)
-                if end.status != "ended":
-                    raise
+            self._turn(wanted)
+
+    def _turn(self, steps: int) -> float | None:
+        """Seconds per step of some steps; None if the script ended during them, as it will whenever it comes there.
+        Raises ScriptEnded if it failed, or is too short to be timed."""
+        process = self.process
+        try:
+            seconds = process.turn(steps)
+        except ScriptEnded as end:
+            self._note()
+            self.close()
+            if end.status != "ended" or end.steps < LONGEST_WARM_UP + FEWEST:
+                raise
+            self.script.length = min(self.script.length, end.steps)
+            return None
         self._note()
+        return seconds
 
     def memory(self) -> list[int]:
         return [] if self._memory is None else [self._memory]
@@ -191,11 +192,10 @@ class ScriptContender:
 
     def _note(self) -> None:
         """Store the losses, from the process with the most steps, and the memory."""
-        if self._process is None:
-            return
-        if len(self._process.losses) >= len(self.script.losses.get(self.setting, [])):
-            self.script.losses[self.setting] = [*self._process.losses]
-        self._memory = self._process.memory or self._memory
+        process = self.process
+        if len(process.losses) >= len(self.script.losses.get(self.setting, [])):
+            self.script.losses[self.setting] = [*process.losses]
+        self._memory = process.memory or self._memory
 
 
 def script_setting(line: str) -> Setting:

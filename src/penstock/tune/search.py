@@ -16,16 +16,13 @@ from penstock.config.fused import FUSED, FusedName
 from penstock.config.load import from_dict, to_dict
 from penstock.config.machine import Machine
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.ladder.account import Account
-from penstock.ladder.course import Course, OnProgress
-from penstock.ladder.greedy import Attempt, Greedy
-from penstock.ladder.losses import NO_GAIN, Losses
+from penstock.ladder.account import NO_GAIN, Account, Losses
+from penstock.ladder.course import Attempt, Course, Greedy, OnProgress
 from penstock.ladder.result import Control, LadderReport
-from penstock.ladder.rung import PlanChange, Rung, Setting, Situation, group_of, joined
+from penstock.ladder.rung import PlanChange, Rung, Setting, Situation, joined
 from penstock.ladder.rungs import choose
 from penstock.ladder.statistics import FEWEST
-from penstock.tune.facts import Facts
-from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
+from penstock.tune.process import Facts, ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.script import LONGEST_WARM_UP, LOSS_STEPS, Script, script_setting
 from penstock.tune.settings import TuneConfig
 
@@ -49,22 +46,19 @@ def tune(
         OutOfMemory: it runs out of memory unchanged, and with recomputation too.
     """
     rungs = rungs_for(config)
-    tuning = _Tuning(Script(command, config), on_progress)
-    return tuning.watched(lambda: tuning.run(rungs))
+    return _Tuning(Script(command, config), on_progress).run(rungs)
 
 
 class _Tuning(Course):
-    """One tuning. `run` calls its phases in their order."""
+    """One tuning. `_climb` runs its phases from top to bottom."""
 
     def __init__(self, script: Script, on_progress: OnProgress) -> None:
         config = script.config
         super().__init__(script, config.budget, config.rounds, config.round_seconds, on_progress)
         self.script = script
-        losses = Losses(self.arena, LOSS_STEPS, 0, len(SEEDS), self.budget)
-        self.account = Account(script, self.arena, losses)
+        self.account = Account(self.arena, Losses(self.arena, LOSS_STEPS, 0, len(SEEDS), self.budget))
 
-    def run(self, rungs: Sequence[Rung]) -> LadderReport:
-        """Find the fastest settings."""
+    def _climb(self, rungs: Sequence[Rung]) -> LadderReport:
         self.names = {rung.name for rung in (*SAVING, *rungs)}
         control = self._look(rungs)
         if self.first.line:
@@ -94,9 +88,9 @@ class _Tuning(Course):
             twin, third = (replace(self.first, copy=seed) for seed in SEEDS)
             arena.build(twin)
             control = self.control(twin)
-            self.script.open[twin].lengthen()
-            arena.build(twin)  # started again if its steps were used up
-            process = self.script.open[twin].process
+            second = self.script.open[twin]
+            second.lengthen()
+            process = second.process  # started again if its steps were used up
             self.facts, machine = process.facts()
             self.machine = from_dict(Machine, machine, origin="the script's machine")
             self.situation = situation_of(self.facts, self.machine)
@@ -136,7 +130,7 @@ class _Tuning(Course):
         lines = [
             rung.apply(self.first, self.situation).line or ""
             for rung in rungs
-            if group_of(rung) not in UNPREDICTED and self._refusal(rung, self.first) is None
+            if rung.group not in UNPREDICTED and self._refusal(rung, self.first) is None
         ]
         plans = {line: line if "optimizer=" in line else f"{line} optimizer={form}" for line in lines}
         speeds = process.predicted(f"{first} optimizer={form}".strip(), list(plans.values()))

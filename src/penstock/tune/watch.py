@@ -29,8 +29,7 @@ from penstock.containers import tensors
 from penstock.errors import ConfigError, PenstockError, ran_out_of_memory
 from penstock.kernels.sdpa import Switch
 from penstock.kernels.sdpa import Watch as AttentionWatch
-from penstock.ladder.factory import can_switch
-from penstock.ladder.trace import trace
+from penstock.ladder.trace import supported_switches, trace
 from penstock.launch.local import Closed, JsonLink
 from penstock.models.anatomy import anatomy_of, inner_model
 from penstock.models.fuse import places_for
@@ -41,7 +40,7 @@ from penstock.precision.copies import is_half
 from penstock.precision.forward import replaced_forward
 from penstock.probe import machine_for
 from penstock.products.convert import device_problem
-from penstock.tune.facts import FORMS, PRODUCTS, SWITCHED, Facts
+from penstock.tune.process import FORMS, PRODUCTS, SWITCHED, Facts
 from penstock.tune.switches import ScriptSwitches, form_problem
 
 _log = logging.getLogger(__name__)
@@ -267,13 +266,7 @@ class ScriptWatch:
             blocks, no_blocks = 0, str(error)
         if self._call is not None:
             self._work = _traced(inner, self._call, max(1, blocks))
-        switches = {
-            name: [
-                value for value in values
-                if (name != "attention" or attention or eager) and can_switch(inner, name, value)
-            ]
-            for name, values in SWITCHED.items()
-        }  # fmt: skip
+        switches = supported_switches(inner, SWITCHED, attention=attention or eager)
         forms = {form: form_problem(optimizer, form) or "" for form in FORMS}
         products = {name: device_problem(self._device, name) or "" for name in PRODUCTS}
         return Facts(

@@ -87,10 +87,10 @@ class Setup:
     weights: Weights | Products = "plain"
     rounded: Mapping[str, tuple[StoredFormat, RoundedWeight]] = field(default_factory=dict)
     """Quantised weights in the model's folder, by the names of their linears."""
-    own: bool = True
+    loaded: bool = True
     """Whether the model was loaded for this purpose, so that all ranks have the same weights, and `weights=auto` may
     choose the processor's layout."""
-    careful: bool = False
+    exact_outputs: bool = False
     """Whether the values of outputs matter, and not only which is the largest."""
     shortlist: Sequence[int] = ()
     """The tokens for which logits are computed; empty: all."""
@@ -103,7 +103,7 @@ class Setup:
     """The settings of the Plan that are applied to a script; None: all."""
     compiled: bool = False
     """Whether the script compiles the model itself."""
-    together: Sequence[nn.Module] = ()
+    cast_together: Sequence[nn.Module] = ()
     """Models that may share weights with this one, and are cast with it."""
 
     parameters: int = 0
@@ -221,7 +221,7 @@ def _cast(model: nn.Module, setup: Setup) -> nn.Module | None:
     if setup.purpose not in (REFERENCE, SCRIPT):
         return model.to(dtype=half)
     # Cast as with master weights: a reference rounds like the model, and a script's state dicts stay fp32.
-    models = setup.together or [model]
+    models = setup.cast_together or [model]
     cast_in_place(models, half, norms=numerics.norms, lists=numerics.lists)
     return None
 
@@ -279,7 +279,7 @@ def _compile(model: nn.Module, setup: Setup) -> None:
 
 
 def _store(model: nn.Module, setup: Setup) -> nn.Module:
-    return store_linears(model, suited(model, setup.weights, own=setup.own), careful=setup.careful)
+    return store_linears(model, suited(model, setup.weights, own=setup.loaded), careful=setup.exact_outputs)
 
 
 _TRAINED = (TRAINING, REFERENCE, SCRIPT)
@@ -311,7 +311,7 @@ STEPS = (
         why="On the way to the device, and before anything keeps a reference to a parameter.",
     ),
     ApplyStep(
-        "agree", _agree, (INFERENCE,), when=lambda s: not (s.own or s.dims.alone),
+        "agree", _agree, (INFERENCE,), when=lambda s: not (s.loaded or s.dims.alone),
         why="Ranks send each other weights while they are whole, in the type that computes.",
     ),
     ApplyStep("hosts", _host, (INFERENCE,), when=lambda s: s.dims.ep > 1, why="Experts go to their hosts whole."),

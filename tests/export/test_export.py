@@ -87,7 +87,7 @@ def test_torchs_exported_program_takes_any_size(name: str, tmp_path: Path) -> No
 
 HEADS = {
     "universal-tiny": (["tokens"], ["tokens", "hidden", "lengths"]),
-    "multimodal-tiny": (["images"], ["images", "source", "target", "lengths", "sees"]),
+    "multimodal-tiny": (["images"], ["images", "source", "target", "lengths", "memory_index"]),
 }
 
 

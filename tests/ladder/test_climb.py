@@ -155,22 +155,22 @@ def test_the_search_finds_what_pays_only_together(clock: Clock) -> None:
     assert report.speedup == pytest.approx(best, rel=1e-3)
     for name, worth in (("half-bf16", 1 / (0.6 * 0.8 / 1.1)), ("optimizer-fused", 1.25)):
         assert value(rungs[name].worth) == pytest.approx(worth, rel=1e-3)
-    assert {name for name, rung in rungs.items() if rung.status == "kept"} == set(report.same.rungs)
+    assert {name for name, rung in rungs.items() if rung.status == "kept"} == set(report.same_results.rungs)
     assert report.fastest is None
     assert report.candidates > 100
     assert len(report.tried) < report.candidates / 5
 
     # Steps of the path multiply to the total.
     product, last = 1.0, report.baseline
-    for name in report.same.rungs:
+    for name in report.same_results.rungs:
         last = rungs[name]
         product *= value(last.to_previous)
     assert product == pytest.approx(value(last.to_baseline))
-    assert product == pytest.approx(report.same.speedup.value)
-    rates = [value(one.samples_per_second) for one in (report.same, report.baseline)]
+    assert product == pytest.approx(report.same_results.speedup.value)
+    rates = [value(one.samples_per_second) for one in (report.same_results, report.baseline)]
     assert rates[0] / rates[1] == pytest.approx(product)
     # What pays only later comes later: casts after compiling, and attention after the casts.
-    order = list(report.same.rungs)
+    order = list(report.same_results.rungs)
     assert order.index("compile-whole") < order.index("half-bf16") < order.index("attention-plain")
 
 
@@ -210,7 +210,7 @@ def test_a_gain_within_noise_is_no_gain(clock: Clock) -> None:
     rng = random.Random(0)
     report, rungs, _ = _climb(clock, lambda setting: rng.gauss(1.0, 0.02), rungs=("token-order",), rounds=9)
     assert rungs["token-order"].status in ("not kept", "not run")
-    assert report.plan == report.same.plan == "baseline"
+    assert report.plan == report.same_results.plan == "baseline"
     assert report.nearest is not None
     assert report.nearest.plan == "token_order=batch_second"
     assert report.nearest.ratio.low < 1.0 < report.nearest.ratio.high
@@ -228,11 +228,11 @@ def test_only_what_is_beyond_the_noise_is_kept(clock: Clock) -> None:
         report, rungs, _ = _climb(clock, cost, rungs=names, rounds=5, loss_steps=0, budget=50.0)
         assert rungs["optimizer-fused"].status == "kept"
         assert "optimizer=fused" in report.plan
-        assert report.same.speedup.low > 1.0
+        assert report.same_results.speedup.low > 1.0
         assert report.nearest is None
         for rung in report.rungs[1:]:
             gains = [ratio.low > 1.0 for ratio in (rung.to_previous, rung.worth) if ratio is not None]
-            assert (rung.status == "kept") == (rung.name in report.same.rungs and any(gains)), rung
+            assert (rung.status == "kept") == (rung.name in report.same_results.rungs and any(gains)), rung
             assert rung.status != "unproven" or rung.reason
 
 
@@ -255,8 +255,8 @@ def test_a_rung_that_does_not_pay_by_itself_stays_where_the_plan_is_slower_witho
             clock, cost, rungs=("matmul", "memory", "token-order"), loss_steps=0, budget=60.0
         )
     assert report.plan == "matmul=medium token_order=batch_second host_memory=keep"
-    assert report.same.speedup.low > 1.0
-    assert {rungs[name].status for name in report.same.rungs} == {"unproven"}
+    assert report.same_results.speedup.low > 1.0
+    assert {rungs[name].status for name in report.same_results.rungs} == {"unproven"}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,9 @@ def test_a_plan_that_all_rounds_together_do_not_call_faster_is_not_offered(clock
         rng = random.Random(seed)
         cost: Any = lambda setting, rng=rng: rng.lognormvariate(0.0, 0.4)  # noqa: E731
         report, _, _ = _climb(clock, cost, rungs=EAGER, rounds=7, loss_steps=0, budget=60.0)
-        assert (report.nearest is None) == (report.plan != "baseline") == (report.same.speedup.low > 1.0)
+        assert (
+            (report.nearest is None) == (report.plan != "baseline") == (report.same_results.speedup.low > 1.0)
+        )
 
 
 def test_drift_of_the_machine_cancels(clock: Clock) -> None:
@@ -347,7 +349,7 @@ def test_types_whose_loss_is_outside_the_noise_of_seeds_are_taken_by_no_plan(clo
     assert report.noise.deviation == pytest.approx(0.1291, rel=1e-3)
     assert "more than seeds explain" in rungs["half-bf16"].reason
     assert report.plan == "precision=O2"
-    assert report.same.within_noise is True
+    assert report.same_results.within_noise is True
     assert any("autocast bf16" in note for note in report.notes)
 
 
@@ -441,7 +443,7 @@ def test_where_memory_holds_few_settings_they_race_in_groups(
     report, rungs, _ = _climb(clock, _seconds, rungs=("optimizer", "token-order", "compile"))
     assert report.plan == "optimizer=fused token_order=batch_second compile=whole"
     assert report.speedup == pytest.approx(1 / (0.8 * 0.97 * 0.7), rel=1e-3)
-    assert all(rungs[name].to_previous is not None for name in report.same.rungs)
+    assert all(rungs[name].to_previous is not None for name in report.same_results.rungs)
 
 
 def test_every_report_has_a_control_and_says_what_it_is_doing(clock: Clock) -> None:

@@ -12,7 +12,7 @@ from penstock.ladder.show import LiveDisplay, PlainDisplay, display_for
 
 BEST = "optimizer=fused compile=whole"
 NOW = Progress(
-    phase="search", doing="compiling", what=BEST, plans=(BEST,), expected_seconds=37.0, spent=65.0, budget=360.0,
+    phase="search", doing="compiling", subject=BEST, plans=(BEST,), expected_seconds=37.0, spent=65.0, budget=360.0,
     standings=((BEST, Estimate(value=2.4, low=2.3, high=2.5)), ("", Estimate.exact(1.0))),
 )  # fmt: skip
 
@@ -28,8 +28,9 @@ def test_plain_lines_begin_each_phase_and_each_long_thing() -> None:
     out, clock = io.StringIO(), Clock()
     display = PlainDisplay(out, clock=clock)
     display.show(
-        replace(NOW, phase="baseline", doing="building", what="the baseline", expected_seconds=0.0, spent=0.0)
+        replace(NOW, phase="baseline", doing="building", subject="the baseline", expected_seconds=0, spent=0)
     )
+    assert NOW.what == NOW.subject
     display.show(NOW)
     for second in range(7):  # short ones are not told one by one
         clock.now = float(second)

@@ -63,7 +63,7 @@ REPORT = LadderReport(
         RungResult(name="batch", title="batch rung", why="Why batch.", status="out of memory", reason="tried 9 GiB"),
     ),
     noise=Noise(seeds=(0, 1, 2), losses=(1.5, 1.6, 1.4), curves=((2.0, 1.5), (2.1, 1.6), (1.9, 1.4)), deviation=0.1),
-    same=Chosen(
+    same_results=Chosen(
         plan="precision=O1 compile=blocks",
         model={"classifier": "pooled"},
         rungs=("half", "compile"),
@@ -97,7 +97,7 @@ REPORT = LadderReport(
 NOTHING = replace(
     REPORT,
     rungs=(REPORT.rungs[0], *(replace(rung, status="not kept") for rung in REPORT.rungs[1:4])),
-    same=replace(REPORT.same, plan="baseline", rungs=(), speedup=Estimate.exact(1.0)),
+    same_results=replace(REPORT.same_results, plan="baseline", rungs=(), speedup=Estimate.exact(1.0)),
     nearest=Nearest(
         plan="precision=O1", ratio=Estimate(value=1.021, low=0.97, high=1.0748, rounds=9), budget=1234.5
     ),
@@ -217,9 +217,8 @@ def test_two_plans_are_offered_with_what_they_do_to_the_loss() -> None:
     (only,) = ending(REPORT)
     assert only[0].startswith("Same results: 2.50× the baseline's speed (2.49 to 2.51), predicted 2.40×.")
     assert "outside the ±0.2000 of chance" in only[0]
-    faster = replace(
-        REPORT.same, speedup=Estimate(value=3.5, low=3.4, high=3.6), train_command="penstock train two"
-    )
+    speedup = Estimate(value=3.5, low=3.4, high=3.6)
+    faster = replace(REPORT.same_results, speedup=speedup, train_command="penstock train two")
     both = replace(REPORT, fastest=faster)
     assert [command for _, command in ending(both)] == ["penstock train two", REPORT.train_command]
     html = to_html(both)

@@ -156,6 +156,8 @@ def test_the_signature_of_a_model_names_all_inputs() -> None:
             model(images, **wrong)
     with pytest.raises(TypeError, match="not 2 values"):
         model(images, images)
+    former = Inputs.of(PRESETS["multimodal-tiny"].graph, (), sees=images)  # by the argument's former name
+    assert former.memory_index is images
 
 
 def test_the_conv_stem_halves_once_per_layer() -> None:

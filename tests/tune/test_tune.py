@@ -175,7 +175,7 @@ def test_scripts_of_all_kinds(words: str, tmp_path: Path) -> None:
         if rung.status == "kept":
             assert rung.to_previous is not None
             assert rung.to_previous.low > 1.0
-    line = report.plan if report.same.rungs else measured[0].plan
+    line = report.plan if report.same_results.rungs else measured[0].plan
     again = ["-m", "penstock", "run", "--plan", line, *shlex.split(words.replace(ENDLESS, "4"))]
     code, _, error = forked.run_python(again, tmp_path, cwd=SCRIPTS)
     assert code == 0, error

@@ -16,9 +16,9 @@ class Pass(NamedTuple):
     name: str
     function: str = ""
     """The function that it computes, in the words of a probe; "" for sums and products."""
-    ahead: tuple[float, float] = (1, 1)
+    forward: tuple[float, float] = (1, 1)
     """Elements read and written per element of the activation in the forward pass."""
-    behind: tuple[float, float] = (1, 1)
+    backward: tuple[float, float] = (1, 1)
     """Elements read and written per element of the activation in the backward pass."""
     launches: int = 1
     keeps: bool = False
@@ -57,14 +57,14 @@ ACTIVATIONS: dict[Mlp, ActivationRow] = {
         names=("quick_gelu",), classes=("QuickGELUActivation", "QuickGELU"), kernel=4, merged="silu",
         # Its backward pass has two multiplications, and the sum of both gradients of x.
         passes=(
-            Pass("scale"), Pass("", "sigmoid", behind=(2, 1)),
-            Pass("gate", ahead=(2, 1), behind=(6, 3), launches=2, keeps=True)
+            Pass("scale"), Pass("", "sigmoid", backward=(2, 1)),
+            Pass("gate", forward=(2, 1), backward=(6, 3), launches=2, keeps=True)
         ),
     ),
     "relu": ActivationRow(names=("relu",), classes=("ReLU",), kernel=3, keeps_output=True),
     "relu2": ActivationRow(
         names=("relu2",), classes=("ReLUSquaredActivation",), merged="relu",
-        passes=(Pass("", "relu", behind=(2, 1)), Pass("square", behind=(6, 3), launches=2))
+        passes=(Pass("", "relu", backward=(2, 1)), Pass("square", backward=(6, 3), launches=2))
     ),
     "silu": ActivationRow(names=("silu", "swish"), classes=("SiLU", "SiLUActivation"), kernel=2),
     "swiglu": ActivationRow(names=("silu", "swish"), gate="silu"),

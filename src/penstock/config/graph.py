@@ -480,7 +480,7 @@ class Graph:
             *(("targets", "rows") if text and self.pixels is None else ()),
             *(("prefixes",) if any(one.prefix for one in self.inputs_of(TokenInput)) else ()),
             *(("smoothing", "past") if self.writer is not None else ()),
-            *(("sees",) if any(len(run.memories) > 1 for run in self.runs) else ()),
+            *(("memory_index",) if any(len(run.memories) > 1 for run in self.runs) else ()),
             *(("routes",) if self.labelled else ()),
             *(("token_weights",) if any(run.modulated and run.memories for run in self.runs) else ()),
             *(("by_sample",) if self.words is not None else ()),

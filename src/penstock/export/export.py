@@ -245,7 +245,7 @@ def _require_compiler() -> None:
 def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dict[str, Tensor]:
     """Random inputs of a model, by name and in order: `images`, and `times` and `classes` if they are noisy; `tokens`,
     and for an encoder `lengths`; or `source`, `target` and `lengths` of the source. For `SomeHeads`, the inputs of its
-    heads, and `sees` if one of them reads a run that attends to one of several memories."""
+    heads, and `memory_index` if one of them reads a run that attends to one of several memories."""
     graph: Graph = module.graph  # type: ignore[assignment]
     runs = graph.runs if not isinstance(module, SomeHeads) else graph.runs_of(module.heads)
     wanted = {one.name for run in runs for one in graph.inputs_through(run)}
@@ -267,7 +267,7 @@ def inputs_of(module: nn.Module, samples: int, tokens: int, targets: int) -> dic
         inputs["lengths"] = (tokens - torch.arange(samples) % 3).clamp(min=1)
     memories = max(len(run.memories) for run in runs)
     if isinstance(module, SomeHeads) and memories > 1:
-        inputs["sees"] = torch.arange(samples) % memories
+        inputs["memory_index"] = torch.arange(samples) % memories
     return inputs
 
 

@@ -108,7 +108,7 @@ def loaded(
     setup = Setup(
         purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
         rounded=rounded_weights(folder) if folder and form == "auto" else {},
-        own=folder is not None, careful=careful, slots=slots, companion=beside,
+        loaded=folder is not None, exact_outputs=careful, slots=slots, companion=beside,
         shortlist=(*shortlist, *ends) if shortlist else (),
         dims=ALONE if _is_shared_out(module, dims) else dims,
     )  # fmt: skip

@@ -126,10 +126,10 @@ class Shared:
 
 class SharedMemories(Shared):
     """The same for cross-attention to several memories, concatenated along tokens; every rank holds some tokens of each
-    memory. `sees` (B,) is the number of the memory that a sample attends to; None: all."""
+    memory. `memory_index` (B,) is the number of the memory that a sample attends to; None: all."""
 
-    def __init__(self, memories: Sequence[tuple[int, Shared]], sees: Tensor | None) -> None:
-        self.memories, self.sees = memories, sees
+    def __init__(self, memories: Sequence[tuple[int, Shared]], memory_index: Tensor | None) -> None:
+        self.memories, self.memory_index = memories, memory_index
         first = memories[0][1]
         super().__init__(first.cut, sum(memory.tokens for _, memory in memories), queries=first.queries)
 
@@ -139,7 +139,7 @@ class SharedMemories(Shared):
             places = memory.cut.places(source, memory.tokens, device)
             seen = (places < memory.tokens)[None]
             seen = seen if memory.lengths is None else seen & (places < memory.lengths[:, None])
-            parts.append(seen if self.sees is None else seen & (self.sees == number)[:, None])
+            parts.append(seen if self.memory_index is None else seen & (self.memory_index == number)[:, None])
         samples = max(len(part) for part in parts)
         mask = torch.cat([part.expand(samples, -1) for part in parts], dim=1)[:, None, None]
         assert self.queries is not None

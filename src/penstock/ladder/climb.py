@@ -292,7 +292,7 @@ class _Climb(Course):
                 *kept,
                 *(others[rung.name] for rung in rungs if rung.name in others),
             ),
-            same=self.account.chosen(best.setting, names),
+            same_results=self.account.chosen(best.setting, names),
             fastest=None if fastest is None else self.account.chosen(fastest, (*offered_on, *offer.taken)),
             nearest=None if kept else self.nearest(self.ranked()),
             control=control,

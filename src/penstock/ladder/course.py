@@ -171,7 +171,7 @@ class Course(ABC):
         ranked = [*self.ranked()][:STANDINGS]
         standings = [(setting.words, self.account.ratio(setting, self.first)) for setting in ranked]
         progress = Progress(
-            phase=self.phase, doing=doing, what=words or f"{len(settings)} settings in turn",
+            phase=self.phase, doing=doing, subject=words or f"{len(settings)} settings in turn",
             plans=tuple(setting.words for setting in settings), expected_seconds=expected,
             spent=time.perf_counter() - self.start, budget=self.budget,
             standings=tuple((plan, ratio) for plan, ratio in standings if ratio is not None),

@@ -76,7 +76,7 @@ def notebook(report: LadderReport) -> str:
 def picture(report: LadderReport) -> str:
     """The rungs that pay, as a standalone SVG file for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
-    if report.nearest is not None or not report.same.rungs:
+    if report.nearest is not None or not report.same_results.rungs:
         text = f"{report.title}: {beyond_words(report.nearest)} on this machine"
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
@@ -103,15 +103,14 @@ def _lead(report: LadderReport) -> str:
     if not tried:
         paying = f"so {stays(report)}"
     elif not paid and report.nearest is None:
-        paying = (
-            f"none pays beyond the noise by itself, but the {len(report.same.rungs)} of the Plan together do"
-        )
+        count = len(report.same_results.rungs)
+        paying = f"none pays beyond the noise by itself, but the {count} of the Plan together do"
     return f"Training on {_where(report)}: {searched}{tried} optimisations measured, {paying}."
 
 
 def _tiles(report: LadderReport) -> list[Tile]:
     """The most important numbers, all from the same estimate."""
-    best, first, same = report.best, report.baseline, report.same
+    best, first, same = report.best, report.baseline, report.same_results
     tiles = [
         Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
         if same.rungs and report.nearest is None
@@ -143,7 +142,7 @@ def _plans(report: LadderReport) -> list[Section]:
     sections = [
         Section(
             title=title,
-            text=plan_words(report, report.same),
+            text=plan_words(report, report.same_results),
             warning=" ".join(report.notes),
             code=report.train_command,
         )
@@ -187,14 +186,14 @@ def speeds(
                 predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
             )
         )
-        level = ratio.value if rung.name in report.same.rungs else level
+        level = ratio.value if rung.name in report.same_results.rungs else level
     return waterfall(bars, title="Speed of each rung relative to the baseline", x_label=x_label, **look)
 
 
 def _speedy(report: LadderReport) -> list[RungResult]:
     """Measured rungs that are compared by speed: kept ones first, then offered ones, then the rest."""
     measured = [rung for rung in report.rungs if rung.measured and rung.compared_by == "samples"]
-    path = ("baseline", *report.same.rungs)
+    path = ("baseline", *report.same_results.rungs)
     return sorted(measured, key=lambda rung: 0 if rung.name in path else 1 if in_plans(rung) else 2)
 
 

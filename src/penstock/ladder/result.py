@@ -228,10 +228,10 @@ class LadderReport:
     """Name of samples: images, or samples."""
     rungs: tuple[RungResult, ...]
     """The baseline first, then the kept rungs in the order of the path, then the others in the order of the ladder."""
-    same: Chosen
+    same_results: Chosen
     """The fastest Plan with the same results."""
     fastest: Chosen | None
-    """The fastest Plan of all, if one that changes results is faster than `same`."""
+    """The fastest Plan of all, if one that changes results is faster than `same_results`."""
     control: Control | None
     """The baseline against itself; None if only the baseline was measured, or if steps are too long for this."""
     tried: tuple[Tried, ...]
@@ -262,6 +262,11 @@ class LadderReport:
     notes: tuple[str, ...] = ()
 
     @property
+    def same(self) -> Chosen:
+        """The former name of `same_results`."""
+        return self.same_results
+
+    @property
     def baseline(self) -> RungResult:
         """The rung that everything is compared with."""
         return self.rungs[0]
@@ -269,30 +274,32 @@ class LadderReport:
     @property
     def best(self) -> RungResult:
         """The last rung of the path, whose Plan is the best with the same results; the baseline if nothing paid."""
-        return [self.baseline, *(rung for rung in self.rungs if rung.name in self.same.rungs)][-1]
+        return [self.baseline, *(rung for rung in self.rungs if rung.name in self.same_results.rungs)][-1]
 
     @property
     def speedup(self) -> float:
         """Speed of the best Plan with the same results, relative to the baseline."""
-        return self.same.speedup.value
+        return self.same_results.speedup.value
 
     @property
     def plan(self) -> str:
         """The best Plan with the same results, as a line."""
-        return self.same.plan
+        return self.same_results.plan
 
     @property
     def train_command(self) -> str:
         """The command that trains with it."""
-        return self.same.train_command
+        return self.same_results.train_command
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the same figures as the page."""
         return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`."""
+        """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`, the name of
+        `same_results` in files."""
         values = dataclasses.asdict(self)
+        values["same"] = values.pop("same_results")
         return values | {"speedup": self.speedup, "plan": self.plan, "train_command": self.train_command}
 
 
@@ -308,8 +315,8 @@ class Progress:
 
     phase: Phase
     doing: Literal["building", "compiling", "timing", "training", "weighing"]
-    what: str
-    """The subject in words: the rung's title, or the Plan's line."""
+    subject: str
+    """The rung's title, or the Plan's line."""
     plans: tuple[str, ...]
     """Lines of the Plans that take part."""
     expected_seconds: float
@@ -320,3 +327,8 @@ class Progress:
     """Seconds that the whole climb may take."""
     standings: tuple[tuple[str, Estimate], ...]
     """Plans measured so far with their speed relative to the baseline, the fastest first."""
+
+    @property
+    def what(self) -> str:
+        """The former name of `subject`."""
+        return self.subject

@@ -73,7 +73,7 @@ def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
 
 def ending(report: LadderReport) -> list[tuple[str, str]]:
     """The recommended Plans, each in words and with its training command; the Plan with the same results is last."""
-    offered = [("Same results", report.same)]
+    offered = [("Same results", report.same_results)]
     if report.fastest is not None:
         offered.insert(0, ("Fastest of all", report.fastest))
     return [(f"{name}: {plan_words(report, plan)}", plan.train_command) for name, plan in offered]
@@ -251,7 +251,7 @@ def display_for(stream: TextIO) -> PlainDisplay | LiveDisplay:
 def describe(now: Progress) -> str:
     """The current activity, in a line."""
     about = f" (about {now.expected_seconds:.0f} s)" if now.expected_seconds >= 1 else ""
-    return f"{_DOING[now.doing]} {now.what}{about}"
+    return f"{_DOING[now.doing]} {now.subject}{about}"
 
 
 def _minutes(seconds: float) -> str:

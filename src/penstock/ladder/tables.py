@@ -36,7 +36,7 @@ def figures(report: LadderReport, rungs: Sequence[RungResult]) -> Section:
     ]  # fmt: skip
     rows = []
     for rung in rungs:
-        first = Cell(rung.title, rung.plan if rung.name in report.same.rungs else "", words=True)
+        first = Cell(rung.title, rung.plan if rung.name in report.same_results.rungs else "", words=True)
         verdict = Cell(rung.status, rung.reason, words=True)
         rows.append((LOOKS.get(rung.status, "faint"), [first, *_row(report, rung), verdict]))
     return Section(title="The figures", columns=columns, rows=rows)
@@ -120,9 +120,9 @@ def stays(report: LadderReport) -> str:
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
     """A Plan's speedup, the Plan itself, and its effect on the loss."""
     gain = chosen.speedup
-    if report.nearest is not None and chosen is report.same:
+    if report.nearest is not None and chosen is report.same_results:
         return nothing_words(report, report.nearest)
-    if chosen is report.same and not chosen.rungs:
+    if chosen is report.same_results and not chosen.rungs:
         return f"{beyond_words(None)}, so {stays(report)}."
     predicted = "" if chosen.predicted is None else f", predicted {chosen.predicted:.2f}×"
     speed = "the baseline's speed" if report.script is None else "the speed of the script as it is"

@@ -57,7 +57,7 @@ class Shares:
                 there = enumerate(self._tokens.get(name) for name in run.memories)
                 memories = [(number, tokens) for number, tokens in there if tokens is not None]
                 tokens_of = known[graph.input_of(run).name]
-                self._tokens[run.name] = tokens_of(memories=memories, sees=given.sees)
+                self._tokens[run.name] = tokens_of(memories=memories, memory_index=given.memory_index)
 
     def cut_of(self, one: Input) -> Cut:
         """The cut of an input's tokens."""
@@ -110,9 +110,9 @@ class _Tokens:
     def __init__(
         self, cut: Cut, count: int, device: torch.device, lengths: Tensor | None = None,
         documents: Tensor | None = None, memories: Sequence[tuple[int, _Tokens]] = (),
-        sees: Tensor | None = None,
+        memory_index: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.cut, self.count, self.memories, self.sees = cut, count, memories, sees
+        self.cut, self.count, self.memories, self.memory_index = cut, count, memories, memory_index
         self._known: dict[str, Any] = {"lengths": lengths, "documents": documents}
         places = places_of(count, documents, device)
         self.places, self.last = cut.take(places, places.dim() - 1), places.amax(-1, keepdim=True)
@@ -124,8 +124,8 @@ class _Tokens:
             memory = memory.transpose(0, 1) if stack.sequence_first else memory
             views = [(number, tokens.seen_by(x.shape[1])) for number, tokens in self.memories]
             # The tokens of a causal memory are spread over the ranks in another order.
-            plain = len(views) == 1 and self.sees is None and not views[0][1].cut.causal
-            sight = views[0][1] if plain else SharedMemories(views, self.sees)
+            plain = len(views) == 1 and self.memory_index is None and not views[0][1].cut.causal
+            sight = views[0][1] if plain else SharedMemories(views, self.memory_index)
         known = {**self._known, "biases": self._biases(stack, x.device)}
         lengths, real = self._known["lengths"], None
         if stack.padding == "remove" and lengths is not None and not stack.causal:

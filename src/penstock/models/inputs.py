@@ -21,6 +21,9 @@ from penstock.kernels.padding import Real, is_real, within
 
 Described = Tensor | Mapping[str, Tensor] | None
 
+_FORMER = {"sees": "memory_index"}
+"""Former names of arguments, mapped to their present names."""
+
 
 @dataclass(kw_only=True)
 class Inputs:
@@ -52,7 +55,7 @@ class Inputs:
     """Label smoothing of the loss."""
     past: TokenCache | None = None
     """Cached keys and values of the preceding tokens; once it holds a memory, that memory's inputs are left out."""
-    sees: Tensor | None = None
+    memory_index: Tensor | None = None
     """(B,) int64, the index of the memory that each sample's cross attention reads, if there are several; None: all."""
     routes: Tensor | None = None
     """(B,) int64, the label of each sample, for models with labels; without labels, its expert, if the router is
@@ -68,7 +71,7 @@ class Inputs:
         """Collect a model's positional arguments, in the order of `graph.arguments`, and named ones."""
         names = graph.arguments
         every = [*zip(names, args), *named.items()]
-        given = {name: value for name, value in every if value is not None}
+        given = {_FORMER.get(name, name): value for name, value in every if value is not None}
         others = given.keys() - {*names}
         if others or len(args) > len(names):
             more = ", ".join(sorted(others))
@@ -233,7 +236,7 @@ def memory_of(
     `cut`."""
     if cut:
         return {"memory": _beside(graph, run, outputs)}
-    names, sees = [name for name in run.memories if name in outputs], given.sees
+    names, index = [name for name in run.memories if name in outputs], given.memory_index
     lengths = [lengths_of(graph, graph.run(name), given) for name in names]
     memory = _beside(graph, run, outputs)
     weights = given.token_weights
@@ -245,11 +248,11 @@ def memory_of(
     if len(run.memories) == 1:
         return {"memory": memory, "memory_lengths": lengths[0]}
     seen = None
-    if sees is not None or given.past is not None or any(length is not None for length in lengths):
+    if index is not None or given.past is not None or any(length is not None for length in lengths):
         each = [_seen(length, outputs[name]) for length, name in zip(lengths, names)]
-        if sees is not None:
+        if index is not None:
             numbers = map(run.memories.index, names)
-            each = [part & (sees == number)[:, None, None, None] for number, part in zip(numbers, each)]
+            each = [part & (index == number)[:, None, None, None] for number, part in zip(numbers, each)]
         seen = torch.cat(each, dim=3)
     return {"memory": memory, "memory_seen": seen}
 

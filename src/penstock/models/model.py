@@ -125,7 +125,7 @@ class Model(nn.Module):
         self, *args: Any, times: Tensor | None = None, classes: Tensor | None = None, lengths: Described = None,
         segments: Tensor | None = None, documents: Described = None, targets: Described = None,
         rows: Described = None, prefixes: Tensor | None = None, smoothing: float | None = None,
-        past: TokenCache | None = None, sees: Tensor | None = None, routes: Tensor | None = None,
+        past: TokenCache | None = None, memory_index: Tensor | None = None, routes: Tensor | None = None,
         token_weights: Tensor | None = None, by_sample: bool | None = None, **tensors: Tensor | None,
     ) -> Any:  # fmt: skip
         """The output of the head, or outputs by head. The tensors of the graph's inputs come first, or by name; all
@@ -136,7 +136,7 @@ class Model(nn.Module):
         given = Inputs.of(
             self.graph, args, **tensors, times=times, classes=classes, lengths=lengths, segments=segments,
             documents=documents, targets=targets, rows=rows, prefixes=prefixes, smoothing=smoothing, past=past,
-            sees=sees, routes=routes, token_weights=token_weights, by_sample=by_sample,
+            memory_index=memory_index, routes=routes, token_weights=token_weights, by_sample=by_sample,
         )  # fmt: skip
         # With a KV cache, samples are not cut, and only the output over words is computed.
         graph, cut = self.graph, self.cut

@@ -309,10 +309,10 @@ class Lister:
         row = ACTIVATIONS[function]
         if row.passes and not (fused or t.fused):
             for one in row.passes:
-                read, written = (c * count for count in one.ahead)
+                read, written = (c * count for count in one.forward)
                 self.move(
                     f"{name}.{one.name}" if one.name else name, size, (read, written),
-                    (c * one.behind[0], c * one.behind[1]), kind="activation" if one.function else "pointwise",
+                    (c * one.backward[0], c * one.backward[1]), kind="activation" if one.function else "pointwise",
                     kept=kept if one.function else size * c * one.keeps, group=group, launches=one.launches,
                     function=one.function,
                 )  # fmt: skip

@@ -84,21 +84,21 @@ class KindSeconds(NamedTuple):
 
 
 class PartTime(NamedTuple):
-    """Seconds of one part for one micro-batch. `again` is the recomputation in the backward pass."""
+    """Seconds of one part for one micro-batch. `recomputed` is the recomputation in the backward pass."""
 
     forward: KindSeconds = KindSeconds()
     backward: KindSeconds = KindSeconds()
-    again: float = 0.0
+    recomputed: float = 0.0
     weights: float = 0.0
     """Part of `backward` for the gradients of weights, which a split backward pass can defer."""
     launches: float = 0.0
-    ahead: float = 0.0
+    forward_launches: float = 0.0
     """Launches of the forward pass alone."""
 
     @property
     def back(self) -> float:
         """Backward, recomputation included."""
-        return self.backward.total + self.again
+        return self.backward.total + self.recomputed
 
     def plus(self, other: PartTime, times: float) -> PartTime:
         """The sum with `times` times `other`."""
@@ -238,7 +238,7 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     forward, backward = n * block.forward.total, n * block.back
     both = KindSeconds(*[m * n * one for one in block.forward.plus(block.backward)])._asdict()
     by_part = both | {
-        "recompute": m * n * block.again, "output": m * stage.ends,
+        "recompute": m * n * block.recomputed, "output": m * stage.ends,
         "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward, software),
         "optimizer": traffic.update_seconds(work, rates, plan, share, software),
         "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
@@ -292,8 +292,8 @@ def _times(work: Workload, rates: Rates, layout: PartLayout, software: Software)
         else:
             block = block.plus(time, part.count / max(1, work.depth))
     each, own = rates.machine.launch_seconds, software.block_host_seconds / 2
-    ahead = own + each * block.ahead - block.forward.total
-    behind = own + each * (block.launches - block.ahead) - block.back
+    ahead = own + each * block.forward_launches - block.forward.total
+    behind = own + each * (block.launches - block.forward_launches) - block.back
     waits = max(0.0, ahead + behind) if software.hides_exchange else max(0.0, ahead) + max(0.0, behind)
     if rates.cpu or layout.ep == 1:
         waits = 0.0

@@ -87,7 +87,7 @@ def accelerate(
     numerics = properties_of(precision, dtype=dtype, device=device, **overrides)
     bare = [unwrapped(m) for m in models]
     check(numerics, models, bare, optimizers, losses)
-    setup = Setup(purpose=SCRIPT, device=device, numerics=numerics, together=bare)
+    setup = Setup(purpose=SCRIPT, device=device, numerics=numerics, cast_together=bare)
     for module in bare:
         apply(module, setup, "products")
     agree = agree_over() if agree == "auto" else agree

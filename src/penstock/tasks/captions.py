@@ -113,8 +113,8 @@ class Captioning(TextTask):
         empty = torch.zeros(1, *model.graph.images.shape, device=device)
         target = token.expand(1, model.graph.inputs[2].length)
         return model.graph.ordered(
-            images=empty, source=token, target=target, lengths=token[0] + 1, smoothing=0.0, sees=token[0]
-        )
+            images=empty, source=token, target=target, lengths=token[0] + 1, smoothing=0.0, memory_index=token[0]
+        )  # fmt: skip
 
     def fullness(self, source: Source, model: ModelConfig, batch: int) -> Fullness:
         made = PrepareCaptions(cast(Captions, source), model)
@@ -171,7 +171,7 @@ class Captioning(TextTask):
     def _tokens(self, model: Any, inputs: Sequence[Any], begun: Tensor) -> Tensor:
         """The likeliest tokens (B, steps) after the first `begun` (B,) tokens of each target."""
         made, arguments = self._made, dict(zip(model.graph.arguments, inputs))
-        values = {name: arguments[name] for name in ("images", "source", "lengths", "sees")}
+        values = {name: arguments[name] for name in ("images", "source", "lengths", "memory_index")}
         prompts = Prompts(arguments["target"][:, : made.opened].contiguous(), begun, values=values)
         greedy, end = Decoding(max_tokens=made.steps, early_stopping="full"), made.tokenizer.end
         with eagerly():
@@ -290,7 +290,7 @@ class PrepareCaptions:
         places = np.arange(target.shape[1])
         targeted = (places < ends[:, None]) & (places >= begun[:, None])
         tokens = {"source": source, "target": shifted(target, self.tokenizer.start), "lengths": lengths}
-        others = {"targets": np.where(targeted, target, IGNORED), "sees": rows["sees"]}
+        others = {"targets": np.where(targeted, target, IGNORED), "memory_index": rows["sees"]}
         inputs = self.graph.ordered(images=pictures.images, smoothing=self.smoothing, **tokens, **others)
         return CaptionBatch.of(
             host, device, inputs, tokens=int(lengths.sum() + ends.sum()), concepts=pictures.targets, rows=rows,

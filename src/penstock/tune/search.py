@@ -206,7 +206,7 @@ class _Tuning(Course):
         account, script = self.account, self.script
         return self.report(
             rungs=(self.baseline("the script as it is", "The script without any change."), *results),
-            same=account.chosen(same, names),
+            same_results=account.chosen(same, names),
             fastest=None if fastest is None else account.chosen(fastest, [*names, *more]),
             nearest=None if path else self.nearest(a.setting for a in attempts if a.result.measured), control=control,
             tried=(), candidates=0, batch=None, machine=to_dict(self.machine), command=f"penstock tune {script.title}",

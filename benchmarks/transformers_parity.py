@@ -34,7 +34,7 @@ from penstock.config.theirs.backbones import BACKBONES
 from penstock.config.theirs.library import LIBRARIES, WindowTurns
 from penstock.config.theirs.read import config_of
 from penstock.models import create
-from penstock.models.convert import from_pretrained, hf_config, save_pretrained
+from penstock.models.convert import from_pretrained, save_pretrained
 from penstock.report.record import environment
 
 SIZES = {
@@ -69,9 +69,6 @@ TEXTS = (
 
 def classes() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The model_type, the class and the options of every model of transformers that is compared."""
-    own = ("architectures", "model_type", "penstock")
-    values = {name: value for name, value in hf_config(VIT).items() if name not in own}
-    yield "vit", "ViTForImageClassification", values
     for one in BACKBONES:
         sizes = {option: getattr(VIT, name) for option, (_, name) in one.options.items() if name in VIT_SIZES}
         sizes = {"vision_config": sizes, "text_config": TEXTS_OF_IMAGES} if one.whole else sizes
@@ -166,7 +163,7 @@ def differences(architecture: str, options: dict[str, Any], draws: int = DRAWS) 
     cls = getattr(transformers, architecture)
     settings = cls.config_class(**options)
     values = settings.to_dict() | {"architectures": [architecture]}
-    config = VIT if values["model_type"] == "vit" else config_of(values)
+    config = config_of(values)
     found, saved_as = {"read": 0.0, "written": 0.0}, architecture
     for seed in range(draws):
         torch.manual_seed(seed)

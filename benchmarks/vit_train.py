@@ -35,7 +35,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
-from penstock.config.theirs.vit import hf_config
+from penstock.config.theirs.backbones import hf_config
 from penstock.config.trainable import require_vision
 from penstock.data import image_loader, open_source
 from penstock.models import create

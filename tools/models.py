@@ -227,7 +227,7 @@ def page() -> str:
 
 def _checkpoints() -> Iterator[str]:
     """A row for each model_type of transformers that is read."""
-    known: dict[str, Any] = {"vit": ViTConfig, **{one.model_type: ViTConfig for one in BACKBONES}}
+    known: dict[str, Any] = {one.model_type: ViTConfig for one in BACKBONES}
     known |= {one.model_type: type(one.base) for one in LIBRARIES}
     tables = read_shipped("libraries")
     if known.keys() != tables["examples"].keys():
@@ -336,9 +336,8 @@ def _parity() -> Iterator[str]:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     yield PARITY.format(draws=stored["draws"], width=stored["sizes"]["width"], depth=stored["sizes"]["depth"])
     tested = (ROOT / BOTH_WAYS.partition("::")[0]).with_name("text_models.json").read_text(encoding="utf-8")
-    tests_of = {"vit": VIT, **{one.model_type: BACKBONE for one in BACKBONES}}
-    known = [("vit", "ViTForImageClassification")]
-    known += [(one.model_type, one.classes[0]) for one in BACKBONES if one.classes[0]]
+    tests_of = {one.model_type: BACKBONE for one in BACKBONES} | {"vit": VIT}
+    known = [(one.model_type, one.classes[0]) for one in BACKBONES if one.classes[0]]
     known += [(one.model_type, name) for one in LIBRARIES for name in one.architectures.values()]
     for model_type, architecture in known:
         kinds = tests_of.get(model_type, TEXT)

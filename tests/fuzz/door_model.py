@@ -102,7 +102,7 @@ def _door(seeds: Callable[[], dict[str, bytes]], *tokens: bytes) -> Door:
 
 
 def _trees() -> dict[str, dict[str, Any]]:
-    from penstock.config.theirs.vit import hf_config
+    from penstock.config.theirs.backbones import hf_config
 
     theirs = hf_config(ViTConfig(width=48, depth=2, heads=3, mlp_width=96, classes=3)) | {"num_labels": 3}
     ours = {"multimodal": "multimodal-tiny", "universal": "universal-tiny", "vit": "vit-digits"}

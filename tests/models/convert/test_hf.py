@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +148,7 @@ def test_names_written_are_those_of_the_hub(tmp_path: Path) -> None:
 
 def test_config_goes_there_and_back() -> None:
     config = replace(TINY, drop_path=0.2, dropout=0.1, mlp="gelu_tanh", qkv_bias=False, norm_eps=1e-5)
+    config = replace(config, attention_dropout=0.3, mlp_dropout=0.0)
     assert config_from_hf(json.loads(json.dumps(hf_config(config)))) == config
 
 
@@ -163,25 +163,27 @@ def test_sizes_given_as_pairs_are_read() -> None:
         config_from_hf({"image_size": [96, 64]})
 
 
-def test_what_cannot_be_read_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_said() -> None:
     with pytest.raises(ConfigError, match="model_type 'bert'"):
         config_from_hf({"model_type": "bert"})
     with pytest.raises(ConfigError, match="hidden_act 'mish'"):
         config_from_hf({"hidden_act": "mish"})
-    with caplog.at_level(logging.WARNING):
-        config_from_hf({"attention_probs_dropout_prob": 0.1})
-    assert "attention_probs_dropout_prob 0.1 is not applied" in caplog.text
+    with pytest.raises(ConfigError, match="has odd_option 3, whose effect"):
+        config_from_hf({"odd_option": 3})
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"classifier": "pooled"}, {"stem": "conv"}, {"qk_norm": True}, {"parallel": True}, {"experts": 2}],
-)
+    [
+        {"classifier": "pooled"}, {"stem": "conv"}, {"qk_norm": True}, {"parallel": True}, {"experts": 2},
+        {"heads": 5, "head_features": 16},
+    ],
+)  # fmt: skip
 def test_what_transformers_lacks_is_refused(changes: dict[str, Any]) -> None:
     config = replace(TINY, **changes)
-    with pytest.raises(ConfigError, match="no counterpart of model"):
+    with pytest.raises(ConfigError, match="transformers' vit has no model"):
         hf_config(config)
-    with pytest.raises(ConfigError, match="no counterpart of model"):
+    with pytest.raises(ConfigError, match="transformers' vit has no model"):
         to_hf(Model(config).state_dict(), config)
 
 

@@ -1,11 +1,11 @@
-"""The vision models of transformers for fine-tuning as classifiers, which `presets/backbones.toml` describes."""
+"""The vision models of transformers, as classifiers, which `presets/backbones.toml` describes."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -15,18 +15,17 @@ from penstock.config.convert import shown_value
 from penstock.config.load import from_dict, to_dict
 from penstock.config.model import ViTConfig
 from penstock.config.shipped import read_shipped, with_forms
-from penstock.config.theirs.library import FREE, refused
+from penstock.config.theirs.library import FREE, differences, refused, settled_stack
 from penstock.config.theirs.names import Names, WeightPlaces
 from penstock.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _FREE = FREE | {
-    "apply_layernorm", "dropout", "out_features", "out_indices", "projection_dim", "reshape_hidden_states",
-    "stage_names", "tie_word_embeddings", "use_mask_token", "vision_use_head",
+    "apply_layernorm", "dropout", "encoder_stride", "out_features", "out_indices", "pooler_act",
+    "pooler_output_size", "problem_type", "projection_dim", "reshape_hidden_states", "stage_names",
+    "tie_word_embeddings", "use_mask_token", "vision_use_head",
 }  # fmt: skip
-_OWN = ("drop_path", "classifier", "class_token", "pool_norm")
-"""Our fields that config.json stores under `penstock`, because transformers has no option for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,29 +42,31 @@ class Backbone:
     must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unapplied: tuple[str, ...] = ()
     """Options for training only; a warning says that they are not applied."""
+    own: Sequence[str] = ("drop_path", "classifier", "class_token", "pool_norm")
+    """Our fields that config.json stores under `penstock`, because transformers has no option for them."""
     gate: str = ""
     """The option for a gated perceptron, if there is one."""
     gated: Mapping[str, Mlp] = field(default_factory=dict)
     """Gated activations by the word for the gate's function, if not all are `swiglu`."""
     gated_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Our names of a gated perceptron's weights that differ, with theirs, whose rows are concatenated."""
-    stem: str
+    stem: str = ""
     """Name of the convolution that embeds patches as tokens."""
-    block: str
+    block: str = ""
     """Prefix of the weights of block `{i}`."""
-    inner: Sequence[str]
+    inner: Sequence[str] = ()
     """Names of queries, keys and values in a block."""
-    parts: Mapping[str, str]
+    parts: Mapping[str, str] = field(default_factory=dict)
     """Our names of a block's other parts, with theirs."""
-    ends: Mapping[str, str]
+    ends: Mapping[str, str] = field(default_factory=dict)
     """Names of the parts before and after the blocks."""
-    mark: str
+    mark: str = r"(?!)"
     """A regular expression for a name that does not occur in the weights of later families."""
-    tower: str
+    tower: str = ""
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
     classes: tuple[str, Mapping[str, Any]] = ("", {})
     """The class with a head, and our settings for the head's input; none: there is no such class."""
-    prefix: str
+    prefix: str = ""
     """Prefix of the tower's weights in a model with a head, or in a state dict."""
     antialias: bool = False
     """Whether positions are interpolated with antialiasing."""
@@ -129,16 +130,18 @@ def backbone_in(names: Iterable[str]) -> Backbone | None:
     return next((one for one in BACKBONES if any(re.search(one.mark, name) for name in every)), None)
 
 
-def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
+def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     """The model that a config.json of transformers describes; what is absent has transformers' default. A tower without
     a head for classes gets one, over its vector of an image, with a ViT's default number of classes.
 
-    Raises ConfigError with every option that our models cannot honour.
+    Raises ConfigError for another model_type, and with every option that our models cannot honour.
     """
-    one = backbone_of(values.get("model_type"))
-    assert one is not None
+    model_type = values.get("model_type", "vit")
+    if (one := backbone_of(model_type)) is None:
+        known = ", ".join(each.model_type for each in BACKBONES)
+        raise ConfigError(f"config.json is of model_type {shown_value(model_type)}; known are {known}.")
     inner = values
-    if values["model_type"] == one.whole:
+    if model_type == one.whole:
         parts = (values.get("vision_config"), values.get("vision_config_dict"))
         inner = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
         log.info("Of %s the half for images is read, and the half for texts is left out.", one.whole)
@@ -166,11 +169,11 @@ def read_backbone(values: Mapping[str, Any]) -> ViTConfig:
     labels, kinds, own = (values.get(name) for name in ("id2label", "architectures", "penstock"))
     if isinstance(labels, dict) and labels:
         settings["classes"] = len(labels)
-    if isinstance(kinds, list) and one.classes[0] in kinds:
+    if not one.tower or (isinstance(kinds, list) and one.classes[0] in kinds):
         settings = {"classes": values.get("num_labels", 2), **settings, **one.classes[1]}
     elif inner.get("vision_use_head") is False:
         settings["classifier"] = "pooled"
-    settings |= {name: own[name] for name in _OWN if isinstance(own, dict) and name in own}
+    settings |= {name: own[name] for name in one.own if isinstance(own, dict) and name in own}
     return from_dict(ViTConfig, to_dict(one.base) | settings, origin="config.json")
 
 
@@ -206,20 +209,49 @@ def _hidden(width: Any, ratio: Any, *, gated: bool) -> Any:
 @cache
 def written_as(config: ViTConfig) -> tuple[Backbone, dict[str, Any]] | None:
     """The family that computes the same as a model, and its config.json; None if there is none."""
-    for one in reversed(BACKBONES):  # one without registers before one that may have none
+    # The plain ViT first, which stores the fewest fields of ours; then families without registers before others.
+    for one in sorted(
+        BACKBONES, key=lambda one: (one.model_type != "vit", "num_register_tokens" in one.options)
+    ):
         values = _values(config, one)
         try:
-            if read_backbone(values) == config:
+            if settled_stack(config_from_hf(values)) == settled_stack(config):
                 return one, values
         except ConfigError:
             continue
     return None
 
 
+def hf_config(config: ViTConfig) -> dict[str, Any]:
+    """The config.json of the model of transformers that computes the same. Raises ConfigError if there is none."""
+    if written := written_as(config):
+        return written[1]
+    raise ConfigError(_lacks(config))
+
+
+def require_vit(config: ViTConfig) -> None:
+    """Raise ConfigError, with all that it lacks, if transformers' plain ViT does not compute the same."""
+    if (written := written_as(config)) is None or written[0].model_type != "vit":
+        raise ConfigError(_lacks(config))
+
+
+def _lacks(config: ViTConfig) -> list[str]:
+    vit = backbone_of("vit")
+    assert vit is not None
+    try:
+        readable = config_from_hf(_values(config, vit))
+        missing = [*differences(settled_stack(config), settled_stack(readable))]
+    except ConfigError:  # all other sizes can be read back
+        missing = ["model.head_features"]
+    lacks = [f"transformers' vit has no {each}." for each in missing]
+    return [*lacks, "Save such a model in Penstock's own names with save_pretrained."]
+
+
 def _values(config: ViTConfig, one: Backbone) -> dict[str, Any]:
     """The config.json of a model, if it can be of this family."""
     gated, plain = config.mlp in UNGATED, UNGATED.get(config.mlp, config.mlp)
-    values = {option: attrgetter(path)(config) for option, (_, path) in one.options.items()}
+    dropped = replace(config, attention_dropout=config.weights_dropout)
+    values = {option: attrgetter(path)(dropped) for option, (_, path) in one.options.items()}
     values |= {option: allowed[0] for option, allowed in one.must.items()}
     if "hidden_act" in one.options:
         values["hidden_act"] = "gelu_pytorch_tanh" if plain == "gelu_tanh" else ACTIVATIONS[plain].names[0]
@@ -237,5 +269,5 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any]:
         **({"model_type": one.whole, "vision_config": tower} if classes and one.whole else tower),
         "id2label": {str(i): f"LABEL_{i}" for i in range(config.classes)},
         "label2id": {f"LABEL_{i}": i for i in range(config.classes)},
-        "penstock": {name: getattr(config, name) for name in _OWN},
+        "penstock": {name: getattr(config, name) for name in one.own},
     }

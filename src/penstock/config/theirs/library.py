@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from reprlib import repr as brief
 from typing import Any, Literal
 
 from penstock.boundary.files import shown
@@ -153,3 +154,48 @@ LIBRARIES = tuple(
 )
 ELSEWHERE: dict[str, str] = _TABLES["elsewhere"]
 """Why models of other types are not read, and what to use instead."""
+
+
+def global_turns(windowed: Sequence[bool]) -> dict[str, int]:
+    """Our fields for the blocks without a window, from a list that says which blocks have one."""
+    full = [number for number, one in enumerate(windowed) if not one]
+    every = 0 if not full else full[1] - full[0] if len(full) > 1 else len(windowed)
+    return {"global_every": every, "global_offset": full[0] if full else 0}
+
+
+def settled_stack(stack: Any) -> Any:
+    """The same stack without values that follow from other fields."""
+    changes: dict[str, Any] = {}
+    if stack.layers == replace(stack, unequal=()).layers:
+        changes["unequal"] = ()
+    if stack.kv_heads == stack.heads:
+        changes["kv_heads"] = None
+    if stack.head_features and stack.head_features * stack.heads == stack.width:
+        changes["head_features"] = None
+    if not any(layer.window for layer in stack.layers):
+        changes |= {
+            "window": None, "window_base": None, "window_scaled": True, "global_every": 0, "global_offset": 0,
+        }  # fmt: skip
+    elif not changes.get("unequal", stack.unequal):
+        changes |= global_turns([layer.window > 0 for layer in stack.layers])
+    if stack.attention_scale == stack.layers[0].head_width ** -0.5:
+        changes["attention_scale"] = None
+    if stack.router_normalised == (stack.experts_per_token > 1):
+        changes["router_normalised"] = None
+    if stack.expert_width == stack.mlp_width:
+        changes["expert_width"] = None
+    if stack.weights_dropout == stack.dropout:
+        changes["attention_dropout"] = None
+    if stack.hidden_dropout in (0.0, stack.dropout):
+        changes["mlp_dropout"] = None if stack.hidden_dropout else 0.0
+    return replace(stack, **changes)
+
+
+def differences(config: Any, readable: Any, path: str = "model") -> Iterator[str]:
+    """Each field below `path` in which a model differs from what can be read back, with its value."""
+    for one in fields(config):
+        value, other = getattr(config, one.name), getattr(readable, one.name)
+        if is_dataclass(value) and is_dataclass(other):
+            yield from differences(value, other, f"{path}.{one.name}")
+        elif value != other:
+            yield f"{path}.{one.name}={brief(value) if isinstance(value, tuple) else value}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, cast
 
 from penstock.config.convert import Count, Natural, NotNegative, Positive, PositiveShare, Range, shown_value
 from penstock.config.layer import Rotary, Scaling, unscaled
-from penstock.config.theirs.library import Library, WindowTurns
+from penstock.config.theirs.library import Library, WindowTurns, global_turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +236,6 @@ def _by_turns(given: Any, library: Library, turns: WindowTurns, problems: list[s
     settings |= {"window_base": None if near.base == rotary.base else near.base}
     settings |= {"window_scaled": near.scaling == rotary.scaling}
     return {**settings, **regular, "window": getattr(given, turns.window[0])}
-
-
-def global_turns(windowed: Sequence[bool]) -> dict[str, int]:
-    """Our fields for the blocks without a window, from a list that says which blocks have one."""
-    full = [number for number, one in enumerate(windowed) if not one]
-    every = 0 if not full else full[1] - full[0] if len(full) > 1 else len(windowed)
-    return {"global_every": every, "global_offset": full[0] if full else 0}
 
 
 def _kind(windowed: bool) -> str:

@@ -11,9 +11,9 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.formats import FORMATS
 from penstock.config.load import from_dict
 from penstock.config.model import FAMILIES, ModelConfig
-from penstock.config.theirs.backbones import backbone_of, read_backbone
+from penstock.config.theirs.backbones import backbone_of, config_from_hf
 from penstock.config.theirs.text import read_text_config
-from penstock.config.theirs.vit import config_from_hf, timm_config
+from penstock.config.theirs.timm import timm_config
 from penstock.errors import CheckpointError, ConfigError
 
 OWN = "penstock_"
@@ -94,9 +94,8 @@ def config_of(values: dict[str, Any], origin: str = _CONFIG_FILE) -> ModelConfig
         return from_dict(
             FAMILIES[kind.removeprefix(OWN)], own if isinstance(own, dict) else {}, origin=origin
         )
-    if backbone_of(kind) is not None:
-        return read_backbone(values)
-    return read_text_config(values) if isinstance(kind, str) and kind != "vit" else config_from_hf(values)
+    foreign = isinstance(kind, str) and backbone_of(kind) is None
+    return read_text_config(values) if foreign else config_from_hf(values)
 
 
 def require_readable(quantisation: Any) -> None:

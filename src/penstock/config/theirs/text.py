@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache, reduce
 from itertools import islice
 from operator import or_
-from reprlib import repr as brief
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -27,8 +26,16 @@ from penstock.config.model import (
     stacks,
 )
 from penstock.config.theirs.backbones import BACKBONES
-from penstock.config.theirs.library import ELSEWHERE, FREE, LIBRARIES, Library, refused
-from penstock.config.theirs.places import global_turns, options_of, read_places, written_places
+from penstock.config.theirs.library import (
+    ELSEWHERE,
+    FREE,
+    LIBRARIES,
+    Library,
+    differences,
+    refused,
+    settled_stack,
+)
+from penstock.config.theirs.places import options_of, read_places, written_places
 from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -50,7 +57,7 @@ def library_of(model_type: Any) -> Library:
     start = f"config.json is of model_type {shown_value(model_type)}"
     if isinstance(model_type, str) and (why := ELSEWHERE.get(model_type)):
         raise ConfigError(f"{start}, and is not read: {ELSEWHERE.get(why.removeprefix('as '), why)}.")
-    images = ("vit", *(name for one in BACKBONES for name in (one.model_type, one.whole) if name))
+    images = (name for one in BACKBONES for name in (one.model_type, one.whole) if name)
     model_types = ", ".join(map(repr, (*images, *(library.model_type for library in LIBRARIES))))
     raise ConfigError(f"{start}; known are {model_types}.")
 
@@ -255,7 +262,7 @@ def _with(config: Any, values: Mapping[str, Any]) -> Any:
 
 def settled(config: TextConfig) -> TextConfig:
     """The same model without values that follow from other fields, so that equal models compare equal."""
-    sides = {stack: _settled(stack) for stack in stacks(config)}
+    sides = {stack: settled_stack(stack) for stack in stacks(config)}
     if isinstance(config, Seq2SeqConfig):
         config = replace(config, encoder=sides[config.encoder], decoder=sides[config.decoder])
     else:
@@ -263,33 +270,6 @@ def settled(config: TextConfig) -> TextConfig:
     learned = any(stack.positions == "learned" for stack in stacks(config))
     same = config.max_positions in (None, config.sequence)
     return config if learned and not same else replace(config, max_positions=None)
-
-
-def _settled(stack: Any) -> Any:
-    changes: dict[str, Any] = {}
-    if stack.layers == replace(stack, unequal=()).layers:
-        changes["unequal"] = ()
-    if stack.kv_heads == stack.heads:
-        changes["kv_heads"] = None
-    if stack.head_features and stack.head_features * stack.heads == stack.width:
-        changes["head_features"] = None
-    if not any(layer.window for layer in stack.layers):
-        changes |= {
-            "window": None, "window_base": None, "window_scaled": True, "global_every": 0, "global_offset": 0,
-        }  # fmt: skip
-    elif not changes.get("unequal", stack.unequal):
-        changes |= global_turns([layer.window > 0 for layer in stack.layers])
-    if stack.attention_scale == stack.layers[0].head_width ** -0.5:
-        changes["attention_scale"] = None
-    if stack.router_normalised == (stack.experts_per_token > 1):
-        changes["router_normalised"] = None
-    if stack.expert_width == stack.mlp_width:
-        changes["expert_width"] = None
-    if stack.weights_dropout == stack.dropout:
-        changes["attention_dropout"] = None
-    if stack.hidden_dropout in (0.0, stack.dropout):
-        changes["mlp_dropout"] = None if stack.hidden_dropout else 0.0
-    return replace(stack, **changes)
 
 
 def write_text_config(config: TextConfig) -> dict[str, Any]:
@@ -311,7 +291,7 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
                 wanted = replace(wanted, pooler=readable.pooler)  # which it does not have
             if isinstance(readable, DecoderConfig) and kind is None:
                 wanted = replace(wanted, saved_as=readable.saved_as)
-            lacks = list(_differences(wanted, readable, "model"))
+            lacks = list(differences(wanted, readable))
         except ConfigError as error:
             lacks = [str(error)]
         if not lacks:
@@ -319,15 +299,6 @@ def write_text_config(config: TextConfig) -> dict[str, Any]:
         lacks = [f"transformers' {library.model_type} has no {each}." for each in lacks]
         best = lacks if best is None or len(lacks) < len(best) else best
     raise ConfigError([*(best or []), "Save such a model in Penstock's own names with save_pretrained."])
-
-
-def _differences(config: Any, readable: Any, path: str) -> Iterator[str]:
-    for one in fields(config):
-        value, other = getattr(config, one.name), getattr(readable, one.name)
-        if is_dataclass(value):
-            yield from _differences(value, other, f"{path}.{one.name}")
-        elif value != other:
-            yield f"{path}.{one.name}={brief(value) if isinstance(value, tuple) else value}"
 
 
 def _written(config: TextConfig, library: Library) -> dict[str, Any]:

@@ -4,10 +4,10 @@ unpickled.
 
 from __future__ import annotations
 
+from penstock.config.theirs.backbones import config_from_hf as config_from_hf
+from penstock.config.theirs.backbones import hf_config as hf_config
 from penstock.config.theirs.text import read_text_config as read_text_config
 from penstock.config.theirs.text import write_text_config as write_text_config
-from penstock.config.theirs.vit import config_from_hf as config_from_hf
-from penstock.config.theirs.vit import hf_config as hf_config
 from penstock.models.convert.files import read_state_dict as read_state_dict
 from penstock.models.convert.load import Loaded as Loaded
 from penstock.models.convert.load import fitted as fitted

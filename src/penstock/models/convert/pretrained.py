@@ -18,9 +18,9 @@ from penstock.boundary.hub import local_weights
 from penstock.config.formats import FORMATS, PRODUCTS, STORED_FORMATS, StoredFormat
 from penstock.config.load import to_dict
 from penstock.config.model import ModelConfig, TextConfig, ViTConfig
+from penstock.config.theirs.backbones import hf_config, require_vit
 from penstock.config.theirs.read import OWN, config_of, read_json
 from penstock.config.theirs.text import read_text_config, write_text_config
-from penstock.config.theirs.vit import hf_config, require_representable
 from penstock.errors import CheckpointError, ConfigError
 from penstock.leftovers import replace_file
 from penstock.models.convert.compressed_tensors import compressed_tensors
@@ -137,7 +137,7 @@ def save_compressed(
     """
     config = cast(Any, model).config
     if isinstance(config, ViTConfig):
-        require_representable(config)
+        require_vit(config)
     require_theirs(config)
     quantisation, tensors = compressed_tensors(config, rounded)
     plain = {

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.config.model import ViTConfig
-from penstock.config.theirs.backbones import backbone_in, written_as
-from penstock.config.theirs.vit import require_representable, unrepresentable
+from penstock.config.theirs.backbones import backbone_in, require_vit, written_as
 from penstock.errors import ConfigError
 from penstock.models.anatomy import Anatomy, pruned
 from penstock.models.convert.names import from_library, in_library, to_library
@@ -38,12 +37,12 @@ def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = Fal
     `modules` in the names of its modules in version 5; or in those of the model of `config.theirs.backbones` that
     computes the same. Raises ConfigError if transformers has no such model.
     """
-    if unrepresentable(config) and (written := written_as(config)):
+    if (written := written_as(config)) and written[0].model_type != "vit":
         one, values = written
         prefix = one.prefix if values["architectures"] == [one.classes[0]] else ""
         named = _projections_joined(to_library(state, config, one.names(config))).items()
         return {name if name.startswith("classifier.") else prefix + name: tensor for name, tensor in named}
-    require_representable(config)
+    require_vit(config)
     names = [f"vit.{'layers' if modules else 'encoder.layer'}.{i}." for i in range(config.depth)]
     return translate(_outward(state, config), ours.anatomy(config.graph), _hf(names, config))
 
@@ -70,7 +69,7 @@ def from_hf(state: Mapping[str, Tensor], config: ViTConfig) -> dict[str, Tensor]
             for key in in_library(name, expected[name], config, table)
         }
         return made.state | odd | {name: state[name] for name in made.left}
-    require_representable(config)
+    require_vit(config)
     state = {re.sub(r"^(?!vit\.|classifier\.)", "vit.", name): tensor for name, tensor in state.items()}
     return _inward(translate(state, pruned(_hf(state, config), state), ours.anatomy(config.graph)))
 

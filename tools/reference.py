@@ -103,11 +103,11 @@ def _presets() -> str:
 def _rules() -> str:
     rows = ["| rule | applies to | what it requires |", "|---|---|---|"]
     rows += [
-        f"| `{rule.name}` | {', '.join(rule.takes)}{'; to run' * (rule.kind == 'run')} | {_cell(rule.text)} |"
+        f"| `{rule.name}` | {', '.join(rule.parameters)}{'; to run' * (rule.kind == 'run')} | {_cell(rule.text)} |"
         for rule in RULES
     ]
     rows += [
-        f"| `{rule.name}` | {', '.join(rule.takes)}; in inference | {_cell(rule.text)} |"
+        f"| `{rule.name}` | {', '.join(rule.parameters)}; in inference | {_cell(rule.text)} |"
         for rule in INFER_RULES
         if rule.kind == "infer"
     ]

@@ -11,7 +11,7 @@ import penstock
 from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan
-from penstock.config.trainable import plan_problems
+from penstock.config.rules import problems
 from penstock.planner import Prediction, Software, predict, price
 from penstock.planner.constants import HOST_LINK_SHARE
 from penstock.planner.describe import describe
@@ -350,7 +350,7 @@ def test_any_share_of_the_blocks_recomputes() -> None:
     none = at(dp=8, sharding="fsdp")
     kept = 0.8 * every.memory["activations"] + 0.2 * none.memory["activations"]
     assert most.memory["activations"] == pytest.approx(kept, rel=1e-3)
-    assert not [*plan_problems(Plan.parse("recompute=full recompute_every=1.25"))]
+    assert not problems(Plan.parse("recompute=full recompute_every=1.25"), run=True)
 
 
 def test_a_launch_that_waits_for_its_kernel_costs_the_host_s_time() -> None:

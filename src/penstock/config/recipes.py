@@ -15,6 +15,7 @@ from penstock.config.load import from_dict, load, read_file
 from penstock.config.model import PRESETS, ModelConfig, option_words, stacks, title
 from penstock.config.optimizers import BY_WIDTH, OPTIMIZERS
 from penstock.config.plan import Plan
+from penstock.config.rule import degrees_above_one
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
 from penstock.config.shipped import read_shipped, with_forms
@@ -155,13 +156,8 @@ def _idle(recipe: Recipe) -> Iterator[str]:
         yield f"recipe.teacher_targets is {recipe.teacher_targets}, but there is no recipe.teacher; name one."
 
 
-def _degrees(plan: Plan, *names: str) -> Iterator[tuple[str, int]]:
-    """The degrees of parallelism in `names` that are above 1."""
-    return ((name, degree) for name in names if (degree := getattr(plan, name)) > 1)
-
-
 def _unteachable(recipe: Recipe, plan: Plan) -> Iterator[str]:
-    for name, degree in _degrees(plan, "pp", "cp"):
+    for name, degree in degrees_above_one(plan, "pp", "cp"):
         yield (
             f"plan.{name}={degree} splits the student's outputs, which recipe.teacher is compared with as a whole; use "
             f"{name}=1."
@@ -198,7 +194,7 @@ def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str
                 "out."
             )
         return
-    for name, degree in _degrees(plan, "pp", "tp", "cp"):
+    for name, degree in degrees_above_one(plan, "pp", "tp", "cp"):
         yield (
             f"plan.{name}={degree} splits the model, which task=preferences compares with a whole copy; use {name}=1."
         )
@@ -229,7 +225,7 @@ def _unadaptable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str]
             f"recipe.lora.base={lora.base} makes weights of few bits for products in the compute type, which "
             f"plan.products={plan.products} would round again; use products=plain, or leave base out."
         )
-    for name, degree in _degrees(plan, "tp", "pp", "ep"):
+    for name, degree in degrees_above_one(plan, "tp", "pp", "ep"):
         yield (
             f"plan.{name}={degree} splits weights, which recipe.lora.base={lora.base} stores as a whole; use {name}=1, "
             "or sharding=fsdp."

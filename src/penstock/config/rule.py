@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.plan import Plan
+
 Kind = Literal["types", "degrees", "run", "infer"]
 Check = Callable[..., Iterator[str]]
 
@@ -20,7 +22,7 @@ class Rule:
     text: str
     """The requirement, in one sentence."""
     check: Check
-    takes: tuple[str, ...]
+    parameters: tuple[str, ...]
     """The names of its parameters: out of plan, model and machine, and for inference also weights and shortlist."""
 
 
@@ -32,8 +34,8 @@ class Rules(list[Rule]):
 
         def enrol(check: Check) -> Check:
             text = " ".join((inspect.getdoc(check) or "").split())
-            takes = tuple(inspect.signature(check).parameters)
-            self.append(Rule(check.__name__.strip("_"), kind, text, check, takes))
+            parameters = tuple(inspect.signature(check).parameters)
+            self.append(Rule(check.__name__.strip("_"), kind, text, check, parameters))
             return check
 
         return enrol
@@ -43,3 +45,8 @@ def divisors(number: int) -> str:
     """The divisors of a number, in words: `1, 2 or 4`."""
     words = [str(i) for i in range(1, number + 1) if number % i == 0]
     return ", ".join(words[:-1]) + f" or {words[-1]}" if len(words) > 1 else words[0]
+
+
+def degrees_above_one(plan: Plan, *names: str) -> Iterator[tuple[str, int]]:
+    """The degrees of parallelism in `names` that are above 1."""
+    return ((name, degree) for name in names if (degree := getattr(plan, name)) > 1)

@@ -35,28 +35,25 @@ def problems(
     With `run`, rules of that kind are included. Without `degrees`, rules of that kind are skipped, for a search
     that chooses the degrees itself.
     """
+    given = {"plan": plan, "model": model, "machine": machine}
     reasons: list[str] = []
-    for check, takes_plan, takes_model, takes_machine in _checks(
-        model is None, machine is None, run, degrees
-    ):
-        arguments = (plan,) * takes_plan + (model,) * takes_model + (machine,) * takes_machine
-        reasons += check(*arguments)
+    for check, names in _checks(model is None, machine is None, run, degrees):
+        reasons += check(*[given[name] for name in names])
     return list(dict.fromkeys(reasons)) if reasons else reasons
 
 
 @cache
 def _checks(
     no_model: bool, no_machine: bool, run: bool, degrees: bool
-) -> tuple[tuple[Check, bool, bool, bool], ...]:
-    """The checks to run, each with flags for whether it takes plan, model and machine."""
-    skipped = {kind for kind, included in (("run", run), ("degrees", degrees)) if not included}
-    return tuple(
-        (rule.check, "plan" in rule.takes, "model" in rule.takes, "machine" in rule.takes)
+) -> list[tuple[Check, tuple[str, ...]]]:
+    """The checks to run, each with the names of its parameters."""
+    kinds = {kind for kind, skipped in (("run", not run), ("degrees", not degrees)) if skipped}
+    names = {name for name, absent in (("model", no_model), ("machine", no_machine)) if absent}
+    return [
+        (rule.check, rule.parameters)
         for rule in RULES
-        if rule.kind not in skipped
-        and not (no_model and "model" in rule.takes)
-        and not (no_machine and "machine" in rule.takes)
-    )
+        if rule.kind not in kinds and names.isdisjoint(rule.parameters)
+    ]
 
 
 def require(
@@ -80,8 +77,8 @@ def inference_problems(
     reasons = [
         problem.replace("plan.", prefix)
         for rule in INFER_RULES
-        if model is not None or "model" not in rule.takes
-        for problem in rule.check(*(given[name] for name in rule.takes))
+        if model is not None or "model" not in rule.parameters
+        for problem in rule.check(*(given[name] for name in rule.parameters))
     ]
     return list(dict.fromkeys(reasons))
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from penstock.config.convert import word
 from penstock.config.formats import PRODUCTS, Products, Weights
+from penstock.config.graph import Run, TokenInput
 from penstock.config.layout_rules import experts_are_split_over_ranks, heads_split_over_tensor_parallel
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.numerics import numerics_of
 from penstock.config.optimizers import OPTIMIZERS, form_problems
-from penstock.config.plan import TRAINING_ALONE, Plan
-from penstock.config.rule import Rules, divisors
-from penstock.config.trainable import mixture_problems, plan_problems
+from penstock.config.plan import TRAINED, TRAINING_ALONE, Plan
+from penstock.config.rule import Rules, degrees_above_one, divisors
 
 RUN_RULES = Rules()
 
@@ -42,7 +42,7 @@ def _matrices_are_whole(plan: Plan) -> Iterator[str]:
     """`adafactor` has whole weights on each device, and `muon` computes on the device, not in host memory."""
     matrices = OPTIMIZERS[plan.algorithm].matrices
     if matrices == "factored":
-        split = [name for name in ("tp", "ep") if getattr(plan, name) > 1]
+        split = [name for name, _ in degrees_above_one(plan, "tp", "ep")]
         split += ["sharding"] * (plan.sharding != "ddp" and plan.dp > 1)
         for name in split:
             value = {"sharding": "ddp"}.get(name, "1")
@@ -67,7 +67,12 @@ def _penstock_runs_on_the_machine(plan: Plan, machine: Machine) -> Iterator[str]
 @RUN_RULES.of("run")
 def _runtime_has_the_setting(plan: Plan) -> Iterator[str]:
     """Training supports every setting of the Plan."""
-    yield from plan_problems(plan)
+    for name, supported in TRAINED.items():
+        if (value := getattr(plan, name)) != supported:
+            yield (
+                f"plan.{name}={word(value)} can be predicted by `penstock plan`, but training cannot run it yet; "
+                f"use {name}={word(supported)}."
+            )
 
 
 @RUN_RULES.of("run")
@@ -166,11 +171,78 @@ def _offload_keeps_shards(plan: Plan) -> Iterator[str]:
 
 
 @RUN_RULES.of("run")
-def _mixtures_are_trained(plan: Plan, model: ModelConfig) -> Iterator[str]:
-    """Mixtures of experts are compiled if each rank has them whole, with `products=plain`, but not as `graphs`; routing
-    that depends on all tokens of a sample needs them on one rank. Experts that are whole blocks are compiled with
-    `compile=blocks`, and in models of texts they need whole texts, `cp=1` and `padding=keep`."""
-    yield from mixture_problems(plan, model)
+def _mixtures_are_compiled(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Mixtures of experts are compiled if each rank has them whole, with `products=plain`, without recomputation, but
+    not as `graphs`; with a `capacity` they need `token_order=batch_first`. Experts that are whole blocks are compiled
+    with `compile=blocks`."""
+    mixed = _mixed(model)
+    if not mixed or plan.compile == "none":
+        return
+    setting = f"{mixed[0].setting}.experts={mixed[0].stack.experts}"
+    whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
+    if whole and plan.compiles_whole:
+        yield (
+            f"plan.compile={plan.compile} cannot compile {whole[0]}.experts_in=block in one piece, because the number "
+            "of samples of an expert changes with each step; use compile=blocks."
+        )
+    if plan.compile == "graphs":
+        yield (
+            f"plan.compile=graphs replays work on the GPU alone, and visits to the experts of {setting} are "
+            "counted outside of it; use compile=whole."
+        )
+    if plan.products != "plain" and len(whole) < len(mixed):
+        yield (
+            f"plan.products={plan.products} multiplies the experts of {setting} one after the other, which compiled "
+            "code cannot; use plan.products=plain, or plan.compile=none."
+        )
+    if plan.recompute != "none":
+        yield (
+            f"plan.recompute={plan.recompute} in compiled code would choose experts a second time, perhaps others, "
+            f"with {setting}; use plan.recompute=none, or plan.compile=none."
+        )
+    for name, degree in degrees_above_one(plan, "tp", "pp", "cp", "ep"):
+        yield (
+            f"plan.compile={plan.compile} cannot be trained with plan.{name}={degree} and {setting} yet; use "
+            f"compile=none, or {name}=1."
+        )
+    for run in mixed:
+        if run.stack.capacity is not None and plan.token_order != "batch_first":
+            yield (
+                f"{run.setting}.capacity drops the last tokens in the order of samples, and with "
+                f"plan.token_order={plan.token_order} compiled code cannot tell that order; use "
+                "token_order=batch_first, or compile=none."
+            )
+
+
+@RUN_RULES.of("run")
+def _experts_get_whole_samples(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Routing that depends on all tokens of a sample needs them on one rank, and random routing needs `tp=1`. Experts
+    that are whole blocks, in models of texts, need whole texts: `cp=1` and `padding=keep`."""
+    mixed = _mixed(model)
+    whole = [run.setting for run in mixed if run.stack.experts_in == "block"]
+    for name, plain in (("padding", "keep"), ("cp", 1)) if model.graph.inputs_of(TokenInput) else ():
+        if whole and getattr(plan, name) != plain:
+            yield (
+                f"{whole[0]}.experts_in=block sends whole samples to their experts, but "
+                f"plan.{name}={getattr(plan, name)} does not keep the tokens of a sample together; use {name}={plain}."
+            )
+    for run in mixed:
+        for name, degree in degrees_above_one(plan, "cp", "tp") if run.stack.chooses_by_sample else ():
+            yield (
+                f"{run.setting}.sample_capacity limits the tokens of a sample that an expert takes, so a rank needs "
+                f"all tokens of a sample, but plan.{name}={degree} splits them over ranks; use {name}=1, or leave out "
+                "sample_capacity."
+            )
+        if plan.tp > 1 and run.stack.chooses_by_chance:
+            yield (
+                f"{run.setting} chooses or masks experts with random numbers, which would differ between the ranks of "
+                f"plan.tp={plan.tp}; use tp=1, or leave out router_jitter and expert_dropout."
+            )
+
+
+def _mixed(model: ModelConfig) -> list[Run]:
+    """The runs of a model that have mixtures of experts, or experts that are whole blocks."""
+    return [run for run in model.graph.runs if any(each.mixture or each.routed for each in run.stack.kinds)]
 
 
 # -- rules for trained models on several devices: generate, embed, classify
@@ -194,7 +266,7 @@ def _a_compiled_step_is_on_one_device(plan: Plan) -> Iterator[str]:
     if plan.compile == "graphs":
         yield "plan.compile=graphs records training; use compile=whole, whose steps are recorded on a GPU already."
     degrees = " and ".join(
-        f"plan.{name}={getattr(plan, name)}" for name in ("tp", "pp", "ep") if getattr(plan, name) > 1
+        f"plan.{name}={degree}" for name, degree in degrees_above_one(plan, "tp", "pp", "ep")
     )
     if plan.compile != "none" and degrees:
         yield (

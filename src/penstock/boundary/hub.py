@@ -90,7 +90,7 @@ def _cached(hub: Any, options: dict[str, object], enough: Callable[[Path], bool]
 
 def _fetched(hub: Any, options: dict[str, object]) -> Path:
     """Download the files. A missing network is noticed at once, and a silent one after ten seconds."""
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     name = str(options["repo_id"])
     try:
@@ -102,9 +102,10 @@ def _fetched(hub: Any, options: dict[str, object]) -> Path:
             f"name; for a private or gated one run `hf auth login` first."
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _root_cause(error)
         raise EnvironmentProblem(
             f"There is no folder {name}.{_alike(name)} As a name on the Hugging Face hub it is not in the cache "
-            f"({_home()}), and cannot be fetched: {_reason(error)}. {OFFLINE.format(name=name)}"
+            f"({constants.HF_HUB_CACHE}), and cannot be fetched: {reason}. {OFFLINE.format(name=name)}"
         ) from error
 
 
@@ -116,18 +117,8 @@ def _alike(name: str) -> str:
     return f" Did you mean {shown(path.parent / near[0])}?" if near else ""
 
 
-def _home() -> str:
-    from huggingface_hub import constants
-
-    return str(constants.HF_HUB_CACHE)
-
-
-def _reason(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The root cause of a chain of exceptions, in one line."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

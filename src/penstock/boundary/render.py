@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 MEMORY_BYTES = 1 << 29
+_MEMORY = "it needs more than 512 MiB of memory"
 TEXT_CHARACTERS = 1 << 24
 
 
@@ -47,27 +48,25 @@ def _compiled(text: str) -> Any:
     return environment.from_string(text)
 
 
+def _reason(problem: Exception, endless: str) -> str:
+    if isinstance(problem, MemoryError):
+        return _MEMORY
+    return endless if isinstance(problem, RecursionError) else str(problem).rstrip(".")
+
+
 def _answer(request: dict[str, Any]) -> dict[str, str]:
     try:
         template = _compiled(request["template"])
-    except RecursionError:
-        return {"unusable": "it is nested too deeply"}
-    except MemoryError:
-        return {"unusable": "it needs more than 512 MiB of memory"}
     except Exception as problem:  # noqa: BLE001 (Jinja compiles it to Python, which may fail anyhow)
-        return {"unusable": f"{problem}".rstrip(".")}
+        return {"unusable": _reason(problem, "it is nested too deeply")}
     if request["values"] is None:
         return {"text": ""}
     try:
         text = template.render(request["values"])
     except _Refused as problem:
         return {"problem": str(problem)}
-    except RecursionError:
-        return {"problem": "it calls itself without end"}
-    except MemoryError:
-        return {"problem": "it needs more than 512 MiB of memory"}
     except Exception as problem:  # noqa: BLE001 (a template may raise anything)
-        return {"problem": f"{problem}".rstrip(".")}
+        return {"problem": _reason(problem, "it calls itself without end")}
     if len(text) > TEXT_CHARACTERS:
         return {
             "problem": f"it makes a text of {len(text):,} characters, and at most {TEXT_CHARACTERS:,} are accepted"
@@ -90,7 +89,7 @@ def main() -> None:
         try:
             answer = json.dumps(_answer(request))
         except MemoryError:
-            answer = json.dumps({"problem": "it needs more than 512 MiB of memory"})
+            answer = json.dumps({"problem": _MEMORY})
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(answer + "\n")
 

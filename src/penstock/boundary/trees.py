@@ -261,23 +261,37 @@ def _load_yaml(text: str, bounds: Bounds) -> Any:
 
 @functools.cache
 def _yaml_loader() -> Any:
-    """PyYAML's safe loader with limits, which are checked while it reads, before any value is built."""
+    """PyYAML's safe loader with limits, which are checked before any value is built."""
     import yaml
 
     class Loader(yaml.SafeLoader):
         def __init__(self, text: str, bounds: Bounds) -> None:
-            self._sizes = _Sizes(bounds)
+            self._bounds = bounds
+            self._open: list[str | None] = []
             super().__init__(text)
 
         def get_event(self) -> Any:
             event: Any = super().get_event()  # type: ignore[no-untyped-call]
             if isinstance(event, yaml.AliasEvent):
-                self._sizes.repeat(event.anchor)
-            elif isinstance(event, yaml.NodeEvent):
-                self._sizes.begin(event, collection=isinstance(event, yaml.CollectionStartEvent))
+                if event.anchor in self._open:
+                    raise _Problem(
+                        f"it has the alias {quoted(event.anchor)} inside the value that it repeats"
+                    )
+            elif isinstance(event, yaml.NodeEvent) and event.tag is not None:
+                raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
+            elif isinstance(event, yaml.CollectionStartEvent):
+                if len(self._open) == LEVELS:
+                    raise _too_deep()
+                self._open.append(event.anchor)
             elif isinstance(event, yaml.CollectionEndEvent):
-                self._sizes.end()
+                self._open.pop()
             return event
+
+        def get_single_node(self) -> Any:
+            node = super().get_single_node()
+            if node is not None:
+                _allowed_after(node, self._bounds.values, 0, self._bounds)
+            return node
 
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
@@ -303,58 +317,18 @@ def _yaml_loader() -> Any:
     return Loader
 
 
-@dataclass(slots=True, eq=False)
-class _Size:
-    """Size of a value as its aliases repeat it."""
-
-    values: int = 1
-    levels: int = 0
-
-
-class _Sizes:
-    """Sizes of the YAML values that have been read. Raises `_Problem` for the first value outside the bounds."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self._bounds = bounds
-        self._open: list[_Size] = []
-        self._anchors: dict[str, _Size] = {}
-
-    def begin(self, event: Any, *, collection: bool) -> None:
-        """Begin a table or a list, or count a scalar."""
-        if event.tag is not None:
-            raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
-        size = _Size()
-        if event.anchor is not None:
-            self._anchors[event.anchor] = size
-        if not collection:
-            self._add(size)
-        elif len(self._open) == LEVELS:
+def _allowed_after(node: Any, left: int, level: int, bounds: Bounds) -> int:
+    """How many of `left` values are still allowed after a YAML node, which counts as often as aliases repeat it."""
+    if left == 0:
+        raise _too_many(bounds)
+    left -= 1
+    if isinstance(node.value, list):
+        if level == LEVELS:
             raise _too_deep()
-        else:
-            size.levels = 1
-            self._open.append(size)
-
-    def end(self) -> None:
-        """End the innermost table or list."""
-        self._add(self._open.pop())
-
-    def repeat(self, anchor: Any) -> None:
-        """Count an alias of the value with this anchor; the parser itself refuses an unknown anchor."""
-        if size := self._anchors.get(anchor):
-            if size in self._open:
-                raise _Problem(f"it has the alias {quoted(anchor)} inside the value that it repeats")
-            self._add(size)
-
-    def _add(self, size: _Size) -> None:
-        """Add the size of a finished value to that of the value around it."""
-        if len(self._open) + size.levels > LEVELS:
-            raise _too_deep()
-        if self._open:
-            outer = self._open[-1]
-            outer.values += size.values
-            outer.levels = max(outer.levels, size.levels + 1)
-            if outer.values > self._bounds.values:
-                raise _too_many(self._bounds)
+        for entry in node.value:
+            for part in entry if isinstance(entry, tuple) else (entry,):
+                left = _allowed_after(part, left, level + 1, bounds)
+    return left
 
 
 _LOADERS: dict[Language, Callable[[str, Bounds], Any]] = {

@@ -6,8 +6,6 @@ import io
 import itertools
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -374,8 +372,3 @@ def test_colours_differ_for_eyes_without_red_or_green_and_stand_out_from_the_pap
     assert all(
         contrast(colors[ink], colors["card"]) >= 4.5 for ink in ("ink", "muted", "accent", "bad", "mark")
     )
-
-
-def test_drawing_needs_no_torch() -> None:
-    code = "import sys, penstock.report.figures, penstock.report.page; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -72,34 +72,26 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """The texts that a field may hold, as in `Annotated[str, Text()]`: no blank ones."""
+    """The texts that a field may hold, as in `Annotated[str, Text()]`, which has no blank ones."""
 
     pattern: str = ""
     """A regular expression that the whole text must match; "": any text."""
     form: str = ""
     """The form in words, for messages."""
     longest: int = 4096
+    as_typed: bool = False
+    """Whether texts are used exactly as typed, blank ones too: lists are not split at commas, and spaces are not
+    stripped."""
 
     def problem(self, value: str) -> str | None:
         """The fault of `value`, as from `Range.problem`."""
-        if not value.strip():
+        if not value.strip() and not self.as_typed:
             return "must not be empty; leave it out if you do not mean it."
         if len(value) > self.longest:
             return f"must have at most {self.longest:,} characters."
         if self.pattern and not re.fullmatch(self.pattern, value):
             return f"must be {self.form}."
         return None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AsTyped:
-    """Marks texts that are used exactly as typed: lists are not split at commas, and spaces are not stripped."""
-
-    longest: int = 4096
-
-    def problem(self, value: str) -> str | None:
-        """The fault of `value`, as from `Range.problem`."""
-        return f"must have at most {self.longest:,} characters." if len(value) > self.longest else None
 
 
 def _figure(number: float) -> str:
@@ -119,7 +111,7 @@ Ranks = Annotated[int, Range(1, 1 << 16)]
 Seconds = Annotated[float, Range(0, 1e8)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
 FilledText = Annotated[str, Text()]
-TypedText = Annotated[str, AsTyped()]
+TypedText = Annotated[str, Text(as_typed=True)]
 Device = Annotated[str, Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda or cuda:N")]
 WordFactor = Annotated[
     str, Text(r"[^=]+=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", "a word and a factor above 0, as seven=2")

@@ -79,7 +79,9 @@ def settings(cls: type, path: str = "", default: Any = None) -> Iterator[Field]:
             yield Field(key, kind, value, docs.get(name, ""))
             continue
         if hasattr(arms[0], "parse") or hasattr(arms[0], "SHORT_FIELD"):
-            yield Field(key, kind, value, docs.get(name, "") or _first_line(arms[0]))
+            yield Field(
+                key, kind, value, docs.get(name, "") or (inspect.getdoc(arms[0]) or "").partition("\n")[0]
+            )
         if len(arms) == 1:
             yield from settings(arms[0], f"{key}.", value)
         else:
@@ -131,7 +133,3 @@ def default_word(value: Any) -> str:
         short_form = getattr(value, "short_form", None)
         return str(short_form()) if short_form is not None else str(value)
     return word(value)
-
-
-def _first_line(cls: type) -> str:
-    return (inspect.getdoc(cls) or "").partition("\n")[0]

@@ -262,9 +262,21 @@ class Graph:
 
     # -- parts by name and kind
 
+    @cached_property
+    def _run_names(self) -> dict[str, Run]:
+        return {run.name: run for run in self.runs}
+
     def run(self, name: str) -> Run:
         """The run called `name`."""
-        return next(run for run in self.runs if run.name == name)
+        return self._run_names[name]
+
+    def path_to(self, run: Run | None) -> tuple[Run, ...]:
+        """The runs that compute what a run returns, one after the other, from the one that reads an input."""
+        path: list[Run] = []
+        while run is not None:
+            path.insert(0, run)
+            run = self._run_names.get(run.reads)
+        return tuple(path)
 
     def input_of(self, run: Run) -> Input:
         """The input whose tokens a run computes; the first if there are several."""
@@ -272,13 +284,9 @@ class Graph:
 
     def inputs_through(self, run: Run) -> tuple[Input, ...]:
         """The inputs whose samples a run computes, in the order of their samples."""
-        at: Run | None = run
-        names: tuple[str, ...] = ()
-        while at is not None and not names:
-            source = at.reads
-            names = (at.input,) * bool(at.input)
-            more, at = at.more_inputs, next((other for other in self.runs if other.name == source), None)
-        names = names or (source, *more)
+        first, *_ = path = self.path_to(run)
+        chosen = next((at.input for at in reversed(path) if at.input), "")
+        names = (chosen,) if chosen else (first.reads, *first.more_inputs)
         return tuple(one for name in names for one in self.inputs if one.name == name)
 
     def hides_later(self, run: Run, one: Input) -> bool:
@@ -302,11 +310,8 @@ class Graph:
         inputs."""
         names = {head.run for head in self.heads if head.name in heads}
         for run in reversed(self.runs):
-            at: Run | None = run if run.name in names else None
-            while at is not None:
-                names |= {*at.memories}
-                source = at.reads
-                at = next((other for other in self.runs if other.name == source), None)
+            if run.name in names:
+                names |= {name for at in self.path_to(run) for name in at.memories}
         return tuple(run for run in self.runs if run.name in names)
 
     # -- sizes
@@ -340,7 +345,7 @@ class Graph:
 
     def width_before(self, run: Run) -> int:
         """Width of the tokens that a run reads."""
-        return next((one.stack.width for one in self.runs if one.name == run.reads), run.stack.width)
+        return self._run_names.get(run.reads, run).stack.width
 
     @cached_property
     def main(self) -> Run:
@@ -395,12 +400,7 @@ class Graph:
     @cached_property
     def written(self) -> tuple[Run, ...]:
         """The runs that compute a generated text, from its input to the writer."""
-        path: list[Run] = []
-        name = "" if self.writer is None else self.writer.name
-        while at := next((run for run in self.runs if run.name == name), None):
-            path.insert(0, at)
-            name = at.reads
-        return tuple(path)
+        return self.path_to(self.writer)
 
     @cached_property
     def remembered(self) -> tuple[Run, ...]:

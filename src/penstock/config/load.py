@@ -304,13 +304,10 @@ class _Node:
     def _default(self, name: str) -> Any:
         if self.base is not None:
             return getattr(self.base, name)
-        for f in dataclasses.fields(self.cls):
-            if f.name == name:
-                if f.default is not dataclasses.MISSING:
-                    return f.default
-                if f.default_factory is not dataclasses.MISSING:
-                    return f.default_factory()
-        return None
+        declared: Any = next(f for f in dataclasses.fields(self.cls) if f.name == name)
+        if declared.default_factory is not dataclasses.MISSING:
+            return declared.default_factory()
+        return None if declared.default is dataclasses.MISSING else declared.default
 
     def make(self, problems: list[str]) -> Any:
         """The finished object, or None after adding to `problems`."""

@@ -90,14 +90,11 @@ def form_problems(algorithm: Algorithm, form: OptimizerForm) -> Iterator[str]:
     """Why an optimizer cannot train, or does not have a form."""
     row = OPTIMIZERS[algorithm]
     if row.refused:
-        yield f"recipe.optimizer={algorithm} {row.refused}; use adamw, or another of {_usable()}."
+        usable = ", ".join(name for name, other in OPTIMIZERS.items() if not other.refused)
+        yield f"recipe.optimizer={algorithm} {row.refused}; use adamw, or another of {usable}."
     elif form not in row.forms:
         why = "flat buffers hold no matrices" if form == "contiguous" else "it has no such kernel"
         yield (
             f"plan.optimizer={form} cannot launch recipe.optimizer={algorithm}, for {why}; use plan.optimizer="
             f"{' or '.join(row.forms)}."
         )
-
-
-def _usable() -> str:
-    return ", ".join(name for name, row in OPTIMIZERS.items() if not row.refused)

@@ -34,7 +34,7 @@ from penstock.build import Built, build
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.config.trainable import require_vision
+from penstock.config.tasks import require_vision
 from penstock.optim.tensors import local
 from penstock.parallel import ParallelDims, dims_of, fsdp
 from penstock.products.convert import convert_linears

@@ -36,7 +36,7 @@ import penstock
 from eight_bits import SHAPES, SMOKE, Block, Shape
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
-from penstock.config.trainable import require_vision
+from penstock.config.tasks import require_vision
 from penstock.errors import PenstockError
 from penstock.ladder.trace import TensorMemory
 from penstock.models import create

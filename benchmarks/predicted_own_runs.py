@@ -41,7 +41,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ModelConfig, Seq2SeqConfig, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe
-from penstock.config.trainable import require_vision
+from penstock.config.tasks import require_vision
 from penstock.containers import tensors as tensors_in
 from penstock.cpu import this_cpu
 from penstock.ladder.trace import trace

@@ -35,8 +35,8 @@ from penstock.config.machine import Machine
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.run import Augment, DataConfig, Recipe
+from penstock.config.tasks import require_vision
 from penstock.config.theirs.backbones import hf_config
-from penstock.config.trainable import require_vision
 from penstock.data import image_loader, open_source
 from penstock.models import create
 from penstock.models.convert import to_hf, to_timm

@@ -100,12 +100,9 @@ def write_tensors(
 
 
 def write_model(
-    folder: Path,
-    tensors: Iterable[Pending],
-    *,
-    shard_bytes: int = SHARD_BYTES,
+    folder: Path, tensors: Iterable[Pending], *, shard_bytes: int = SHARD_BYTES,
     before_read: Callable[[], object] = lambda: None,
-) -> list[Path]:
+) -> list[Path]:  # fmt: skip
     """Write a model's weights in Hugging Face's layout: `model.safetensors`, or, if larger than `shard_bytes`, several
     numbered files of at most that size (but at least one tensor) and `model.safetensors.index.json`. One tensor at a
     time is in memory. Each file appears whole or not at all, the index last. Existing weights in the folder are

@@ -57,27 +57,21 @@ def test_wrong_values_are_refused(value: object, kind: Any) -> None:
         convert(value, kind, text=isinstance(value, str))
 
 
-def test_without_text_a_string_is_a_string() -> None:
+def test_without_text_a_string_is_a_string_and_types_have_words() -> None:
     with pytest.raises(BadValue):
         convert("3", int)
     assert convert("3", str) == "3"
-
-
-def test_types_in_words() -> None:
     assert describe(Literal["a", "b", "c"]) == "'a', 'b' or 'c'"
     assert describe(float | None) == "a number or none"
     assert describe(tuple[int, ...]) == "a list, each item a whole number"
-
-
-def test_nearest_is_silent_about_strangers() -> None:
-    assert nearest("lrr", ["lr", "seed"]) == " Did you mean 'lr'?"
-    assert nearest("zzzz", ["lr", "seed"]) == ""
 
 
 def test_what_a_name_is_the_beginning_of_is_nearest() -> None:
     """Of `a100` difflib finds v100 the most similar, which is another chip."""
     assert nearest("a100", ["v100", "a100-40g", "a100-80g"]) == " Did you mean 'a100-40g' or 'a100-80g'?"
     assert nearest("v", ["v100", "v200"]) == "", "a letter is no beginning"
+    assert nearest("lrr", ["lr", "seed"]) == " Did you mean 'lr'?"
+    assert nearest("zzzz", ["lr", "seed"]) == ""
     assert nearest("gpt-1", ["gpt-1t", "gpt-1.7b", "gpt-18b", "gpt-145b"]) == " Did you mean 'gpt-1t'?"
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.config.compress import CompressConfig
-from penstock.config.describe import default_word, field_docs, settings, type_word
-from penstock.config.plan import Plan
+from penstock.config.describe import default_word, settings, type_word
 from penstock.config.run import RunConfig
 
 
@@ -35,8 +34,3 @@ def test_words() -> None:
 @pytest.mark.parametrize("config", [RunConfig, CompressConfig])
 def test_every_setting_has_a_description(config: type) -> None:
     assert [setting.key for setting in settings(config) if not setting.help and "." in setting.key] == []
-
-
-def test_every_field_of_a_plan_is_documented() -> None:
-    docs = field_docs(Plan)
-    assert [name for name in Plan.__dataclass_fields__ if not docs.get(name)] == []

@@ -185,5 +185,6 @@ def test_what_differs_from_a_preset_is_said() -> None:
     pooled = replace(PRESETS["vit-s16"], classifier="pooled")
     assert option_words(pooled) == ["vit-s16", "--model.classifier pooled"]
     assert title(pooled) == "vit-s16 (classifier pooled)"
+    assert pooled.short_form() == "custom"
     small = replace(PRESETS["t5-small"], encoder=replace(stacks(PRESETS["t5-small"])[0], bias=True))
     assert option_words(small) == ["t5-small", "--model.encoder.bias true"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config.load import from_dict, load
-from penstock.config.model import PRESETS, ViTConfig
+from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
 from penstock.config.removed import removed, without_removed
 from penstock.config.run import Augment, DataConfig, Recipe, RunConfig
@@ -37,6 +37,10 @@ from penstock.errors import ConfigError
         (lambda: RunConfig(device="gpu"), "device is 'gpu', but must be auto, cpu, cuda or cuda:N."),
         (lambda: RunConfig(keep=1), "keep is 1, but must be at least 2."),
         (lambda: RunConfig(output=""), "output is '', but must not be empty"),
+        (lambda: Plan(precision="O7"), "plan.precision is 'O7', but must be 'O0'"),  # type: ignore[arg-type]
+        (lambda: Plan(micro_batch=0), "plan.micro_batch is 0, but must be at least 1."),
+        (lambda: Plan(accumulate=-1), "plan.accumulate is -1"),
+        (lambda: Plan(micro_batch=2.5), "plan.micro_batch is 2.5"),  # type: ignore[arg-type]
         (lambda: ViTConfig(image_size=225), "the nearest multiples are 224 or 240."),
         (lambda: ViTConfig(heads=7), "cannot be split over model.heads 7"),
         (lambda: ViTConfig(depth=0, width=0), "model.depth is 0"),
@@ -49,13 +53,6 @@ def test_impossible_values_say_what_is_possible(make: Callable[[], object], mess
     with pytest.raises(ConfigError) as caught:
         make()
     assert message in str(caught.value)
-
-
-def test_presets_know_their_names() -> None:
-    for name, preset in PRESETS.items():
-        assert ViTConfig.parse(name) == preset
-        assert preset.short_form() == name
-    assert ViTConfig(depth=3).short_form() == "custom"
 
 
 def test_tokens_count_the_class_token() -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.model import PRESETS
-from penstock.config.tasks import TaskName
-from penstock.config.trainable import task_name
+from penstock.config.tasks import TaskName, task_name
 from penstock.errors import ConfigError
 from penstock.tasks import ImageClassification, NextToken, task_of
 

@@ -59,13 +59,8 @@ class Unreadable(Exception):
 
 
 def open_regular(
-    path: AnyPath,
-    what: str,
-    *,
-    limit: int | None = None,
-    error: type[PenstockError] = DataError,
-    remedy: str = "",
-) -> BinaryIO:
+    path: AnyPath, what: str, *, limit: int | None = None, error: type[PenstockError] = DataError, remedy: str = ""
+) -> BinaryIO:  # fmt: skip
     """Open the regular file `path`, unbuffered, for reading. This never waits, as opening a pipe would.
 
     `what` begins the message, such as "The machine file". `limit` is in bytes; without one, the caller bounds what it

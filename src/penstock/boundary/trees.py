@@ -61,14 +61,9 @@ class _Problem(Exception):
 
 
 def parse_tree(
-    language: Language,
-    raw: bytes | str,
-    where: str,
-    *,
-    error: type[PenstockError] = ConfigError,
-    bounds: Bounds = SETTINGS,
-    remedy: str = "",
-) -> dict[str, Any]:
+    language: Language, raw: bytes | str, where: str, *, error: type[PenstockError] = ConfigError,
+    bounds: Bounds = SETTINGS, remedy: str = "",
+) -> dict[str, Any]:  # fmt: skip
     """The table in a text. `where` begins every message, such as "The index a.json"; `remedy` ends it. YAML has to be
     within `YAML` too; there an empty text is an empty table, `1e-3` is a number, as in YAML 1.2, and tags are refused.
 
@@ -98,13 +93,9 @@ parse_json = functools.partial(parse_tree, "JSON")
 
 
 def read_tree(
-    path: AnyPath,
-    what: str,
-    *,
-    error: type[PenstockError] = ConfigError,
-    bounds: Bounds = SETTINGS,
+    path: AnyPath, what: str, *, error: type[PenstockError] = ConfigError, bounds: Bounds = SETTINGS,
     remedy: str = "",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The table in the file `path`, in the language of its ending: .toml, .yaml, .yml or .json.
 
     `what` begins every message, such as "The machine file". Raises `error` where there is none.

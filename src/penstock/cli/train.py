@@ -96,7 +96,7 @@ def train(
         penstock train vit-digits --output runs/digits
         penstock train vit-s16 --data imagefolder:/data/flowers --epochs 30
     """
-    from penstock.config.trainable import task_name
+    from penstock.config.tasks import task_name
     from penstock.tasks import task_of
     from penstock.tasks.scores import chance_words
     from penstock.train import train as run

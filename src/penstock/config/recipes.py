@@ -18,7 +18,7 @@ from penstock.config.plan import Plan
 from penstock.config.rule import degrees_above_one
 from penstock.config.rules import require
 from penstock.config.run import Recipe, RunConfig
-from penstock.config.shipped import read_shipped, with_forms
+from penstock.config.shipped import over, read_shipped, with_forms
 from penstock.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -60,9 +60,10 @@ def load_run(
         )
     if described is not None:
         base = replace(base, model=_of_weights(described, weights, base.model if known else None))
-        tuning = dict(TUNING.get(given.get("task", stored.get("task", "")), {}))
-        if "model.sequence" in tuning:
-            tuning["model.sequence"] = min(tuning["model.sequence"], base.model.tokens)
+        tuning = TUNING.get(given.get("task", stored.get("task", "")), {})
+        if "sequence" in tuning.get("model", {}):
+            shorter = min(tuning["model"]["sequence"], base.model.tokens)
+            tuning = over(tuning, {"model": {"sequence": shorter}})
         base = from_dict(RunConfig, tuning, origin="the defaults of fine-tuning", base=base)
         # The preset's name is no longer needed. Changes to single fields of the model still apply.
         given.pop("model", None)
@@ -74,9 +75,7 @@ def plan_option(model: ModelConfig, plan: Plan) -> str:
     """The command-line option for a Plan; it names the micro-batch if the preset's job would otherwise change it."""
     line = plan.line()
     job = JOBS.get(option_words(model)[0], {})
-    unnamed = Plan.named(line).isdisjoint(Plan.KEPT) and not {
-        f"plan.{name}" for name in Plan.KEPT
-    }.isdisjoint(job)
+    unnamed = Plan.named(line).isdisjoint(Plan.KEPT) and not {*Plan.KEPT}.isdisjoint(job.get("plan", {}))
     return f'--plan "{line}{f" micro_batch={plan.micro_batch}" * unnamed}"'
 
 
@@ -321,23 +320,9 @@ def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) ->
     return model
 
 
-Settings = dict[str, Any]
-"""Values by dotted key."""
-
-
-def _dotted(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
-
-
-_TABLES = read_shipped("jobs")
-
-
-def _settings(kind: str) -> dict[str, Settings]:
-    return {name: dict(_dotted(with_forms(table, _TABLES["forms"]))) for name, table in _TABLES[kind].items()}
+def _settings(kind: str) -> dict[str, dict[str, Any]]:
+    tables = read_shipped("jobs")
+    return {name: with_forms(table, tables["forms"]) for name, table in tables[kind].items()}
 
 
 JOBS = _settings("presets")

@@ -10,6 +10,7 @@ of training, and `inference_problems` those of inference.
 from __future__ import annotations
 
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 from penstock.config.formats import Weights
@@ -37,23 +38,24 @@ def problems(
     """
     given = {"plan": plan, "model": model, "machine": machine}
     reasons: list[str] = []
-    for check, names in _checks(model is None, machine is None, run, degrees):
-        reasons += check(*[given[name] for name in names])
+    for names, checks in _checks(model is None, machine is None, run, degrees):
+        arguments = [given[name] for name in names]
+        for check in checks:
+            reasons += check(*arguments)
     return list(dict.fromkeys(reasons)) if reasons else reasons
 
 
 @cache
 def _checks(
     no_model: bool, no_machine: bool, run: bool, degrees: bool
-) -> list[tuple[Check, tuple[str, ...]]]:
-    """The checks to run, each with the names of its parameters."""
+) -> list[tuple[tuple[str, ...], list[Check]]]:
+    """The checks to run, in order; those that follow each other with the same parameters together, after their
+    names."""
     kinds = {kind for kind, skipped in (("run", not run), ("degrees", not degrees)) if skipped}
     names = {name for name, absent in (("model", no_model), ("machine", no_machine)) if absent}
-    return [
-        (rule.check, rule.parameters)
-        for rule in RULES
-        if rule.kind not in kinds and names.isdisjoint(rule.parameters)
-    ]
+    asked = (rule for rule in RULES if rule.kind not in kinds and names.isdisjoint(rule.parameters))
+    groups = groupby(asked, key=lambda rule: rule.parameters)
+    return [(parameters, [rule.check for rule in rules]) for parameters, rules in groups]
 
 
 def require(

@@ -210,16 +210,15 @@ def _received(schedule: Schedule, stage: int) -> bool:
     return schedule.communicates and schedule.placement[stage] != schedule.placement[stage + 1]
 
 
+_PARTNERS: dict[Kind, tuple[int, Kind]] = {
+    "SEND_F": (1, "RECV_F"), "RECV_F": (-1, "SEND_F"), "SEND_B": (-1, "RECV_B"), "RECV_B": (1, "SEND_B"),
+}  # fmt: skip
+
+
 def partner(action: Action) -> Action:
     """The receive that matches a send, and vice versa."""
-    stage, kind, i = action
-    if kind == "SEND_F":
-        return Action(stage + 1, "RECV_F", i)
-    if kind == "RECV_F":
-        return Action(stage - 1, "SEND_F", i)
-    if kind == "SEND_B":
-        return Action(stage - 1, "RECV_B", i)
-    return Action(stage + 1, "SEND_B", i)
+    hop, kind = _PARTNERS[action.kind]
+    return Action(action.stage + hop, kind, action.micro_batch)
 
 
 def rendezvous(schedule: Schedule) -> list[int]:

@@ -6,8 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from penstock.config.model import ModelConfig
-from penstock.config.tasks import TASKS, TaskName, TaskRow
-from penstock.config.trainable import task_name
+from penstock.config.tasks import TASKS, TaskName, TaskRow, task_name
 from penstock.tasks.captions import Captioning
 from penstock.tasks.chat import Chat
 from penstock.tasks.denoise import Denoise

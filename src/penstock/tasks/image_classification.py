@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from penstock.config.model import ModelConfig
 from penstock.config.run import Augment, DataConfig
-from penstock.config.trainable import require_vision
+from penstock.config.tasks import require_vision
 from penstock.data.images import PrepareImages
 from penstock.data.open import open_source
 from penstock.data.source import ImageSource, Pixels, Source, Split

@@ -11,8 +11,7 @@ from penstock import __version__
 from penstock.boundary.files import shown
 from penstock.config.model import changes, title
 from penstock.config.run import Recipe, RunConfig
-from penstock.config.tasks import TASKS
-from penstock.config.trainable import task_name
+from penstock.config.tasks import TASKS, task_name
 from penstock.tasks import task_of
 from penstock.train.evaluate import Evaluation
 

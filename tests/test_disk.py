@@ -61,4 +61,6 @@ def test_a_failure_of_any_thread_is_told_and_leaves_none(
         monkeypatch.setattr(os, where, fails)
     with pytest.raises(OSError, match="No space left"):
         disk.write_file(tmp_path / "file", [bytes(9000)])
-    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-disk"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name in ("penstock-hash", "penstock-flush")
+    ]

@@ -57,11 +57,9 @@ def option_words(config: ModelConfig) -> list[str]:
     """The command-line words for a model: the nearest preset of its family, and an option for each changed
     field."""
     near = (
-        [name, *changes(preset, config, "model")]
-        for name, preset in NAMED.items()
-        if type(preset) is type(config)
+        [name, *_options(preset, config)] for name, preset in NAMED.items() if type(preset) is type(config)
     )
-    family_words = ["--model.family", config.family, *changes(type(config)(), config, "model")]
+    family_words = ["--model.family", config.family, *_options(type(config)(), config)]
     return min(near, key=len, default=family_words)
 
 
@@ -74,17 +72,18 @@ def title(config: ModelConfig) -> str:
     return f"{name} ({changed})" if changed else name
 
 
-def changes(before: Any, after: Any, path: str) -> Iterator[str]:
-    """An option, with its value, for each field below `path` in which two configurations of one class differ."""
+def _options(before: ModelConfig, after: ModelConfig) -> Iterator[str]:
+    return (f"--model.{name} {word(value)}" for name, value in changes(before, after))
+
+
+def changes(before: Any, after: Any) -> Iterator[tuple[str, Any]]:
+    """Dotted name and new value of each field in which two configurations of one class differ."""
     for one in fields(after):
         old, new = getattr(before, one.name), getattr(after, one.name)
-        if is_dataclass(new) and old is None:
-            # Any option of a part creates the part.
-            inside = f"{path}.{one.name}"
-            first = fields(new)[0].name
-            made = list(changes(cast(Any, type(new))(), new, inside))
-            yield from made or [f"--{inside}.{first} {word(getattr(new, first))}"]
-        elif is_dataclass(new):
-            yield from changes(old, new, f"{path}.{one.name}")
+        if is_dataclass(new):
+            inner = list(changes(cast(Any, type(new))() if old is None else old, new))
+            if old is None and not inner:  # any setting of a part creates the part
+                inner = [(fields(new)[0].name, getattr(new, fields(new)[0].name))]
+            yield from ((f"{one.name}.{name}", value) for name, value in inner)
         elif new != old:
-            yield f"--{path}.{one.name} {word(new)}"
+            yield one.name, new

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.config.activations import ACTIVATIONS, GATED_NAMES, PLAIN_NAMES, UNGATED, Mlp
 from penstock.config.convert import shown_value
-from penstock.config.load import from_dict, to_dict
+from penstock.config.load import from_dict
 from penstock.config.model import ViTConfig
 from penstock.config.shipped import read_shipped, with_forms
 from penstock.config.theirs.library import FREE, differences, refused, settled_stack
@@ -158,8 +158,6 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
             )
     if problems:
         raise ConfigError(problems)
-    if "rotary.base" in settings:
-        settings["rotary"] = {"base": settings.pop("rotary.base")}
     for option in filter(inner.get, one.unapplied):
         log.warning("%s %s of config.json is not applied in training.", option, shown_value(inner[option]))
     side, patch = settings["image_size"], settings["patch_size"]
@@ -174,7 +172,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
     elif inner.get("vision_use_head") is False:
         settings["classifier"] = "pooled"
     settings |= {name: own[name] for name in one.own if isinstance(own, dict) and name in own}
-    return from_dict(ViTConfig, to_dict(one.base) | settings, origin="config.json")
+    return from_dict(ViTConfig, settings, base=one.base, origin="config.json")
 
 
 def _here(option: str, value: Any, inner: Mapping[str, Any], one: Backbone, problems: list[str]) -> Any:

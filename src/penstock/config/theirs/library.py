@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from reprlib import repr as brief
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from penstock.boundary.files import shown
 from penstock.config.activations import GATED_NAMES, PLAIN_NAMES, Mlp
 from penstock.config.convert import shown_value
 from penstock.config.load import from_dict
-from penstock.config.model import FAMILIES, ModelConfig, TextConfig
+from penstock.config.model import FAMILIES, ModelConfig, TextConfig, changes
 from penstock.config.shipped import read_shipped, with_forms
 from penstock.config.theirs.names import Names, names_of
 
@@ -191,11 +191,7 @@ def settled_stack(stack: Any) -> Any:
     return replace(stack, **changes)
 
 
-def differences(config: Any, readable: Any, path: str = "model") -> Iterator[str]:
-    """Each field below `path` in which a model differs from what can be read back, with its value."""
-    for one in fields(config):
-        value, other = getattr(config, one.name), getattr(readable, one.name)
-        if is_dataclass(value) and is_dataclass(other):
-            yield from differences(value, other, f"{path}.{one.name}")
-        elif value != other:
-            yield f"{path}.{one.name}={brief(value) if isinstance(value, tuple) else value}"
+def differences(config: Any, readable: Any) -> Iterator[str]:
+    """Each setting in which a model differs from the one that can be read back."""
+    for name, value in changes(readable, config):
+        yield f"model.{name}={brief(value) if isinstance(value, tuple) else value}"

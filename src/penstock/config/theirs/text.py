@@ -104,7 +104,8 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     settings.setdefault("sequence", settings.get("max_positions", 512))
     if both:
         settings.setdefault("decoder_sequence", settings["sequence"])
-    return settled(_with(library.base, settings))
+    base = library.base
+    return settled(from_dict(type(base), settings, base=base, origin="config.json"))
 
 
 def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,20 +245,6 @@ def _require_loss(problem: str | None, classes: int) -> None:
 def _problem(classes: int) -> _Problem:
     """transformers' name for the loss of a head."""
     return "regression" if classes == 1 else "single_label_classification"
-
-
-def _with(config: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration with other values at dotted paths."""
-    changes: dict[str, Any] = {}
-    for path, value in sorted(
-        values.items(), key=lambda item: "." in item[0]
-    ):  # a changed part changes the whole
-        name, dot, rest = path.partition(".")
-        if dot:
-            changes[name] = _with(changes.get(name, getattr(config, name)), {rest: value})
-        else:
-            changes[name] = value
-    return replace(config, **changes)
 
 
 def settled(config: TextConfig) -> TextConfig:

@@ -37,10 +37,10 @@ class Backbone:
     """The model_type of the image-text model that contains the tower, and to which the class with a head belongs."""
     base: ViTConfig
     """Settings of all models of the family, unless an option says otherwise."""
-    options: Mapping[str, tuple[Any, str]]
+    options: Mapping[str, Sequence[Any]]
     """For each option, transformers' default, and our field."""
-    must: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    unapplied: tuple[str, ...] = ()
+    must: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    unapplied: Sequence[str] = ()
     """Options for training only; a warning says that they are not applied."""
     own: Sequence[str] = ("drop_path", "classifier", "class_token", "pool_norm")
     """Our fields that config.json stores under `penstock`, because transformers has no option for them."""
@@ -48,7 +48,7 @@ class Backbone:
     """The option for a gated perceptron, if there is one."""
     gated: Mapping[str, Mlp] = field(default_factory=dict)
     """Gated activations by the word for the gate's function, if not all are `swiglu`."""
-    gated_parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    gated_parts: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Our names of a gated perceptron's weights that differ, with theirs, whose rows are concatenated."""
     stem: str = ""
     """Name of the convolution that embeds patches as tokens."""
@@ -64,7 +64,7 @@ class Backbone:
     """A regular expression for a name that does not occur in the weights of later families."""
     tower: str = ""
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
-    classes: tuple[str, Mapping[str, Any]] = ("", {})
+    classes: Sequence[Any] = ("", {})
     """The class with a head, and our settings for the head's input; none: there is no such class."""
     prefix: str = ""
     """Prefix of the tower's weights in a model with a head, or in a state dict."""
@@ -100,19 +100,12 @@ _OF_ONE_SAMPLE = (
 """Tensors that are stored with a first dimension of 1."""
 
 
-def _read(model_type: str, table: Mapping[str, Any]) -> Backbone:
-    """A family from its table, with lists turned into tuples."""
-    settings: dict[str, Any] = _tuples(table)
+def _read(model_type: str, settings: dict[str, Any]) -> Backbone:
+    """A family from its table."""
     settings["base"] = from_dict(ViTConfig, settings.get("base", {}), origin=f"backbones.toml, {model_type}")
     if "gated" in settings:
         settings["gated"] = GATED_NAMES
     return Backbone(model_type=model_type, **settings)
-
-
-def _tuples(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _tuples(entry) for name, entry in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 _TABLES = read_shipped("backbones")

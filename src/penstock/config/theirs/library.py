@@ -97,7 +97,7 @@ class Library:
 
 
 def refused(
-    values: Mapping[str, Any], known: Container[str], must: Mapping[str, tuple[Any, ...]]
+    values: Mapping[str, Any], known: Container[str], must: Mapping[str, Sequence[Any]]
 ) -> Iterator[str]:
     """A problem for each option of a config.json that our models do not have, or that has a value they cannot
     represent."""

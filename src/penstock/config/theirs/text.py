@@ -24,6 +24,7 @@ from penstock.config.model import (
     Tokens,
     Words,
     stacks,
+    with_stacks,
 )
 from penstock.config.theirs.backbones import BACKBONES
 from penstock.config.theirs.library import (
@@ -249,11 +250,7 @@ def _problem(classes: int) -> _Problem:
 
 def settled(config: TextConfig) -> TextConfig:
     """The same model without values that follow from other fields, so that equal models compare equal."""
-    sides = {stack: settled_stack(stack) for stack in stacks(config)}
-    if isinstance(config, Seq2SeqConfig):
-        config = replace(config, encoder=sides[config.encoder], decoder=sides[config.decoder])
-    else:
-        config = sides[config]
+    config = with_stacks(config, settled_stack)
     learned = any(stack.positions == "learned" for stack in stacks(config))
     same = config.max_positions in (None, config.sequence)
     return config if learned and not same else replace(config, max_positions=None)

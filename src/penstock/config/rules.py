@@ -53,8 +53,8 @@ def _checks(
     names."""
     kinds = {kind for kind, skipped in (("run", not run), ("degrees", not degrees)) if skipped}
     names = {name for name, absent in (("model", no_model), ("machine", no_machine)) if absent}
-    asked = (rule for rule in RULES if rule.kind not in kinds and names.isdisjoint(rule.parameters))
-    groups = groupby(asked, key=lambda rule: rule.parameters)
+    allowed = (rule for rule in RULES if rule.kind not in kinds and names.isdisjoint(rule.parameters))
+    groups = groupby(allowed, key=lambda rule: rule.parameters)
     return [(parameters, [rule.check for rule in rules]) for parameters, rules in groups]
 
 

@@ -79,8 +79,7 @@ def _norm(gradient: Tensor) -> Tensor:
         return vector_norm(gradient, dtype=None if gradient.dtype == torch.float64 else torch.float32)
     flat = gradient.view(-1)
     whole = flat.numel() // _ROW * _ROW
-    rows = vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-    rows = widened(rows)
+    rows = widened(vector_norm(flat[:whole].view(-1, _ROW), dim=1))
     if whole == flat.numel():
         return vector_norm(rows)
     rest = vector_norm(flat[whole:], dtype=rows.dtype)
@@ -161,17 +160,15 @@ def clipped_step(
     gradients = gradients_of(optimizer)
     norm = grad_norm(gradients)
     norm = norm if whole is None else whole(norm)
-    overflow: Tensor | None = None
+    overflow = stops = None if scaler is None else scaler.judge(norm)
     if divisor is not None:
         divisor = divisor.to(norm.device, norm.dtype, non_blocking=True)
     if scaler is not None:
-        overflow = scaler.judge(norm)
         norm = norm.float()
         scale = scaler.scale.to(norm.device, non_blocking=True)
         divisor = scale if divisor is None else scale * divisor.float()
     if divisor is not None:
         norm = norm / divisor
-    stops = overflow
     if refuse is not None:
         refused = refuse(norm if overflow is None else None)
         stops = refused if overflow is None else torch.maximum(overflow, refused.to(overflow.device))
@@ -247,13 +244,13 @@ def folded(
     if found_inf is not None:
         begin_momentum(optimizer)
     attributes = {"grad_scale": grad_scale, "found_inf": found_inf}
-    attributes = {name: value for name, value in attributes.items() if value is not None}
-    for name, value in attributes.items():
+    given = {name: value for name, value in attributes.items() if value is not None}
+    for name, value in given.items():
         setattr(optimizer, name, value)
     try:
         yield
     finally:
-        for name in attributes:
+        for name in given:
             delattr(optimizer, name)
 
 
@@ -269,12 +266,11 @@ def spoils_momentum(optimizer: Optimizer) -> bool:
     fills with infinities (reported by others for torch 2.11; the CPU kernel is correct). With dampening the first step
     differs from all others, so that `begin_momentum` cannot prepare it.
     """
-    if not steps_by_sgd(optimizer):
-        return False
-    return any(
-        any(p.is_cuda or (group.get("dampening") and not optimizer.state.get(p)) for p in group["params"])
+    return steps_by_sgd(optimizer) and any(
+        parameter.is_cuda or (group.get("dampening") and not optimizer.state.get(parameter))
         for group in optimizer.param_groups
         if group.get("momentum")
+        for parameter in group["params"]
     )
 
 
@@ -310,11 +306,8 @@ def fused_sgd_works(dtype: torch.dtype) -> bool:
 
 def loses_updates(optimizer: Optimizer) -> bool:
     """Whether a step of this optimizer would silently not update weights."""
-    return steps_by_sgd(optimizer) and any(
-        group.get("fused") and any(_broken(p) for p in group["params"]) for group in optimizer.param_groups
+    groups = (
+        [group for group in optimizer.param_groups if group.get("fused")] if steps_by_sgd(optimizer) else []
     )
-
-
-def _broken(parameter: Tensor) -> bool:
-    half = parameter.dtype in (torch.float16, torch.bfloat16)
-    return half and parameter.device.type == "cpu" and not fused_sgd_works(parameter.dtype)
+    types = {p.dtype for group in groups for p in group["params"] if p.device.type == "cpu"}
+    return not all(map(fused_sgd_works, types & {torch.float16, torch.bfloat16}))

@@ -45,20 +45,17 @@ def contiguous(
     `options` says otherwise. Pass `elementwise=True` for your own class if its update is elementwise. Raises
     ConfigError for optimizers that combine several elements, such as LBFGS, Muon or Adafactor.
     """
-    name = optimizer_class.__name__
-    own = optimizer_class.__module__.partition(".")[0] != "torch"
-    if not elementwise and (own or name not in _ELEMENTWISE):
-        if not own and name in _REASONS:
-            why = f"{name} {_REASONS[name]}, which is impossible in a flat buffer"
-            remedy = "use it without contiguous"
-        else:
-            why = f"Penstock does not know {optimizer_class.__module__}.{name}"
-            remedy = (
-                "pass elementwise=True if each element's update depends on that element, its gradient and its "
-                "state alone, else use it without contiguous"
-            )
+    name, module = optimizer_class.__name__, optimizer_class.__module__
+    torchs = module.partition(".")[0] == "torch"
+    if not (elementwise or (torchs and name in _ELEMENTWISE)):
+        why = (
+            f"Penstock does not know {module}.{name}; pass elementwise=True if each element's update depends on that "
+            "element, its gradient and its state alone, else use it without contiguous"
+        )
+        if torchs and name in _REASONS:
+            why = f"{name} {_REASONS[name]}, which is impossible in a flat buffer; use it without contiguous"
         raise ConfigError(
-            f"contiguous cannot hold {name}: {why}; {remedy}. It can hold {', '.join(sorted(_ELEMENTWISE))}."
+            f"contiguous cannot hold {name}: {why}. It can hold {', '.join(sorted(_ELEMENTWISE))}."
         )
     if options.get("differentiable"):
         raise ConfigError(
@@ -161,9 +158,7 @@ class Contiguous(Optimizer):
         packed = super().state_dict()
         for index, state in packed["state"].items():
             # Parameters of one segment share a step counter; in a file each has its own.
-            packed["state"][index] = {
-                k: v.clone() if k in _SCALARS and isinstance(v, Tensor) else v for k, v in state.items()
-            }
+            packed["state"][index] = {k: _own(v) if k in _SCALARS else v for k, v in state.items()}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,15 +270,14 @@ class Contiguous(Optimizer):
                     continue
                 segment.exposed = identity
                 members = bucket.parameters[segment.start : segment.stop]
-                for parameter in members:
-                    self.state[parameter] = {}
-                for key, value in state.items():
-                    if _elementwise(key, value, segment.leaf):
-                        for parameter, view in zip(members, bucket.views(value, segment.start, segment.stop)):
-                            self.state[parameter][key] = whole(parameter, view)
-                    else:
-                        for parameter in members:
-                            self.state[parameter][key] = value
+                views = {
+                    key: bucket.views(value, segment.start, segment.stop)
+                    for key, value in state.items()
+                    if _elementwise(key, value, segment.leaf)
+                }
+                for index, parameter in enumerate(members):
+                    own = {key: whole(parameter, each[index]) for key, each in views.items()}
+                    self.state[parameter] = {key: own.get(key, value) for key, value in state.items()}
 
 
 def in_own_form(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.one_pass import Averages, OnePassAdamW
+from penstock.optim.one_pass import Beside, OnePassAdamW
 
 _CHUNK = 1 << 20
 
@@ -37,16 +37,14 @@ class EMA:
         self._parameters: dict[str, Tensor] = {n: p for n, p in named.items() if p.is_floating_point()}
         self._publish = publish
         self._scratch: Tensor | None = None
-        with torch.no_grad():
-            self._shadows = {
-                name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()
-            }
+        named = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        self._shadows = {name: weight.to(torch.float32, copy=True) for name, weight in named.items()}
         self.begun = False
         """Whether there was an update; before it the averages are the initial weights, whatever was loaded since."""
-        self._folded: Averages | None = None
+        self._folded: Beside | None = None
         if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
-            self._folded = optimizer.averages = Averages(shadows, 1.0 - decay, set())
+            self._folded = optimizer.averages = Beside(shadows, set(), part=1.0 - decay)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -54,11 +52,8 @@ class EMA:
         self.begun = True
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        moved = set() if self._folded is None else set(self._folded.moved)
-        if self._folded is not None:
-            self._folded.moved.clear()
         for name, parameter in self._parameters.items():
-            if parameter in moved:
+            if self._folded is not None and parameter in self._folded.written:
                 continue
             average, weight = tensors.local(self._shadows[name]), tensors.local(parameter.detach())
             if weight.dtype == average.dtype and weight.device == average.device:
@@ -68,6 +63,8 @@ class EMA:
                 self._lerp(average, weight)
         if averages:
             torch._foreach_lerp_(averages, weights, 1.0 - self.decay)
+        if self._folded is not None:
+            self._folded.written.clear()
 
     def _lerp(self, shadow: Tensor, value: Tensor) -> None:
         """Move an average towards a weight of another dtype or on another device."""

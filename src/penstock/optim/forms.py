@@ -47,7 +47,8 @@ def make_optimizer(
     if problems := [*form_problems(algorithm, form)]:
         raise ConfigError(problems)
     row, values = OPTIMIZERS[algorithm], {"betas": betas, "momentum": betas[0], "alpha": betas[1], "eps": eps}
-    options = {"lr": lr, **_flags(algorithm, form), **{name: values[name] for name in row.settings}}
+    flags = FORM_FLAGS[form] if "fused" in row.forms else {"foreach": form != "loop"}
+    options: dict[str, Any] = {"lr": lr, **flags, **{name: values[name] for name in row.settings}}
     options |= {"weight_decay": weight_decay} if row.decays else {}
     options |= {"momentum": muon_momentum} if algorithm == "muon" else {}
     kind = _OWN[algorithm] if algorithm in _OWN else getattr(torch.optim, row.torch)
@@ -62,9 +63,8 @@ def make_optimizer(
     except RuntimeError as error:
         if "fused" not in str(error):
             raise
-        raise ConfigError(
-            f"plan.optimizer={form} cannot be used: {error} Use plan.optimizer=foreach."
-        ) from error
+        problem = f"plan.optimizer={form} cannot be used: {error} Use plan.optimizer=foreach."
+        raise ConfigError(problem) from error
     if loses_updates(optimizer):
         raise ConfigError(
             f"plan.optimizer={form} cannot be used with plan.algorithm=sgd: torch's fused SGD does not update half "
@@ -75,11 +75,6 @@ def make_optimizer(
         if algorithm not in ("adamw", "sgd"):  # older checkpoints of these two have no such entry
             group["algorithm"] = algorithm
     return optimizer
-
-
-def _flags(algorithm: Algorithm, form: OptimizerForm) -> dict[str, Any]:
-    """The options of an optimizer that select a form."""
-    return FORM_FLAGS[form] if "fused" in OPTIMIZERS[algorithm].forms else {"foreach": form != "loop"}
 
 
 def keep_form(optimizer: Optimizer) -> None:

@@ -14,27 +14,27 @@ from penstock.kernels.adamw import Batch, Form, Hyper, adamw_, form_on
 from penstock.kernels.native import read_number
 from penstock.optim import tensors
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
+class Beside(NamedTuple):
+    """Tensors beside fp32 weights that an optimizer writes in its own pass: fp32 averages or bf16 copies."""
 
-class Averages(NamedTuple):
-    """Averages of weights that an optimizer updates in its own pass."""
-
-    shadows: dict[Tensor, Tensor]
-    """fp32 averages by Parameter, in the Parameter's shape."""
-    part: float
-    """Step towards the weights, 1 − decay."""
-    moved: set[Tensor]
-    """Parameters whose averages have been updated since this set was last cleared."""
-
-
-class Copies(NamedTuple):
-    """Half copies of fp32 weights that an optimizer writes in its own pass."""
-
-    halves: dict[Tensor, Tensor]
-    """bf16 copies by Parameter, in the Parameter's shape."""
+    tensors: dict[Tensor, Tensor]
+    """By Parameter, in the Parameter's shape."""
     written: set[Tensor]
-    """Parameters whose copies have been written since this set was last cleared."""
+    """Parameters whose tensors have been written since this set was last cleared."""
+    part: float = 0.0
+    """An average's step towards the weight, 1 − decay."""
+
+    def begin(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
+        """The tensor of a Parameter, added to `written`, if the pass over its `weight` can write it too: it must be on
+        the weight's device, with its memory order and without gaps; else None."""
+        own = tensors.local(self.tensors[parameter]) if parameter in self.tensors else None
+        if own is None or own.device != weight.device or tensors.ordered(own, weight) is not own:
+            return None
+        if not tensors.dense(own):
+            return None
+        self.written.add(parameter)
+        return own
 
 
 class OnePassAdamW(torch.optim.AdamW):
@@ -47,9 +47,9 @@ class OnePassAdamW(torch.optim.AdamW):
     """
 
     form: Form = "auto"
-    averages: Averages | None = None
+    averages: Beside | None = None
     """Averages that a step updates in its own pass: see `penstock.optim.EMA`."""
-    copies: Copies | None = None
+    copies: Beside | None = None
     """Copies that a step writes in its own pass: see `penstock.precision.MasterWeights`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -71,6 +71,11 @@ class OnePassAdamW(torch.optim.AdamW):
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
         """The Parameters of a group that have a gradient, batched by device and presence of average and copy."""
         batches: dict[tuple[Any, ...], Batch] = {}
+        averages = self.averages
+        stops = None if averages is None else getattr(self, "found_inf", None)
+        if stops is not None and (stops.device.type != "cpu" or read_number(stops)):
+            # A skipped step moves no average, and neither does a step on a GPU that may be skipped: `EMA.update` does.
+            averages = None
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -81,15 +86,15 @@ class OnePassAdamW(torch.optim.AdamW):
             local = tensors.local(parameter)
             if local.numel() == 0:  # a shard may be empty
                 continue
-            average, copy = self._average_of(parameter, local), self._copy_of(parameter, local)
+            fused = form_on(self.form, local.device) == "fused"
+            average, copy = (
+                None if beside is None or fused else beside.begin(parameter, local)
+                for beside in (averages, self.copies)
+            )
             state = self._state_of(parameter)
             key = (local.device, average is None, copy is None)
-            if key not in batches:
-                batches[key] = Batch(
-                    [], [], [], [], [],
-                    copies=None if copy is None else [], averages=None if average is None else [],
-                )  # fmt: skip
-            batch = batches[key]
+            none_or_list = [None if each is None else list[Tensor]() for each in (copy, average)]
+            batch = batches.setdefault(key, Batch([], [], [], [], [], *none_or_list))
             batch.weights.append(tensors.flat(local))
             batch.gradients.append(tensors.flat(tensors.ordered(tensors.local(parameter.grad), local)))
             batch.exp_avgs.append(tensors.flat(tensors.local(state["exp_avg"])))
@@ -100,26 +105,12 @@ class OnePassAdamW(torch.optim.AdamW):
                     listed.append(tensors.flat(tensors.local(tensor)))
         return list(batches.values())
 
-    def _average_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The average that this step's pass updates with a weight. A skipped step updates none, and neither does a step
-        on a GPU that may be skipped: `EMA.update` moves these averages instead."""
-        stops = None if self.averages is None else getattr(self, "found_inf", None)
-        stands = stops is not None and (stops.device.type != "cpu" or read_number(stops))
-        if self.averages is None or stands or form_on(self.form, weight.device) == "fused":
-            return None
-        return _beside(self.averages.shadows, self.averages.moved, parameter, weight)
-
-    def _copy_of(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The half copy that this step's pass writes with a weight."""
-        if self.copies is None or form_on(self.form, weight.device) == "fused":
-            return None
-        return _beside(self.copies.halves, self.copies.written, parameter, weight)
-
     def _state_of(self, parameter: Parameter) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=tensors.local(parameter).device)
-            state |= {name: torch.zeros_like(parameter.detach(), dtype=torch.float32) for name in MOMENTS}
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
         if state["step"].dtype != torch.float32:  # a state of another form, under another default dtype
             state["step"] = state["step"].float()
         return state
@@ -144,34 +135,19 @@ def takes_one_pass(groups: Iterable[Any]) -> bool:
 
 def check_group(group: dict[str, Any]) -> None:
     """Raise ConfigError for settings that the kernels do not support."""
-    numbers = [(name, group.get(name)) for name in ("lr", "eps", "weight_decay")]
-    numbers += [("betas", beta) for beta in group.get("betas", ())]
-    problems = []
+    numbers = {name: group.get(name) for name in ("lr", "eps", "weight_decay")}
+    numbers |= {f"betas[{index}]": beta for index, beta in enumerate(group.get("betas", ()))}
+    problems = [
+        f"AdamW in one pass needs {name} as a number, not as a tensor; pass a float."
+        for name, value in numbers.items()
+        if isinstance(value, Tensor)
+    ]
     if group.get("amsgrad"):
         problems.append("AdamW in one pass has no amsgrad; set amsgrad=False, or use torch.optim.AdamW.")
     if group.get("differentiable"):
         problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
-    problems += [
-        f"AdamW in one pass needs {name} as a number, not as a tensor; pass a float."
-        for name, value in numbers
-        if isinstance(value, Tensor)
-    ]
     if problems:
         raise ConfigError(problems)
-
-
-def _beside(
-    held: dict[Tensor, Tensor], written: set[Tensor], parameter: Tensor, weight: Tensor
-) -> Tensor | None:
-    """The tensor of `held` that the pass over a parameter's weight can also write, added to `written`: it must be on
-    the weight's device, with its memory order and without gaps; else None."""
-    own = tensors.local(held[parameter]) if parameter in held else None
-    if own is None or own.device != weight.device or tensors.ordered(own, weight) is not own:
-        return None
-    if not tensors.dense(own):
-        return None
-    written.add(parameter)
-    return own
 
 
 def _hyper(group: dict[str, Any]) -> Hyper:

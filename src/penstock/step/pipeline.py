@@ -44,10 +44,7 @@ def table(plan: Plan, micro_batches: int) -> Schedule:
 
 class Pipeline:
     """Runs micro-batches through a model's stages as a Plan's schedule says. The last stage computes the task's loss.
-
-    Raises:
-        ConfigError: the loss is a plain function, which does not separate the model's inputs from the loss.
-    """
+    Raises ConfigError for a loss that is a plain function, which does not separate the model's inputs from it."""
 
     def __init__(
         self, stages: Stages, loss: Loss, plan: Plan, *, scaler: LossScaler | None = None,
@@ -60,12 +57,8 @@ class Pipeline:
                 "or use plan.pp=1."
             )
         self.loss: Loss = loss
-        self.task = loss
-        self.stages = stages
-        self.plan = plan
-        self.scaler = scaler
-        self.masters = masters
-        self.replicas = replicas
+        self.task, self.stages, self.plan = loss, stages, plan
+        self.scaler, self.masters, self.replicas = scaler, masters, replicas
         self.divisor: Tensor | None = None
         self.parts: Tensor | None = None
         self.trace: list[tuple[Action, float, float]] | None = None

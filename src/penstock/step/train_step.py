@@ -119,10 +119,9 @@ class TrainStep:
     def add_up(self, loads: list[Tensor]) -> None:
         """Sum the loads of mixtures over the ranks that route different tokens, in place."""
         dims = ALONE if self.replicas is None else self.replicas.dims
-        parts = any(
-            mixture.exchange is not None and mixture.exchange.splits_tokens for mixture in self._mixtures
-        )
-        for names in (LOSS, ("tp",)[: int(parts)]):
+        exchanges = [mixture.exchange for mixture in self._mixtures if mixture.exchange is not None]
+        split = any(exchange.splits_tokens for exchange in exchanges)
+        for names in (LOSS, ("tp",) if split else ()):
             if loads and dims.degree(*names) > 1:
                 add_up_all(loads, dims.group(*names))
 
@@ -130,14 +129,12 @@ class TrainStep:
         """Warn, once after the first pass, about an attention setting that the model does not use."""
         self._unused = None
         if not switch.used:
-            name = type(self.model).__name__
             _log.warning(
                 "plan.attention=%s has no effect: %s never calls torch.nn.functional.scaled_dot_product_attention "
                 "itself (nn.MultiheadAttention calls it out of reach). Leave plan.attention at sdpa, or let the model "
                 "call it, as transformers' do with attn_implementation='sdpa'.",
-                switch.backend,
-                name,
-            )
+                switch.backend, type(self.model).__name__,
+            )  # fmt: skip
 
     def first_overflow(self, micro_batches: Sequence[Any]) -> Overflow | None:
         """The first tensor in the passes on micro-batches that is not finite, to explain why a run ends. Changes

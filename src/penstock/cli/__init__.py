@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, CycloptsPanel, UnknownOptionError
 
@@ -94,17 +94,9 @@ Four things to type:
 penstock --help lists everything else."""
 _WITH_VALUE = {
     "run": ("--precision", "--dtype", "--option", "--plan", "--watch"),
-    "tune": (
-        "--budget",
-        "--rounds",
-        "--round-seconds",
-        "--rungs",
-        "--skip",
-        "--procs",
-        "--output",
-        "--timeout",
-    ),
-}
+    "tune": ("--budget", "--rounds", "--round-seconds", "--rungs", "--skip", "--procs", "--output",
+             "--timeout"),
+}  # fmt: skip
 """Options that take a value, of the verbs that run a script. What follows the script's name is the script's."""
 _LONGEST = 2000
 """Characters of a message about the command line, which repeats what was typed."""
@@ -120,18 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A `PenstockError` becomes a message on stderr and an exit code, and so does an error of the system about a file or a
     disk. Any other error is a bug, ours or a library's, and shows its traceback.
     """
-    if arguments is not None:
-        with _restored():
-            return _main(arguments)
-    return _main(sys.argv[1:])
-
-
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    """Restore what a script changed in this process, for a caller that goes on after it."""
+    if arguments is None:
+        return _main(sys.argv[1:])
+    # The caller goes on afterwards, without what a script has changed in this process.
     main_module, argv, path = sys.modules["__main__"], list(sys.argv), list(sys.path)
     try:
-        yield
+        return _main(arguments)
     finally:
         sys.modules["__main__"] = main_module
         sys.argv[:], sys.path[:] = argv, path
@@ -148,9 +134,7 @@ def _main(typed: Sequence[str]) -> int:
         check_words(words)
         if instead := removed("commands").get(words[0]):
             raise ConfigError(f"penstock {words[0]} was removed; {instead}.")
-        if not {*app.help_flags, "--help-all"}.isdisjoint(
-            itertools.takewhile(lambda word: word != "--", words)
-        ):
+        if not {*app.help_flags, "--help-all"}.isdisjoint(_own_words(words)):
             from penstock.cli._help import describe_by_docstring
 
             words = describe_by_docstring(app, words)
@@ -178,16 +162,15 @@ def _main(typed: Sequence[str]) -> int:
 
 def _show(error: CycloptsError) -> None:
     """Print what is wrong with the command line; for an unknown option, also the option that was probably meant."""
-    if not isinstance(error, UnknownOptionError):
-        words = str(error)
-        if len(words) <= _LONGEST and words.replace("\n", "").isprintable():
-            app.error_console.print(CycloptsPanel(error))
-        else:
-            print(f"penstock: {printable(words[:_LONGEST])}{'…' * (len(words) > _LONGEST)}", file=sys.stderr)
-        return
-    from penstock.cli._help import unknown_option_message
+    words = str(error)
+    if isinstance(error, UnknownOptionError):
+        from penstock.cli._help import unknown_option_message
 
-    print(f"penstock: {unknown_option_message(error)}", file=sys.stderr)
+        print(f"penstock: {unknown_option_message(error)}", file=sys.stderr)
+    elif len(words) <= _LONGEST and words.replace("\n", "").isprintable():
+        app.error_console.print(CycloptsPanel(error))
+    else:
+        print(f"penstock: {printable(words[:_LONGEST])}{'…' * (len(words) > _LONGEST)}", file=sys.stderr)
 
 
 def _end(error: PenstockError) -> int:
@@ -203,11 +186,14 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _own_words(words: Sequence[str]) -> list[str]:
+    """The words before `--`; later ones belong to another program."""
+    return list(itertools.takewhile(lambda word: word != "--", words))
+
+
 def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for far too many arguments of ours, or for one that no message could show. Arguments after `--`
-    belong to another program.
-    """
-    own_words = list(itertools.takewhile(lambda word: word != "--", words))
+    """Raise ConfigError for far too many arguments of ours, or for one that no message could show."""
+    own_words = _own_words(words)
     if len(own_words) > _MOST_WORDS:
         raise ConfigError(
             f"The command line has {len(own_words):,} words, and at most {_MOST_WORDS:,} are read; put settings into a "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -40,12 +40,7 @@ def verify_(path: Path, *, step: int | None = None) -> None:
     )
 
 
-def list_(
-    path: Path,
-    *,
-    as_json: Json = False,
-    thorough: Flag = False,
-) -> int:
+def list_(path: Path, *, as_json: Json = False, thorough: Flag = False) -> int:
     """List the checkpoints of a run.
 
     Shows step, size, ranks, Plan, and whether they can be trusted. Ends with code 5 if there is one that cannot be
@@ -73,7 +68,7 @@ def list_(
     return int(ExitCode.CHECKPOINT if any(row["problem"] for row in rows) else ExitCode.DONE)
 
 
-def _row(path: Path, thorough: bool) -> dict[str, str | int | None]:
+def _row(path: Path, thorough: bool) -> dict[str, Any]:
     from penstock.checkpoint.reader import open_verified
 
     try:
@@ -87,32 +82,24 @@ def _row(path: Path, thorough: bool) -> dict[str, str | int | None]:
     }  # fmt: skip
 
 
-def _show(rows: list[dict[str, str | int | None]], thorough: bool) -> None:
+def _show(rows: list[dict[str, Any]], thorough: bool) -> None:
     table = Table(box=None, pad_edge=False)
     for heading in ("checkpoint", "MB", "ranks", "torch", "state", "plan"):
         table.add_column(heading, justify="right" if heading in ("MB", "ranks") else "left", overflow="fold")
     for row in rows:
-        name = Path(str(row["path"])).name
+        name = Path(row["path"]).name
         if row["problem"]:
-            table.add_row(name, "", "", "", "refused", str(row["problem"]), style="red")
+            table.add_row(name, "", "", "", "refused", row["problem"], style="red")
             continue
-        state = "verified" if thorough else "sizes right"
-        size = f"{int(row['bytes'] or 0) / 1e6:,.1f}"
-        table.add_row(name, size, str(row["ranks"]), str(row["torch"]), state, str(row["plan"]))
+        state, size = "verified" if thorough else "sizes right", f"{row['bytes'] / 1e6:,.1f}"
+        table.add_row(name, size, str(row["ranks"]), row["torch"], state, row["plan"])
     Console().print(table)
 
 
 def export_(
-    path: Path,
-    target: Path,
-    *,
-    step: int | None = None,
-    weights: str | None = None,
-    names: Literal["hf", "plain"] = "hf",
-    shard_gb: float = 5.0,
-    branch: str | None = None,
-    adapter: bool = False,
-) -> None:
+    path: Path, target: Path, *, step: int | None = None, weights: str | None = None,
+    names: Literal["hf", "plain"] = "hf", shard_gb: float = 5.0, branch: str | None = None, adapter: bool = False,
+) -> None:  # fmt: skip
     """Write weights as a Hugging Face folder.
 
     The folder gets a checkpoint's weights as safetensors, and config.json.
@@ -145,18 +132,16 @@ def export_(
     checkpoint = rewrite.open_newest(path, step=step)
     sets = rewrite.weight_sets(checkpoint)
     chosen = weights or ("ema" if "ema" in sets else "weights")
-    if adapter:
-        if branch is not None or names != "hf":
-            raise ConfigError(
-                "--adapter writes adapters in transformers' names; leave --names and --branch out."
-            )
-        rewrite.export_adapter(checkpoint, target, chosen)
-    elif names == "hf":
-        rewrite.export_model(checkpoint, target, chosen, shard_bytes=shard_bytes, branch=branch)
-    elif branch is not None:
+    if adapter and (branch is not None or names != "hf"):
+        raise ConfigError("--adapter writes adapters in transformers' names; leave --names and --branch out.")
+    if names == "plain" and branch is not None:
         raise ConfigError(
             "--names plain keeps the names of the whole model, and --branch writes a part; leave one out."
         )
+    if adapter:
+        rewrite.export_adapter(checkpoint, target, chosen)
+    elif names == "hf":
+        rewrite.export_model(checkpoint, target, chosen, shard_bytes=shard_bytes, branch=branch)
     else:
         rewrite.export_plain(checkpoint, target, chosen, shard_bytes=shard_bytes)
     print(f"{target}: '{chosen}' of {checkpoint.path}.")

@@ -8,11 +8,10 @@ from pathlib import Path
 from penstock.boundary.files import require_folder
 from penstock.cli._app import configured
 from penstock.config.compress import CompressConfig, load_compression
-from penstock.errors import ExitCode
 
 
 @configured(CompressConfig, positional="model", file=("--config", "--recipe"), loader=load_compression)
-def compress(config: CompressConfig) -> int:
+def compress(config: CompressConfig) -> None:
     """Make a trained model smaller: prune, distil and quantise it.
 
     Steps that have settings are done; the file given with --recipe can hold the settings of all steps. The same command
@@ -35,4 +34,3 @@ def compress(config: CompressConfig) -> int:
             console.print(section.text, style="dim", soft_wrap=True)
     output = Path(config.output)
     console.print(f"\nWritten: {output / 'export'}, {output / PAGE} and {output / RECORD}", soft_wrap=True)
-    return int(ExitCode.DONE)

@@ -38,59 +38,45 @@ def show(config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], re
     console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
     if machine.device != "cpu":
         console.print(STEPS[result.layouts[0].steps], style="dim", soft_wrap=True)
-    for words in dict.fromkeys(layout.assumption for layout in result.layouts[: config.top]):
-        if words:
-            console.print(f"note: {words}", soft_wrap=True)
-    best = result.choice
-    if best is None:
-        console.print(
-            f"No layout on {config.gpus} {machine.name} is in time. The nearest: {result.layouts[0].words()}."
-        )
-        console.print(
-            "Allow more devices with --gpus, more time with --p95-latency, or smaller types with --types."
-        )
-        return
-    assert best.served is not None
-    console.print(
-        f"choice: {best.words()}: {best.gpus} {machine.name}, {best.served.tokens_per_second:,.0f} tokens a second, "
-        f"{_cost(best, config.price)} per million tokens.",
-        soft_wrap=True,
-    )
-    if config.loads is not None:
-        console.print(
-            f"experts: by {config.loads}, the busiest device of a replica has {best.uneven:.2f} times the mean.",
-            soft_wrap=True,
-        )
+    assumptions = dict.fromkeys(layout.assumption for layout in result.layouts[: config.top])
+    lines = [f"note: {words}" for words in assumptions if words]
+    if (best := result.choice) is None:
+        lines += [
+            f"No layout on {config.gpus} {machine.name} is in time. The nearest: {result.layouts[0].words()}.",
+            "Allow more devices with --gpus, more time with --p95-latency, or smaller types with --types.",
+        ]
+    else:
+        assert best.served is not None
+        rate, cost = f"{best.served.tokens_per_second:,.0f}", _cost(best, config.price)
+        figures = f"{rate} tokens a second, {cost} per million tokens"
+        lines.append(f"choice: {best.words()}: {best.gpus} {machine.name}, {figures}.")
+        if config.loads is not None:
+            uneven = f"the busiest device of a replica has {best.uneven:.2f} times the mean"
+            lines.append(f"experts: by {config.loads}, {uneven}.")
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def table(config: DeployConfig, result: Ranking) -> Section:
     """Layouts, the choice first."""
-    heads = [
-        *map(Cell, ("type", "tp", "pp", "replicas", "GPUs", "slots", "first token", "a token", "request"))
-    ]
-    heads += [Cell("tokens/s"), Cell("GiB", rank=1), Cell("per million", rank=2), Cell("why not", words=True)]
-    rows = [
-        (
-            "strong" if layout is result.choice else "",
-            [*map(Cell, _row(layout, config.price)), Cell(layout.why, words=True)],
-        )
-        for layout in result.layouts[: config.top]
-    ]
+    names = "type", "tp", "pp", "replicas", "GPUs", "slots", "first token", "a token", "request", "tokens/s"
+    heads = [*map(Cell, names), Cell("GiB", rank=1), Cell("per million", rank=2), Cell("why not", words=True)]
+    rows = []
+    for layout in result.layouts[: config.top]:
+        look = "strong" if layout is result.choice else ""
+        rows.append((look, [*map(Cell, _row(layout, config.price)), Cell(layout.why, words=True)]))
     return Section(title="Layouts", columns=heads, rows=rows)
 
 
 def _row(layout: Layout, price: float | None) -> list[str]:
     first = [layout.type, str(layout.tp), str(layout.pp), str(layout.replicas), str(layout.gpus)]
-    if layout.served is None:
-        return [*first, "–", "–", "–", "–", "–", f"{layout.memory_bytes / GIB:.1f}", "–"]
-    s = layout.served
-    times = [
-        f"{_time(spread.p50)} / {_time(spread.p95)}" for spread in (s.first_token, s.per_token, s.latency)
-    ]
-    return [
-        *first, str(layout.slots), *times, f"{s.tokens_per_second:,.0f}", f"{layout.memory_bytes / GIB:.1f}",
-        _cost(layout, price),
-    ]  # fmt: skip
+    memory, served = f"{layout.memory_bytes / GIB:.1f}", layout.served
+    if served is None:
+        return [*first, "–", "–", "–", "–", "–", memory, "–"]
+    spreads = served.first_token, served.per_token, served.latency
+    times = [f"{_time(spread.p50)} / {_time(spread.p95)}" for spread in spreads]
+    rate, cost = f"{served.tokens_per_second:,.0f}", _cost(layout, price)
+    return [*first, str(layout.slots), *times, rate, memory, cost]
 
 
 def _time(seconds: float) -> str:

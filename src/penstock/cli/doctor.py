@@ -36,7 +36,9 @@ def doctor(*, as_json: Json = False) -> int:
     if as_json:
         print(json.dumps([dataclasses.asdict(finding) for finding in reported], indent=1))
     else:
-        _sum_up([finding for finding in reported if finding.status == "broken"])
+        broken = [f"broken: {each.name}: {each.remedy}" for each in reported if each.status == "broken"]
+        for line in broken or ["Everything that is installed works."]:
+            Console().print(line, style="red" if broken else "green", markup=False, soft_wrap=True)
     return int(ExitCode.DONE if healthy(reported) else ExitCode.ENVIRONMENT)
 
 
@@ -53,11 +55,3 @@ def _show(finding: Finding, *, new_area: bool) -> None:
         detail.append(f"\n→ {finding.remedy}", style="yellow")
     table.add_row(Text(mark, style=style), finding.name, detail)
     Console().print(table)
-
-
-def _sum_up(broken: list[Finding]) -> None:
-    console = Console()
-    if not broken:
-        console.print("Everything that is installed works.", style="green")
-    for finding in broken:
-        console.print(f"broken: {finding.name}: {finding.remedy}", style="red", markup=False, soft_wrap=True)

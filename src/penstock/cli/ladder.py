@@ -10,14 +10,13 @@ from cyclopts import Parameter
 from penstock.boundary.files import require_folder
 from penstock.cli._app import configured, load_or_described
 from penstock.cli._options import Flag
-from penstock.errors import ExitCode
 from penstock.ladder.settings import LadderConfig
 
 
 @configured(LadderConfig, positional="model", flags=("quick",), loader=load_or_described)
 def ladder(
     config: LadderConfig, *, all_: Annotated[Flag, Parameter(name="--all")] = False
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Measure what each optimisation gains on this machine.
 
     Searches for the fastest Plan that gives the same results, and measures what each of its optimisations gains in
@@ -38,4 +37,3 @@ def ladder(
 
     require_folder(config.output)
     climbed(lambda show: climb(config=config, on_progress=show), config.output, every=all_)
-    return int(ExitCode.DONE)

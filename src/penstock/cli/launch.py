@@ -6,7 +6,6 @@ import os
 import sys
 from functools import partial
 from importlib.machinery import PathFinder
-from inspect import BoundArguments
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,18 +90,15 @@ def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
 
     check_words(arguments)
     # What is wrong is reported once here, and not by every rank after it has started.
+    verb: Any
     verb, bound, *_ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     if arguments[0] == "train":
-        _require_startable(verb, bound, elastic=elastic)
+        # Settings that ranks would refuse are refused here, but runs from weights are left to them.
+        options = dict(bound.kwargs)
+        file = options.get("config")
+        if options.get("setting__init_from") is None and "init_from" not in (read_file(file) if file else {}):
+            require_startable(verb.read(bound.args, options), elastic=elastic)
     return ["-m", "penstock", *arguments]
-
-
-def _require_startable(verb: Any, bound: BoundArguments, *, elastic: bool) -> None:
-    """Raise ConfigError for settings that ranks would refuse. Runs from weights are left to them."""
-    options = dict(bound.kwargs)
-    file = options.get("config")
-    if options.get("setting__init_from") is None and "init_from" not in (read_file(file) if file else {}):
-        require_startable(verb.read(bound.args, options), elastic=elastic)
 
 
 def require_script(path: Path | str) -> None:
@@ -112,20 +108,17 @@ def require_script(path: Path | str) -> None:
     try:
         compile(text, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        problem = f"line {error.lineno}: {error.msg}" if error.lineno else error.msg
-        raise ConfigError(
-            f"The script {path} is not valid Python, {problem}: {(error.text or '').strip()}"
-        ) from None
+        line = f"line {error.lineno}: " if error.lineno else ""
+        problem = f"The script {path} is not valid Python, {line}{error.msg}: {(error.text or '').strip()}"
+        raise ConfigError(problem) from None
     except ValueError as error:  # a file with a null byte
         raise ConfigError(f"The script {path} is not valid Python: {error}.") from None
 
 
 def require_module(name: str) -> None:
     """Raise ConfigError where there is no such package; what is in it is not looked at, for that would import it."""
-    package = name.partition(".")[0]
-    if package not in sys.builtin_module_names and not PathFinder.find_spec(
-        package, [os.getcwd(), *sys.path]
-    ):
+    package, places = name.partition(".")[0], [os.getcwd(), *sys.path]
+    if package not in sys.builtin_module_names and not PathFinder.find_spec(package, places):
         raise ConfigError(
             f"There is no module {package!r}: neither in {os.getcwd()} nor installed beside {sys.executable}."
         )

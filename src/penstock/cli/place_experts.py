@@ -36,11 +36,8 @@ def place_layers(
     target: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values; and
-    the fewest slots whose figure is at most `target`.
-
-    Raises:
-        ConfigError: the experts of a layer have no room, or `before` is of other layers, experts or devices.
-    """
+    the fewest slots whose figure is at most `target`. Raises ConfigError if the experts of a layer have no room, or
+    `before` is of other layers, experts or devices."""
     made_from, later = record.history()
     layers: dict[str, Any] = {}
     for number, name in enumerate(record.layers):
@@ -51,15 +48,12 @@ def place_layers(
         then = None if before is None else before[name]
         placement = place(loads, fitted, before=then, moves=moves)
         layers[name] = {
-            "devices": placement.devices,
-            "figure": placement.figure(loads),
+            "devices": placement.devices, "figure": placement.figure(loads),
             "next": None if later is None else placement.figure(later[number]),
-            "bound": bound(loads, fitted),
-            "unplaced": imbalance(loads),
+            "bound": bound(loads, fitted), "unplaced": imbalance(loads),
             "slots_needed": None if target is None else slots_needed(loads, fitted, target),
-            "moved": None if then is None else placement.moved(then),
-            "slots": fitted.slots,
-        }
+            "moved": None if then is None else placement.moved(then), "slots": fitted.slots,
+        }  # fmt: skip
     return {"place": asdict(room), "target": target, "layers": layers}
 
 
@@ -83,24 +77,19 @@ def placement_tables(placements: Mapping[str, Any]) -> list[Section]:
     target = placements["target"]
     reaching = "" if target is None else f"slots for {target:g}"
     heads = ("layer", "slots", "largest over mean", "next window", "bound", reaching, "moved")
-    rows = []
+    columns = [Cell(head, words=place_ == 0, rank=place_) for place_, head in enumerate(heads)]
+    tables, rows = list[Section](), list[tuple[str, list[Cell]]]()
     for name, layer in placements["layers"].items():
+        devices = [
+            ("", [Cell(str(device)), Cell(", ".join(map(str, experts)), words=True)])
+            for device, experts in enumerate(layer["devices"])
+        ]
+        tables.append(Section(title=name, columns=[Cell("device"), Cell(name, words=True)], rows=devices))
         later, fewest, moved = layer["next"], layer["slots_needed"], layer["moved"]
         enough = "none" if fewest is None and target is not None else str(fewest or "")
         cells = (
-            name, str(layer["slots"]), f"{layer['figure']:.3f}", "" if later is None else f"{later:.3f}",
+            str(layer["slots"]), f"{layer['figure']:.3f}", "" if later is None else f"{later:.3f}",
             f"{layer['bound']:.3f}", enough, "" if moved is None else str(moved),
         )  # fmt: skip
-        rows.append(("", [Cell(text, words=place_ == 0) for place_, text in enumerate(cells)]))
-    columns = [Cell(head, words=place_ == 0, rank=place_) for place_, head in enumerate(heads)]
-    devices = [_devices_table(name, layer) for name, layer in placements["layers"].items()]
-    return [*devices, Section(title="Placement", columns=columns, rows=rows)]
-
-
-def _devices_table(name: str, layer: Mapping[str, Any]) -> Section:
-    """The experts of each device of a layer."""
-    rows = [
-        ("", [Cell(str(device)), Cell(", ".join(map(str, experts)), words=True)])
-        for device, experts in enumerate(layer["devices"])
-    ]
-    return Section(title=name, columns=[Cell("device"), Cell(name, words=True)], rows=rows)
+        rows.append(("", [Cell(name, words=True), *map(Cell, cells)]))
+    return [*tables, Section(title="Placement", columns=columns, rows=rows)]

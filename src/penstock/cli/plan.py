@@ -5,13 +5,12 @@ from __future__ import annotations
 from penstock.cli._app import configured, load_or_described
 from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import load_machine
-from penstock.errors import ExitCode
 
 
 @configured(
     PlanConfig, positional="model", flags=("sensitivity", "run", "ladder", "json"), loader=load_or_described
 )
-def plan(config: PlanConfig) -> int:
+def plan(config: PlanConfig) -> None:
     """Find the fastest parallel layout of a model on a cluster.
 
     MODEL is a preset, a config.json of transformers or Penstock, its folder, its name on the Hugging Face hub, or
@@ -35,4 +34,3 @@ def plan(config: PlanConfig) -> int:
         plan_layouts.explain_lines(config, machine)
     else:
         plan_layouts.search_all(config, machine)
-    return int(ExitCode.DONE)

@@ -120,10 +120,8 @@ class PlanConfig(Checked):
         if self.ladder:
             yield from self._unused("--ladder", _QUESTION - {"loads"} | {"ladder"})
         if self.run:
-            yield from self._unused(
-                "--run", frozenset({"model", "machine", "gpus", "global_batch", "base", "run", "loads"})
-            )
-        vision = self.model is not None and self.model.graph.vision
+            yield from self._unused("--run", _QUESTION - {"name", "json"} | {"base", "run"})
+        vision = self.model.graph.vision
         if self.images is not None and not vision:
             yield "--images is for vision models; say with --tokens what a language model is trained on."
         if self.tokens is None and self.images is None:
@@ -211,8 +209,8 @@ def _contradiction(
             yield f"{option} is {wanted}, but {line} fixes {product} by {words}; change one of them."
     elif wanted % product:
         lower = wanted // product * product
-        near = f"{lower} or {lower + product}" if lower else f"{product}"
+        near = f"{option} to {lower} or {lower + product}" if lower else f"{option} to {product}"
         yield (
             f"{option} is {wanted}, which {words} of {line} ({product}) does not divide; change one of them, "
-            f"{option} to {near} for example."
+            f"{near} for example."
         )

@@ -29,11 +29,8 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
     path = [rung for rung in rungs if rung.kept]
     console.print(terminal_table(_table([rungs[0], *path]), console.width))
     if path:
-        whole = path[-1]
-        console.print(
-            f"all together: {whole.to_baseline:.2f} times as fast: {whole.prediction.plan.line()}",
-            soft_wrap=True,
-        )
+        speedup, plan = path[-1].to_baseline, path[-1].prediction.plan
+        console.print(f"all together: {speedup:.2f} times as fast: {plan.line()}", soft_wrap=True)
     offered = [rung for rung in rungs[1:] if not rung.kept]
     if offered:
         console.print(
@@ -46,20 +43,16 @@ def show_climb(config: PlanConfig, machine: Machine) -> None:
 def _table(rungs: list[PredictedRung]) -> Section:
     heads = [
         Cell("rung", words=True), Cell("a step"), Cell("samples/s", rank=2), Cell("× before"), Cell("× baseline"),
+        Cell("share"), Cell("MFU", rank=1), Cell("GiB"), Cell("changes", words=True, rank=3),
     ]  # fmt: skip
-    heads += [Cell("share"), Cell("MFU", rank=1), Cell("GiB"), Cell("changes", words=True, rank=3)]
-    rows = [
-        (
-            "" if rung.prediction.fits else "faint",
-            [
-                Cell(rung.title, words=True), Cell(duration(rung.prediction.iteration_seconds, 3)),
-                Cell(f"{rung.prediction.samples_per_second:,.1f}"), Cell(f"{rung.to_previous:.2f}×"),
-                Cell(f"{rung.to_baseline:.2f}×"), Cell(f"{rung.share:.0%}" if rung.kept else ""),
-                Cell(f"{rung.prediction.mfu:.1%}"),
-                Cell(f"{rung.prediction.memory_bytes / GIB:.1f}{'' if rung.prediction.fits else ' too much'}"),
-                Cell(rung.change, words=True),
-            ],
-        )
-        for rung in rungs
-    ]  # fmt: skip
+    rows = []
+    for rung in rungs:
+        found = rung.prediction
+        look, too_much = ("", "") if found.fits else ("faint", " too much")
+        cells = (
+            duration(found.iteration_seconds, 3), f"{found.samples_per_second:,.1f}", f"{rung.to_previous:.2f}×",
+            f"{rung.to_baseline:.2f}×", f"{rung.share:.0%}" if rung.kept else "", f"{found.mfu:.1%}",
+            f"{found.memory_bytes / GIB:.1f}{too_much}",
+        )  # fmt: skip
+        rows.append((look, [Cell(rung.title, words=True), *map(Cell, cells), Cell(rung.change, words=True)]))
     return Section(title="The climb", columns=heads, rows=rows)

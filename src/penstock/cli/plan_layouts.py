@@ -50,10 +50,8 @@ def explain_lines(config: PlanConfig, machine: Machine) -> None:
     check_line(Plan.parse(first), config.global_batch)
     choice = _answer(config, machine, first, gpus)
     if config.json:
-        data = _question(config, machine, gpus, choice) | {
-            "layouts": [_layout(choice.best, costs_of(config, choice.best, machine))]
-        }
-        print(json.dumps(data, indent=1))
+        layout = _layout(choice.best, costs_of(config, choice.best, machine))
+        print(json.dumps(_question(config, machine, gpus, choice) | {"layouts": [layout]}, indent=1))
         return
     print("\n".join(explain(config.planned, machine, choice.best.plan, config.uneven())))
     _notes(plain_console(), config, machine, choice)
@@ -160,44 +158,32 @@ def as_data(
     """The answer as plain data, with units in the names."""
     result = choice.result
     runs = best_runnable(result, config.planned, machine)
-    compared = [_layout(layout, by_name) for layout, by_name in [*sides.values()][1:]]
+    against = [_layout(*compared) for compared in [*sides.values()][1:]]
+    tried, shown = {"layouts_tried": result.tried, "layouts_too_large": result.too_large}, config.top or 10
+    found = [_layout(layout, costs_of(config, layout, machine)) for layout in result.predictions[:shown]]
     return {
-        **_question(config, machine, choice.best.gpus, choice),
-        "layouts_tried": result.tried,
-        "layouts_too_large": result.too_large,
-        "layouts": [
-            _layout(layout, costs_of(config, layout, machine))
-            for layout in result.predictions[: config.top or 10]
-        ],
+        **_question(config, machine, choice.best.gpus, choice), **tried, "layouts": found,
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
         "run": [plain(way) for way in how_to_run(config.planned, machine, choice.best.plan)],
         "sensitivity": [
             {"change": lever.words, "gain": lever.gain, "plan": lever.plan.line()} for lever in levers
         ],
-        **({"against": compared[0]} if compared else {}),
-    }
+        **({"against": against[0]} if against else {}),
+    }  # fmt: skip
 
 
 def _layout(layout: Prediction, by_name: dict[str, float]) -> dict[str, Any]:
-    entry: dict[str, Any] = plain(layout)
-    entry["plan"] = layout.plan.line()
-    entry["tokens_per_second_per_gpu"] = layout.tokens_per_second_per_gpu
-    return entry | by_name
+    derived = {"plan": layout.plan.line(), "tokens_per_second_per_gpu": layout.tokens_per_second_per_gpu}
+    return plain(layout) | derived | by_name  # type: ignore[no-any-return]
 
 
 def _notes(console: Console, config: PlanConfig, machine: Machine, choice: BestLayout) -> None:
     """Print what was assumed, and what a step and the whole run take."""
     by_name = costs_of(config, choice.best, machine)
     run = ", ".join(f"{value} {words}" for value, words in run_words(by_name))
-    for words in (
-        _lengths_line(config),
-        choice.assumed,
-        _loads_line(config, choice.best.plan),
-        step_words(by_name),
-        run,
-    ):
-        if words:
-            console.print(words, soft_wrap=True)
+    loads = _loads_line(config, choice.best.plan)
+    for words in filter(None, (_lengths_line(config), choice.assumed, loads, step_words(by_name), run)):
+        console.print(words, soft_wrap=True)
 
 
 def _show(
@@ -219,10 +205,8 @@ def _show(
     elif runs is None:
         console.print("penstock train runs none of them yet.")
     elif runs is not best:
-        slower = runs.iteration_seconds / best.iteration_seconds - 1
-        console.print(
-            f"best that penstock train runs: {runs.plan.line()} ({slower:.1%} slower)", soft_wrap=True
-        )
+        slower = f"({runs.iteration_seconds / best.iteration_seconds - 1:.1%} slower)"
+        console.print(f"best that penstock train runs: {runs.plan.line()} {slower}", soft_wrap=True)
     _notes(console, config, machine, choice)
     if len(sides) > 1:
         console.print(terminal_table(beside(sides, vision=model.graph.vision), console.width))

@@ -16,7 +16,7 @@ from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.explain import Lever, bends, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Base, SearchResult, explore
-from penstock.planner.show import SHOWN, beside, memories, times
+from penstock.planner.show import SHOWN, beside, memories, tiles, times
 from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
 from penstock.report.record import environment
@@ -52,35 +52,24 @@ def plan_page(
             ("", [Cell(lever.words, words=True), Cell(f"{lever.gain:+.1%}"), Cell(lever.plan.line(), words=True)])
             for lever in levers
         ]  # fmt: skip
-        sections.append(
-            Section(
-                title="What would help most",
-                text="The best layout after a new search for each change, in samples per second.",
-                columns=[Cell("change", words=True), Cell("gain"), Cell("layout", words=True, rank=2)],
-                rows=rows,
-            )
-        )
+        heads = [Cell("change", words=True), Cell("gain"), Cell("layout", words=True, rank=2)]
+        text = "The best layout after a new search for each change, in samples per second."
+        sections.append(Section(title="What would help most", text=text, columns=heads, rows=rows))
     sections.append(origin(environment(), title="Where this was computed"))
-    rate, unit = rate_of(model, best)
-    tiles = [
-        Tile(value=duration(best.iteration_seconds, 3), words="per optimizer step", lead=True),
-        Tile(
-            value=f"{best.mfu:.1%}",
-            words=f"MFU of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name}); HFU {best.hfu:.1%}",
-        ),
-        Tile(value=f"{best.memory_bytes / GIB:.1f} GiB", words="on the fullest device"),
-        Tile(value=f"{rate:,.0f}", words=f"{unit} per second and device"),
-    ]
-    run = costs_of(config, best, machine)
-    tiles += [Tile(value=value, words=words) for value, words in run_words(run)]
-    return page(
-        f"{config.called} on {best.gpus} {machine.name}",
+    (rate, unit), run = rate_of(model, best), costs_of(config, best, machine)
+    further = [
+        (f"{best.hfu:.1%}", "HFU, with recomputation"), (f"{rate:,.0f}", f"{unit} per second and device"),
+        *run_words(run),
+    ]  # fmt: skip
+    numbers = [*tiles(best), *(Tile(value=value, words=words) for value, words in further)]
+    lead = (
         f"{best.parameters / 1e9:.3g} billion parameters, {best.global_batch} samples a step; {result.tried:,} layouts "
-        f"tried, {result.too_large:,} do not fit. {step_words(run)}",
-        tiles,
-        sections,
-        "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md.",
+        f"tried, {result.too_large:,} do not fit. {step_words(run)}"
     )
+    footer = (
+        "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md."
+    )
+    return page(f"{config.called} on {best.gpus} {machine.name}", lead, numbers, sections, footer)
 
 
 def _devices(
@@ -113,11 +102,8 @@ def _devices(
         title="Seconds of one step by devices", x_label="devices", y_label="seconds per step", log=True,
         x_marks=[devices for devices, _ in measured],
     )  # fmt: skip
-    return Section(
-        title="More devices, or fewer",
-        text=f"The best layout of each number of devices, at the same global batch. {words}",
-        figures=[figure],
-    )
+    text = f"The best layout of each number of devices, at the same global batch. {words}"
+    return Section(title="More devices, or fewer", text=text, figures=[figure])
 
 
 def _pipeline(best: Prediction) -> Section:
@@ -130,29 +116,22 @@ def _pipeline(best: Prediction) -> Section:
     if micro > DRAWN_TURNS * stages or stages < plan.pp:
         micro = min(max(1, round(plan.accumulate / plan.pp)), DRAWN_TURNS) * stages
     name: Any = {"zero_bubble": "zb-h1"}.get(plan.schedule, plan.schedule)
-    schedule = generate(
-        name, stages, micro, plan.virtual if plan.virtual <= 4 else 2 if plan.virtual > 1 else 1
-    )
+    schedule = generate(name, stages, micro, plan.virtual if plan.virtual <= 4 else 2)
     chunks = schedule.stages // stages
-    forward = best.forward_seconds / chunks * 1e3
-    backward = best.backward_seconds / chunks * 1e3
-    weight = best.weight_gradient_seconds / chunks * 1e3
+    forward, backward, weight = (
+        seconds / chunks * 1e3
+        for seconds in (best.forward_seconds, best.backward_seconds, best.weight_gradient_seconds)
+    )
     costs = Costs(forward=forward, backward_input=backward - weight, backward_weight=weight)
     figure = partial(schedule_figure, simulate(schedule, costs), title="The pipeline over time", unit="ms")
-    shrunk = (
-        ""
-        if stages == plan.pp and micro == plan.accumulate and chunks == plan.virtual
-        else (
+    bubble = f"a bubble of {best.bubble_fraction:.1%}"
+    text = f"{plan.schedule}, {plan.pp} stages, {plan.accumulate} micro-batches: {bubble}."
+    if (stages, micro, chunks) != (plan.pp, plan.accumulate, plan.virtual):
+        text += (
             f" Drawn small, with {stages} stages of {plan.pp}, {micro} micro-batches of {plan.accumulate} and {chunks} "
             f"chunks of {plan.virtual}: the order is the same, but the drawing's bubble differs."
         )
-    )
-    return Section(
-        title="The pipeline",
-        text=f"{plan.schedule}, {plan.pp} stages, {plan.accumulate} micro-batches: a bubble of "
-        f"{best.bubble_fraction:.1%}.{shrunk}",
-        figures=[figure],
-    )
+    return Section(title="The pipeline", text=text, figures=[figure])
 
 
 LEGEND = (
@@ -187,30 +166,39 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
 
 def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     """The `top` fastest layouts."""
-    heads = [*map(Cell, ("", "tp", "pp", "dp", "micro")), Cell("virtual", rank=5), Cell("sharding", rank=1)]
-    heads += [Cell("recompute", rank=2), Cell("s/step"), Cell("MFU", rank=3), Cell("HFU", rank=3)]
-    heads += [
-        Cell("GiB"), Cell("bubble", rank=6), Cell(f"{rate_of(model, result.predictions[0])[1]}/s/GPU", rank=4),
-    ]  # fmt: skip
-    rows = [
-        ("strong" if rank == 1 else "", [Cell(str(rank)), *map(Cell, _row(model, layout))])
-        for rank, layout in enumerate(result.predictions[:top], 1)
-    ]
-    return Section(
-        title="The fastest layouts", text=f"{LEGEND}\n\n{_error_words(result)}".strip(),
-        code=result.predictions[0].plan.line(), columns=heads, rows=rows,
-    )  # fmt: skip
-
-
-def _row(model: ModelConfig, layout: Prediction) -> list[str]:
-    p = layout.plan
-    extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
-    return [
-        f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
-        p.sharding if p.dp > 1 else "–", p.recompute, f"{layout.iteration_seconds:.4g}", f"{layout.mfu:.1%}",
-        f"{layout.hfu:.1%}", f"{layout.memory_bytes / GIB:.1f}",
-        f"{layout.bubble_fraction:.1%}", f"{rate_of(model, layout)[0]:,.0f}",
-    ]  # fmt: skip
+    best, ranks = (
+        result.predictions[0],
+        {"virtual": 5, "sharding": 1, "recompute": 2, "MFU": 3, "HFU": 3, "bubble": 6},
+    )
+    names = (
+        "tp",
+        "pp",
+        "dp",
+        "micro",
+        "virtual",
+        "sharding",
+        "recompute",
+        "s/step",
+        "MFU",
+        "HFU",
+        "GiB",
+        "bubble",
+    )
+    heads = [Cell(name, rank=ranks.get(name, 0)) for name in ("", *names)]
+    heads.append(Cell(f"{rate_of(model, best)[1]}/s/GPU", rank=4))
+    rows = []
+    for rank, layout in enumerate(result.predictions[:top], 1):
+        p = layout.plan
+        extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
+        cells = (
+            str(rank), f"{p.tp}{extra}", str(p.pp), str(p.dp), f"{p.micro_batch}×{p.accumulate}", str(p.virtual),
+            p.sharding if p.dp > 1 else "–", p.recompute, f"{layout.iteration_seconds:.4g}", f"{layout.mfu:.1%}",
+            f"{layout.hfu:.1%}", f"{layout.memory_bytes / GIB:.1f}", f"{layout.bubble_fraction:.1%}",
+            f"{rate_of(model, layout)[0]:,.0f}",
+        )  # fmt: skip
+        rows.append(("strong" if rank == 1 else "", [*map(Cell, cells)]))
+    text = f"{LEGEND}\n\n{_error_words(result)}".strip()
+    return Section(title="The fastest layouts", text=text, code=best.plan.line(), columns=heads, rows=rows)
 
 
 def _error_words(result: SearchResult) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from penstock.cli.plan_config import PlanConfig
@@ -36,11 +35,9 @@ def answer(config: PlanConfig, machine: Machine) -> None:
     )
     if config.json:
         data = {
-            "compute_flops": compute,
-            "served_tokens": served,
-            "allocations": _allocations(compute, served),
+            "compute_flops": compute, "served_tokens": served, "allocations": _allocations(compute, served),
             "overtrained": {law.name: overtrained(law, compute, served) for law in LAWS},
-        }
+        }  # fmt: skip
         print(json.dumps(data, indent=1))
         return
     console = plain_console()
@@ -63,12 +60,10 @@ def overtrained(law: ParametricLaw, compute: float, served: float) -> list[dict[
         model = best if share == 1.0 else law.smaller(best, share)
         if model is not None:
             total = model.compute_flops + 2 * model.parameters * served
-            rows.append(
-                {
-                    "share": share, "parameters": model.parameters, "tokens": model.tokens,
-                    "training_flops": model.compute_flops, "total_flops": total,
-                }
-            )  # fmt: skip
+            rows.append({
+                "share": share, "parameters": model.parameters, "tokens": model.tokens,
+                "training_flops": model.compute_flops, "total_flops": total,
+            })  # fmt: skip
     return rows
 
 
@@ -78,49 +73,37 @@ def _allocations(compute: float, served: float) -> list[dict[str, Any]]:
     for law in LAWS if served else ():
         cheapest = law.with_inference(law.optimum(compute), served)
         allocations.append((f"{law.name}, serving {served:.3g} tokens", cheapest))
-    per_parameter = "tokens_per_parameter"
     return [
-        plain(size) | {"law": name, per_parameter: size.tokens_per_parameter} for name, size in allocations
+        plain(size) | {"law": name, "tokens_per_parameter": size.tokens_per_parameter}
+        for name, size in allocations
     ]
 
 
 def _laws(compute: float, served: float) -> Section:
-    rows: list[tuple[str, Sequence[Cell]]] = [
-        (
-            "",
-            [
-                Cell(row["law"], words=True), Cell(f"{row['parameters'] / 1e9:.4g} B"),
-                Cell(f"{row['tokens'] / 1e9:.5g} B"), Cell(f"{row['tokens_per_parameter']:.3g}"),
-                Cell(f"{row['loss']:.4f}"), Cell(f"{row['compute_flops']:.3g}"),
-            ],
-        )
-        for row in _allocations(compute, served)
-    ]  # fmt: skip
+    rows = []
+    for row in _allocations(compute, served):
+        cells = (
+            f"{row['parameters'] / 1e9:.4g} B", f"{row['tokens'] / 1e9:.5g} B",
+            f"{row['tokens_per_parameter']:.3g}", f"{row['loss']:.4f}", f"{row['compute_flops']:.3g}",
+        )  # fmt: skip
+        rows.append(("", [Cell(row["law"], words=True), *map(Cell, cells)]))
     heads = [Cell("law", words=True), *map(Cell, ("parameters", "tokens", "per parameter", "loss"))]
     return Section(title="The optimum, by each law", columns=[*heads, Cell("FLOPs", rank=2)], rows=rows)
 
 
 def _smaller(compute: float, served: float) -> Section:
     """Over-training: each law's models that are smaller than its optimum and reach the same loss."""
-    rows: list[tuple[str, Sequence[Cell]]] = []
+    rows = []
     for law in LAWS:
-        rows += [
-            (
-                "strong" if row["share"] == 1.0 else "",
-                [
-                    Cell(law.name if row["share"] == 1.0 else "", words=True), Cell(f"{row['share']:.2f}"),
-                    Cell(f"{row['parameters'] / 1e9:.4g} B"), Cell(f"{row['tokens'] / 1e9:.5g} B"),
-                    Cell(f"{row['training_flops'] / compute - 1:+.0%}"), Cell(f"{row['total_flops']:.3g}"),
-                ],
-            )
-            for row in overtrained(law, compute, served)
-        ]  # fmt: skip
+        for row in overtrained(law, compute, served):
+            look, name = ("strong", law.name) if row["share"] == 1.0 else ("", "")
+            cells = (
+                f"{row['share']:.2f}", f"{row['parameters'] / 1e9:.4g} B", f"{row['tokens'] / 1e9:.5g} B",
+                f"{row['training_flops'] / compute - 1:+.0%}", f"{row['total_flops']:.3g}",
+            )  # fmt: skip
+            rows.append((look, [Cell(name, words=True), *map(Cell, cells)]))
     heads = [
-        Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"), Cell("training", "FLOPs more"),
-        Cell("FLOPs", "with serving", rank=2),
+        Cell("law", words=True), Cell("size", "of the optimum's"), Cell("parameters"), Cell("tokens"),
+        Cell("training", "FLOPs more"), Cell("FLOPs", "with serving", rank=2),
     ]  # fmt: skip
-    return Section(
-        title="Smaller models, trained for longer to the same loss",
-        columns=[Cell("law", words=True), *heads],
-        rows=rows,
-    )
+    return Section(title="Smaller models, trained for longer to the same loss", columns=heads, rows=rows)

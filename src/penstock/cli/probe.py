@@ -14,11 +14,7 @@ from penstock.config.machine import GemmSample, Machine, save_machine
 
 
 def probe(
-    *,
-    device: str = "auto",
-    quick: Flag = False,
-    output: Path | None = None,
-    as_json: Json = False,
+    *, device: str = "auto", quick: Flag = False, output: Path | None = None, as_json: Json = False
 ) -> None:
     """Measure this machine, and store the result.
 
@@ -56,15 +52,16 @@ def _summary(machine: Machine) -> Table:
     table = Table(title=machine.name, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    table.add_row("memory", f"{machine.memory_bytes / 1e9:,.1f} GB")
-    table.add_row("memory bandwidth", f"{machine.memory_bytes_per_second / 1e9:,.1f} GB/s")
-    table.add_row("one small operator", f"{machine.launch_seconds * 1e6:,.2f} µs")
-    if machine.operator_seconds:
-        table.add_row("one operator of a training step", f"{machine.operator_seconds * 1e6:,.2f} µs")
-    if machine.sustained_share:
-        table.add_row("sustained under load", f"{machine.sustained_share:.1%} of the best rate")
-    if machine.collective_bytes_per_second is not None:
-        table.add_row("all-reduce bus bandwidth", f"{machine.collective_bytes_per_second / 1e9:,.2f} GB/s")
+    for name, value, unit, words in (
+        ("memory", machine.memory_bytes, 1e9, "{:,.1f} GB"),
+        ("memory bandwidth", machine.memory_bytes_per_second, 1e9, "{:,.1f} GB/s"),
+        ("one small operator", machine.launch_seconds, 1e-6, "{:,.2f} µs"),
+        ("one operator of a training step", machine.operator_seconds, 1e-6, "{:,.2f} µs"),
+        ("sustained under load", machine.sustained_share, 1.0, "{:.1%} of the best rate"),
+        ("all-reduce bus bandwidth", machine.collective_bytes_per_second, 1e9, "{:,.2f} GB/s"),
+    ):
+        if value:
+            table.add_row(name, words.format(value / unit))
     return table
 
 

@@ -24,7 +24,6 @@ from penstock.config.convert import (
 )
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
-from penstock.errors import ExitCode
 from penstock.report.page import Cell, Section, plain_console, terminal_table
 from penstock.report.precision_figures import gradient_figure, percent
 
@@ -66,7 +65,7 @@ class ScaleConfig(Checked):
 
 
 @configured(ScaleConfig, positional="model", loader=load_or_described)
-def scale(config: ScaleConfig) -> int:
+def scale(config: ScaleConfig) -> None:
     """Measure a model's gradients and choose a loss scale for fp16.
 
     The scale is a constant that fits the gradients into fp16. MODEL is a preset such as vit-s16, or
@@ -122,7 +121,6 @@ def scale(config: ScaleConfig) -> int:
         f"The largest power of two that leaves a factor of {advice.headroom:g} below 65,504 is {advice.scale:g}:"
     )
     console.print(line, soft_wrap=True)
-    return int(ExitCode.DONE)
 
 
 def _shares(gradients: GradientHistogram, scale: float) -> Section:

@@ -7,12 +7,11 @@ import os
 import sys
 
 from penstock.cli._app import configured
-from penstock.errors import ExitCode
 from penstock.serve.settings import ServeConfig
 
 
 @configured(ServeConfig, positional="model")
-def serve(config: ServeConfig) -> int:
+def serve(config: ServeConfig) -> None:
     """Serve a model over HTTP, with OpenAI's routes.
 
     Answers completions, chats, embeddings, classes and translations, as far as MODEL can. Requests join the running
@@ -26,4 +25,3 @@ def serve(config: ServeConfig) -> int:
     logging.basicConfig(level=logging.WARNING, format="penstock: %(message)s", stream=sys.stderr)
     key = key_of(config, os.environ.get("PENSTOCK_API_KEY"))
     run(config, key=key, tell=lambda line: print(line, flush=True))
-    return int(ExitCode.DONE)

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from penstock.boundary.files import require_folder
 from penstock.cli._options import Flag, ModuleFlag, ScriptArguments, ScriptName
 from penstock.cli.launch import require_module, require_script
-from penstock.errors import ConfigError, ExitCode
+from penstock.errors import ConfigError
 from penstock.tune.settings import TuneConfig
 
 _DEFAULTS = TuneConfig()
@@ -22,7 +22,7 @@ def tune(
     config: Annotated[TuneConfig, Parameter(name="*")] = _DEFAULTS,
     module: ModuleFlag = False,
     all_: Annotated[Flag, Parameter(name="--all")] = False,
-) -> int:
+) -> None:
     """Find the fastest Plan for a training script, unchanged.
 
     Options of this command come before SCRIPT. All that follows SCRIPT is passed to it, as after `python`. The script
@@ -55,4 +55,3 @@ def tune(
 
     command = ScriptCommand(script, tuple(arguments), module, config.procs)
     climbed(lambda show: search(command, config, show), config.output, every=all_)
-    return int(ExitCode.DONE)

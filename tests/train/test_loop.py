@@ -41,7 +41,6 @@ from penstock.planner import predict
 from penstock.tasks import ImageClassification
 from penstock.train import loop, train
 from penstock.train.callbacks import Callback, Record, trackers
-from penstock.train.display import Display
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import Records
 
@@ -61,15 +60,15 @@ def config(tmp_path: Path) -> RunConfig:
     )  # fmt: skip
 
 
-class At(Display):
-    """Calls `action` when a record of `step` is shown."""
+class At(Callback):
+    """Calls `action` when `step` is recorded."""
 
     def __init__(self, step: int, action: Callable[[], None]) -> None:
         self.step = step
         self.action = action
 
-    def show(self, record: Any) -> None:
-        if record["step"] == self.step and record["event"] == "steps":
+    def on_step(self, record: Record) -> None:
+        if record["step"] == self.step:
             self.action()
 
 
@@ -102,7 +101,7 @@ def test_a_cut_run_resumes_bit_for_bit_under_every_plan(config: RunConfig, line:
     train(whole)
     broken = replace(whole, output=f"{whole.output}-broken")
     with pytest.raises(Cut):
-        train(broken, display=At(4, cut))
+        train(broken, callbacks=[At(4, cut)])
     assert train(broken).resumed_at == 3
     assert losses_of(broken.output) == losses_of(whole.output)
     assert len(losses_of(whole.output)) == 8
@@ -215,7 +214,7 @@ def test_another_recipe_is_not_resumed_silently(config: RunConfig) -> None:
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default(config: RunConfig) -> None:
     with pytest.raises(Cut):
-        train(config, display=At(4, cut))
+        train(config, callbacks=[At(4, cut)])
     folder = Path(config.output) / "checkpoints"
     saved = checkpoint.load(folder / "step-3")
     older = {name: value for name, value in saved.config.items() if name != "init_from"}
@@ -229,7 +228,7 @@ def test_a_new_split_of_the_batch_resumes_and_is_said(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(Cut):
-        train(config, display=At(4, cut))
+        train(config, callbacks=[At(4, cut)])
     assert train(replace(config, plan=Plan(micro_batch=8, accumulate=4))).resumed_at == 3
     assert "plan.micro_batch was 16 and is now 8." in caplog.text
 
@@ -247,7 +246,7 @@ def test_a_run_goes_on_with_another_plan(config: RunConfig, line: str, same: boo
     whole = replace(config, output=f"{config.output}-whole")
     train(whole)
     with pytest.raises(Cut):
-        train(config, display=At(4, cut))
+        train(config, callbacks=[At(4, cut)])
     plan = Plan.parse(f"micro_batch=16 accumulate=2 {line}")
     assert train(replace(config, plan=plan)).resumed_at == 3
     expected, got = losses_of(whole.output), losses_of(config.output)
@@ -262,13 +261,13 @@ def test_two_runs_do_not_share_a_directory(config: RunConfig) -> None:
         cut()
 
     with pytest.raises(Cut):
-        train(config, display=At(2, second))
+        train(config, callbacks=[At(2, second)])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_stop_request_saves_the_next_step(config: RunConfig, number: signal.Signals) -> None:
     with pytest.raises(SavedRequeue, match=f"{number.name} after step 4") as caught:
-        train(config, display=At(4, lambda: os.kill(os.getpid(), number)))
+        train(config, callbacks=[At(4, lambda: os.kill(os.getpid(), number))])
     assert caught.value.exit_code == 75
     assert checkpoint.steps(Path(config.output) / "checkpoints") == [3, 4]
     assert train(config).resumed_at == 4
@@ -279,7 +278,7 @@ def test_ctrl_c_saves_the_step_and_says_how_to_go_on(
 ) -> None:
     words = "Stopped by Ctrl-C after step 4 of 8, .* The same command goes on from there without --no-resume"
     with pytest.raises(SavedInterrupt, match=words) as caught:
-        train(config, resume=False, display=At(4, lambda: os.kill(os.getpid(), signal.SIGINT)))
+        train(config, resume=False, callbacks=[At(4, lambda: os.kill(os.getpid(), signal.SIGINT))])
     assert caught.value.exit_code == 130, "no scheduler starts it again"
     assert "Press it again to end at once" in capfd.readouterr().err
     assert train(config).resumed_at == 4
@@ -292,7 +291,7 @@ def test_a_second_ctrl_c_ends_at_once(config: RunConfig, first: signal.Signals) 
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        train(config, display=At(4, twice))
+        train(config, callbacks=[At(4, twice)])
     assert checkpoint.steps(Path(config.output) / "checkpoints") == [3]
 
 
@@ -305,10 +304,10 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once
     ]
     broken = replace(often, output=f"{often.output}-broken")
     with pytest.raises(SavedRequeue, match="after step 4"):
-        train(broken, display=At(4, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        train(broken, callbacks=[At(4, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert ("evaluation", 4) not in events_of(broken.output)
     with pytest.raises(Cut):
-        train(broken, display=At(6, cut))
+        train(broken, callbacks=[At(6, cut)])
     train(broken)
 
     def told(config: RunConfig) -> list[Any]:
@@ -318,7 +317,7 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once
 
 
 def test_a_stop_request_at_the_last_step_finishes_the_run(config: RunConfig) -> None:
-    result = train(config, display=At(8, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    result = train(config, callbacks=[At(8, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert result.steps == 8
     assert result.export.is_dir()
 
@@ -549,7 +548,7 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
     train(whole)
     broken = replace(whole, output=f"{whole.output}-broken")
     with pytest.raises(Cut):
-        train(broken, display=At(4, cut))
+        train(broken, callbacks=[At(4, cut)])
     train(broken)
     # Kernels on a GPU may add in another order from run to run; the generators and the data must be the same.
     torch.testing.assert_close(
@@ -561,11 +560,11 @@ def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(conf
     train(config)
     beside = replace(config, output=config.output + "-2", save_in_background=True)
     with pytest.raises(Cut):
-        train(beside, display=At(4, cut))
+        train(beside, callbacks=[At(4, cut)])
     folder = Path(beside.output) / "checkpoints"
     assert checkpoint.steps(folder) == [3]
     with pytest.raises(SavedRequeue):
-        train(beside, display=At(6, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+        train(beside, callbacks=[At(6, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     newest = checkpoint.steps(folder)[-1]
     assert newest >= 6
     assert train(beside).resumed_at == newest

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.config.load import to_dict
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
 from penstock.config.rules import require
@@ -73,4 +72,4 @@ def test_a_run_can_resume_with_every_plan_that_is_advised(model: str, line: str,
         fields = {name: getattr(Plan.parse(words), name) for name in Plan.named(words)}
         changed = replace(config, plan=replace(config.plan, **fields))
         require(changed.plan, changed.model, run=True)
-        changes(to_dict(config), to_dict(changed))
+        changes(config, changed)

@@ -18,7 +18,7 @@ from penstock.config.plan import Plan
 from penstock.planner import predict
 from penstock.planner.describe import totals
 from penstock.tasks.task import Fullness
-from penstock.train.meters import Speedometer, peak_memory, useful_work
+from penstock.train.meters import Speedometer, peak_memory
 from penstock.train.metrics import Records, read_metrics
 
 MACHINE = Machine(
@@ -27,9 +27,9 @@ MACHINE = Machine(
 )  # fmt: skip
 
 
-def speedometer(plan: Plan, device: str = "cpu") -> Speedometer:
-    prediction = predict(PRESETS["vit-digits"], MACHINE, plan)
-    return Speedometer(prediction, MACHINE, torch.device(device), lambda: 0.0)
+def speedometer(plan: Plan, device: str = "cpu", model: str = "vit-digits") -> Speedometer:
+    prediction, full = predict(PRESETS[model], MACHINE, plan), Fullness(PRESETS[model])
+    return Speedometer(prediction, MACHINE, torch.device(device), lambda: 0.0, full)
 
 
 def test_utilisation_is_the_planners_flops_over_the_named_peak() -> None:
@@ -49,11 +49,7 @@ def test_utilisation_is_the_planners_flops_over_the_named_peak() -> None:
 
 def test_text_is_counted_by_its_tokens() -> None:
     """Half of a batch is padding: half the FLOPs are the model's."""
-    plan = Plan(micro_batch=4, accumulate=2)
-    prediction = predict(PRESETS["gpt-tiny"], MACHINE, plan)
-    meter = Speedometer(
-        prediction, MACHINE, torch.device("cpu"), lambda: 0.0, useful_work(Fullness(PRESETS["gpt-tiny"]))
-    )
+    meter = speedometer(Plan(micro_batch=4, accumulate=2), model="gpt-tiny")
     full, half = meter.speed([0.1, 0.1], 0.0, [1024, 1024]), meter.speed([0.1, 0.1], 0.0, [1024, 0])
     assert full["tokens_per_second"] == pytest.approx(2 * 1024 / 0.2)
     assert full["model_flops_per_second"] == pytest.approx(80 * totals(PRESETS["gpt-tiny"]).model_flops)
@@ -122,7 +118,7 @@ def records(path: Path) -> list[tuple[str, int]]:
 
 def test_a_torn_line_and_steps_that_will_be_repeated_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Records(tmp_path, None)
+    metrics = Records(tmp_path)
     metrics.write("start", 0)
     for step in (10, 20, 30):
         metrics.write("steps", step)
@@ -144,7 +140,7 @@ def test_a_torn_line_and_steps_that_will_be_repeated_are_dropped(tmp_path: Path)
 
 
 def test_each_record_is_on_its_way_to_the_disk_at_once(tmp_path: Path) -> None:
-    metrics = Records(tmp_path, None)
+    metrics = Records(tmp_path)
     metrics.write("steps", 1)
     assert records(tmp_path / "metrics.jsonl") == [("steps", 1)]
     metrics.close()
@@ -156,7 +152,7 @@ def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(
 ) -> None:
     monkeypatch.setattr("penstock.train.metrics.own_file", lambda folder, name: folder / name)
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    records = Records(tmp_path, None)
+    records = Records(tmp_path)
     with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
         records.write("steps", 1)
     assert caught.value.errno == errno.ENOSPC
@@ -164,7 +160,7 @@ def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(
 
 
 def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> None:
-    metrics = Records(tmp_path, None)
+    metrics = Records(tmp_path)
     metrics.write("steps", 1, loss=math.nan, losses=[1.0, math.inf], more={"x": -math.inf})
     metrics.close()
 

@@ -12,7 +12,6 @@ import pytest
 from helpers.checkpoints import numbered
 from penstock import checkpoint
 from penstock.checkpoint import Checkpoint
-from penstock.config.load import to_dict
 from penstock.config.plan import Plan, effect_of
 from penstock.config.run import DataConfig, Recipe, RunConfig
 from penstock.errors import CheckpointError, ConfigError
@@ -22,7 +21,7 @@ BASE = RunConfig(plan=Plan(micro_batch=8, accumulate=2))
 
 
 def test_the_same_configuration_changes_nothing() -> None:
-    assert changes(to_dict(BASE), to_dict(BASE)) == []
+    assert changes(BASE, BASE) == []
 
 
 def test_what_the_arithmetic_does_not_depend_on_may_change() -> None:
@@ -30,13 +29,13 @@ def test_what_the_arithmetic_does_not_depend_on_may_change() -> None:
         BASE, output="elsewhere", keep=5, log_every=1, checkpoint_every=7, device="cpu",
         data=DataConfig(workers=2),
     )  # fmt: skip
-    assert changes(to_dict(BASE), to_dict(other)) == []
+    assert changes(BASE, other) == []
 
 
 def test_another_recipe_is_refused_with_both_values() -> None:
     other = replace(BASE, seed=1, recipe=Recipe(lr=0.5, lr_width=64))
     with pytest.raises(ConfigError) as caught:
-        changes(to_dict(BASE), to_dict(other))
+        changes(BASE, other)
     text = str(caught.value)
     assert "recipe.lr is 0.5, but the checkpoint was made with 0.001" in text
     assert "recipe.lr_width is 64, but the checkpoint was made with None" in text
@@ -46,16 +45,16 @@ def test_another_recipe_is_refused_with_both_values() -> None:
 
 def test_another_split_of_the_same_batch_is_allowed_and_said() -> None:
     other = replace(BASE, plan=Plan(micro_batch=4, accumulate=4, optimizer="fused"))
-    said = changes(to_dict(BASE), to_dict(other))
+    said = changes(BASE, other)
     assert len(said) == 3
     assert "plan.optimizer was 'loop' and is now 'fused'." in said
 
 
 def test_another_global_batch_and_another_precision_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"plan\.micro_batch is 4"):
-        changes(to_dict(BASE), to_dict(replace(BASE, plan=Plan(micro_batch=4, accumulate=2))))
+        changes(BASE, replace(BASE, plan=Plan(micro_batch=4, accumulate=2)))
     with pytest.raises(ConfigError, match=r"plan\.precision is 'O3'"):
-        changes(to_dict(BASE), to_dict(replace(BASE, plan=replace(BASE.plan, precision="O3"))))
+        changes(BASE, replace(BASE, plan=replace(BASE.plan, precision="O3")))
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Plan)])
@@ -74,16 +73,16 @@ def test_what_a_field_of_the_plan_does_to_results_decides_whether_it_may_change(
     effect = effect_of(name, others.get(name))
     if effect in ("batch", "model"):
         with pytest.raises(ConfigError, match=rf"plan\.{name} is (.|\n)*--no-resume"):
-            changes(to_dict(BASE), to_dict(other))
+            changes(BASE, other)
     else:
-        assert len(changes(to_dict(BASE), to_dict(other))) == (effect != "nothing")
+        assert len(changes(BASE, other)) == (effect != "nothing")
 
 
 def test_half_width_goes_on_where_a_checkpoint_holds_the_same_types() -> None:
     for line, refused in (("precision=O1", False), ("precision=O1 dtype=fp16", True), ("precision=O2", True)):
         other = replace(BASE, plan=Plan.parse(f"micro_batch=8 accumulate=2 {line}"))
         with pytest.raises(ConfigError, match="precision") if refused else nullcontext():
-            assert "plan.precision" in changes(to_dict(BASE), to_dict(other))[0]
+            assert "plan.precision" in changes(BASE, other)[0]
 
 
 def test_what_was_there_is_kept_under_a_free_name(tmp_path: Path) -> None:

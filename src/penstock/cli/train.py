@@ -17,12 +17,9 @@ from penstock.config.run import RunConfig
 
 _TRACK = "Send the run's figures to tensorboard, wandb or mlflow; separate several by commas."
 _PROFILE = "Profile three of the first steps: a trace for Perfetto and the ten costliest operators, in OUTPUT/profile."
-
 _REPORT = (
     "Keep OUTPUT/train.html, a page of the run that a browser reads again while it trains; none: no page."
 )
-
-
 _USES: dict[str, tuple[str, ...]] = {
     "images": ("classify {run} PHOTO", "serve {run}"),
     "denoise": ("sample {run} --grid images.png", "compress {run} --quantise int8"),
@@ -50,23 +47,19 @@ def next_commands(task: str, run: Path) -> list[str]:
 def _load(*sources: Any, **named: Any) -> RunConfig:
     from penstock.config.recipes import load_run
 
-    return load_run(*sources, model_in=_model_in, **named)
+    def model_in(weights: str) -> ModelConfig | None:
+        from penstock.models.convert import model_in as found
 
+        return found(weights)
 
-def _model_in(weights: str) -> ModelConfig | None:
-    from penstock.models.convert import model_in
-
-    return model_in(weights)
+    return load_run(*sources, model_in=model_in, **named)
 
 
 @configured(
     RunConfig,
     positional="model",
     aliases={
-        "init_from": "from",
-        "recipe.epochs": "epochs",
-        "recipe.steps": "steps",
-        "recipe.lr": "lr",
+        "init_from": "from", "recipe.epochs": "epochs", "recipe.steps": "steps", "recipe.lr": "lr",
         "plan.micro_batch": "batch-size batch_size",
     },
     first=(
@@ -104,22 +97,18 @@ def train(
     from penstock.train.display import display_for
     from penstock.train.run_page import PAGE, RunPage
 
-    display = display_for(sys.stdout)
-    callbacks = [*trackers(track), *([RunPage()] if report == "page" else [])]
-    result = run(config, resume=resume, callbacks=callbacks, profile=profile, display=display)
+    task = task_of(config.model, config.task, init_from=config.reads_like)
+    callbacks = [display_for(sys.stdout, task), *trackers(track), *([RunPage()] if report == "page" else [])]
+    result = run(config, resume=resume, callbacks=callbacks, profile=profile)
     if int(os.environ.get("RANK", "0")):
         return  # all ranks have the same result
-    evaluation = result.evaluation
-    task = task_of(config.model, config.task, init_from=config.reads_like)
-    best = (
-        "" if result.exported == result.steps else f", by step {result.exported}, the best of the evaluations"
-    )
-    if evaluation is None:
+    if (evaluation := result.evaluation) is None:
         print(f"done: {result.steps} steps, without a validation split")
     else:
-        print(
-            f"done: {task.describe(evaluation.metrics)} of {evaluation.samples:,} validation {task.unit}{best}"
-        )
+        by = f", by step {result.exported}, the best of the evaluations"
+        best = "" if result.exported == result.steps else by
+        metrics = task.describe(evaluation.metrics)
+        print(f"done: {metrics} of {evaluation.samples:,} validation {task.unit}{best}")
         share = evaluation.metrics.get("top1", evaluation.metrics.get("accuracy"))
         if share is not None and (words := chance_words(share, result.classes or 0, evaluation.samples)):
             print(words)

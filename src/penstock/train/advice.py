@@ -20,11 +20,8 @@ from penstock.tasks import Task
 
 
 def require_scale(scaler: LossScaler | None, step: int) -> None:
-    """Check that steps are still taken at the current loss scale. Waits for the device.
-
-    Raises:
-        NumericError: the latest steps have all overflowed at the lowest loss scale, so nothing is learned any more.
-    """
+    """Raise NumericError if the latest steps have all overflowed at the lowest loss scale, so that nothing is learned
+    any more. Waits for the device."""
     if scaler is not None and scaler.stuck.item() >= PATIENCE:
         raise NumericError(
             f"At step {step} the loss scale has fallen to {scaler.scale.item():g} and gradients still overflow in "
@@ -48,10 +45,9 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
         first = step.first_overflow(micro_batches)
         places = collect(lambda: None if first is None else str(first))
         rank, place = next(((rank, place) for rank, place in enumerate(places) if place), (0, None))
-        where = "the latest batch" if len(places) == 1 else f"the latest batch of rank {rank}"
-        sentence = f"In {where} the overflow begins in {place}."
-        sentence = sentence if place else "In the latest batch nothing overflows."
-        raise NumericError(f"{error} {sentence}") from error
+        of_rank = "" if len(places) == 1 else f" of rank {rank}"
+        begins = f"{of_rank} the overflow begins in {place}" if place else " nothing overflows"
+        raise NumericError(f"{error} In the latest batch{begins}.") from error
 
 
 @contextmanager
@@ -62,46 +58,33 @@ def memory_advice(plan: Plan, task: Task, model: ModelConfig) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{_first_line(error)} {_advice(plan, task, model)}") from error
+        problem = ": ".join(["Memory ran out", *str(error).strip().splitlines()[:1]]).rstrip(".")
+        ways = "; or ".join(_smaller(plan, model))
+        ways = f"To make it fit, {ways}; the run then resumes from its newest checkpoint. " if ways else ""
+        raise OutOfMemory(
+            f"{problem}. {ways}A new run can take a smaller model or {task.size_setting}."
+        ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"Memory ran out: {lines[0].rstrip('.')}." if lines else "Memory ran out."
-
-
-def _advice(plan: Plan, task: Task, model: ModelConfig) -> str:
-    ways = [f"{words} with the plan {line}" for words, line in _smaller(plan, model)]
-    resumed = f"To make it fit, {'; or '.join(ways)}; the run then resumes from its newest checkpoint. "
-    resumed = resumed if ways else ""
-    return f"{resumed}A new run can take a smaller model or {task.size_setting}."
-
-
-def _smaller(plan: Plan, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Changes that need less memory and keep a run resumable, in words and as settings of the Plan. Recomputation comes
-    first, because it changes no result."""
+def _smaller(plan: Plan, model: ModelConfig) -> Iterator[str]:
+    """Changes that need less memory and keep a run resumable, in words. Recomputation comes first, because it changes
+    no result."""
     split = next((n for n in range(2, plan.micro_batch + 1) if plan.micro_batch % n == 0), 1)
-    ways: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("compute activations again in the backward pass", {"recompute": "early", "recompute_every": 1.0}),
-        ("choose an attention that keeps no score matrix", {"attention": "sdpa"}),
-        ("make logits for some tokens at a time", {"loss": "chunked"}),
-        (
-            "split the micro-batch",
-            {"micro_batch": plan.micro_batch // split, "accumulate": plan.accumulate * split},
-        ),
-        ("shard everything over the replicas", {"sharding": "fsdp"}),
-        ("compute in half width", {"precision": "O1"}),
-    )
-    kept_back = {
-        "recompute": plan.recompute in ("early", "full", "budget") and plan.recompute_every == 1,
-        "attention": plan.attention not in ("plain", "math"),
-        "sharding": plan.replicas == 1,
-        "precision": plan.precision != "O0",
-    }
+    recomputes = plan.recompute in ("early", "full", "budget") and plan.recompute_every == 1
+    ways: tuple[tuple[bool, str, dict[str, Any]], ...] = (
+        (not recomputes, "compute activations again in the backward pass",
+         {"recompute": "early", "recompute_every": 1.0}),
+        (plan.attention in ("plain", "math"), "choose an attention that keeps no score matrix", {"attention": "sdpa"}),
+        (plan.loss != "chunked", "make logits for some tokens at a time", {"loss": "chunked"}),
+        (split > 1, "split the micro-batch",
+         {"micro_batch": plan.micro_batch // split, "accumulate": plan.accumulate * split}),
+        (plan.replicas > 1, "shard everything over the replicas", {"sharding": "fsdp"}),
+        (plan.precision == "O0", "compute in half width", {"precision": "O1"}),
+    )  # fmt: skip
     before = problems(plan, model, run=True)
-    for words, fields in ways:
-        changed = replace(plan, **fields)
-        applies = changed != plan and not kept_back.get(next(iter(fields)), False)
-        if applies and problems(changed, model, run=True) == before:
-            changes = (name for name in fields if getattr(plan, name) != fields[name])
-            yield words, " ".join(f"{name}={word(fields[name])}" for name in changes)
+    for helps, words, fields in ways:
+        if helps and problems(replace(plan, **fields), model, run=True) == before:
+            changed = {name: value for name, value in fields.items() if getattr(plan, name) != value}
+            if changed:
+                settings = " ".join(f"{name}={word(value)}" for name, value in changed.items())
+                yield f"{words} with the plan {settings}"

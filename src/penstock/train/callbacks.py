@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.boundary.files import own_file
 from penstock.boundary.trees import read_tree
@@ -61,104 +61,101 @@ def call_method(callback: Callback, record: Record) -> None:
     callback.on_record(record)
 
 
-def numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """Every finite number of a record under the name `event/name`, as trackers expect it."""
-    for name, value in record.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name != "step" and math.isfinite(value):
-            yield f"{record['event']}/{name}", value
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 _ID = "tracker.json"
 """File in the run's folder with the identity by which a tracker knows the run, so that a resumed run continues it."""
 
 
-class _Tracker(Callback):
-    """Passes every number on as `event/name`, with its step, to the method `log` of a subclass."""
+class Opened(NamedTuple):
+    """A run that a tracker has begun or continued."""
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+    log: Callable[[dict[str, float], int], None]
+    """Takes numbers by name, and their step."""
+    end: Callable[[], None]
+    identity: str | None = None
+    """Identity by which the tracker continues this run; None if it needs none."""
+
+
+class Tracker(Callback):
+    """Passes every finite number of a run to a tracker, as `event/name` with its step."""
+
+    def __init__(self, name: str, package: str, extra: str, begin: Callable[..., Opened]) -> None:
+        try:
+            self._package = import_module(package)
+        except ImportError as error:
+            raise EnvironmentProblem(
+                f"--track needs the package {package}, which cannot be imported ({error}). Install it with: "
+                f"pip install 'penstock[{extra}]', or leave --track out."
+            ) from None
+        self._name, self._begin = name, begin
+        self._opened: Opened | None = None
+
+    def on_start(self, record: Record) -> None:
+        output = Path(record["output"])
+        stored = read_tree(output / _ID, "The list of trackers") if (output / _ID).exists() else {}
+        known = {name: value for name, value in stored.items() if name in TRACKERS and isinstance(value, str)}
+        facts = {name: value for name, value in record.items() if name not in ("event", "step")}
+        self._opened = self._begin(self._package, record, facts, known.get(self._name) or None)
+        if self._opened.identity is not None:
+            known[self._name] = self._opened.identity
+            write_file(own_file(output, _ID), [json.dumps(known).encode()])
 
     def on_step(self, record: Record) -> None:
-        self.log(dict(numbers(record)), record["step"])
+        numbers = {name: value for name, value in record.items() if name != "step" and is_number(value)}
+        assert self._opened is not None
+        self._opened.log({f"{record['event']}/{name}": n for name, n in numbers.items()}, record["step"])
 
     on_evaluation = on_step
 
+    def on_end(self) -> None:
+        if self._opened is not None:
+            self._opened.end()
 
-class TensorBoard(_Tracker):
+
+def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
     """Event files in OUTPUT/tensorboard, written by tensorboardX."""
+    # purge_step makes TensorBoard forget the steps that the run will repeat.
+    purge = record["step"] + 1 if record["event"] == "resume" else None
+    writer = package.SummaryWriter(str(own_file(record["output"], "tensorboard")), purge_step=purge)
 
-    def __init__(self) -> None:
-        self._make = _import("tensorboardX", "track").SummaryWriter
-        self._writer: Any = None
-
-    def on_start(self, record: Record) -> None:
-        # purge_step makes TensorBoard forget the steps that the run will repeat.
-        purge = record["step"] + 1 if record["event"] == "resume" else None
-        self._writer = self._make(str(own_file(record["output"], "tensorboard")), purge_step=purge)
-
-    def log(self, values: dict[str, float], step: int) -> None:
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def on_end(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    return Opened(log, writer.close)
 
 
-class WandB(_Tracker):
+def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
     """A run of Weights & Biases. Project, entity and mode are wandb's own settings (WANDB_PROJECT, WANDB_MODE=offline);
-    the default project is `penstock`.
-    """
-
-    def __init__(self) -> None:
-        self._wandb = _import("wandb", "wandb")
-        self._run: Any = None
-
-    def on_start(self, record: Record) -> None:
-        output = Path(record["output"])
-        identity = _identities(output).get("wandb")
-        settings = self._wandb.Settings() if hasattr(self._wandb, "Settings") else None
-        self._run = self._wandb.init(
-            project=getattr(settings, "project", None) or "penstock", name=output.name, dir=str(output),
-            id=identity, resume="allow" if identity else None, config=_facts(record),
-        )  # fmt: skip
-        _remember(output, "wandb", self._run.id)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._run.log(values, step=step)
-
-    def on_end(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+    the default project is `penstock`."""
+    settings = package.Settings() if hasattr(package, "Settings") else None
+    run = package.init(
+        project=getattr(settings, "project", None) or "penstock", name=Path(record["output"]).name,
+        dir=record["output"], id=identity, resume="allow" if identity else None, config=facts,
+    )  # fmt: skip
+    return Opened(lambda values, step: run.log(values, step=step), run.finish, run.id)
 
 
-class MLflow(_Tracker):
+def _mlflow(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
     """A run of MLflow. MLflow's own variables set its destination: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
-
-    def __init__(self) -> None:
-        self._mlflow = _import("mlflow", "mlflow")
-        self._started = False
-
-    def on_start(self, record: Record) -> None:
-        output = Path(record["output"])
-        identity = _identities(output).get("mlflow")
-        run = self._mlflow.start_run(run_id=identity, run_name=None if identity else output.name)
-        self._started = True
-        if not identity:
-            self._mlflow.log_params(_facts(record))
-        _remember(output, "mlflow", run.info.run_id)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        self._mlflow.log_metrics(values, step=step)
-
-    def on_end(self) -> None:
-        if self._started:
-            self._mlflow.end_run()
+    run = package.start_run(run_id=identity, run_name=None if identity else Path(record["output"]).name)
+    if not identity:
+        package.log_params(facts)
+    return Opened(
+        lambda values, step: package.log_metrics(values, step=step), package.end_run, run.info.run_id
+    )
 
 
-TRACKERS: dict[str, Callable[[], Callback]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+TRACKERS: dict[str, tuple[str, str, Callable[..., Opened]]] = {
+    "tensorboard": ("tensorboardX", "track", _tensorboard), "wandb": ("wandb", "wandb", _wandb),
+    "mlflow": ("mlflow", "mlflow", _mlflow),
+}  # fmt: skip
+"""For each tracker its package, the extra of Penstock that installs it, and what begins or continues a run there."""
 
 
 def trackers(names: str) -> list[Callback]:
@@ -166,38 +163,11 @@ def trackers(names: str) -> list[Callback]:
 
     Raises ConfigError for an unknown name, EnvironmentProblem if its package is missing.
     """
-    chosen = []
-    for name in filter(None, (part.strip() for part in names.split(","))):
+    chosen = [name for part in names.split(",") if (name := part.strip())]
+    for name in chosen:
         if name not in TRACKERS:
             raise ConfigError(
                 f"There is no tracker {name!r}.{nearest(name, TRACKERS)} Give --track one of {', '.join(TRACKERS)}, or "
                 f"several with commas between them."
             )
-        chosen.append(TRACKERS[name]())
-    return chosen
-
-
-def _import(package: str, extra: str) -> Any:
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise EnvironmentProblem(
-            f"--track needs the package {package}, which cannot be imported ({error}). Install it with: "
-            f"pip install 'penstock[{extra}]', or leave --track out."
-        ) from None
-
-
-def _facts(record: Record) -> dict[str, Any]:
-    """Facts about a run that a tracker lists in addition to its curves."""
-    return {name: value for name, value in record.items() if name not in ("event", "step")}
-
-
-def _identities(output: Path) -> dict[str, str]:
-    """The identities by which trackers know the run in this folder, by tracker."""
-    listed = read_tree(output / _ID, "The list of trackers") if (output / _ID).exists() else {}
-    return {name: one for name, one in listed.items() if name in TRACKERS and isinstance(one, str) and one}
-
-
-def _remember(output: Path, tracker: str, identity: str) -> None:
-    identities = {**_identities(output), tracker: identity}
-    write_file(own_file(output, _ID), [json.dumps(identities).encode()])
+    return [Tracker(name, *TRACKERS[name]) for name in chosen]

@@ -1,7 +1,7 @@
 """Displays a run: a live progress display on a terminal, plain lines everywhere else.
 
-A display gets the same records that go to `metrics.jsonl` and decides only how they look. The library shows nothing by
-itself: the command line passes a display in.
+A display is a callback and decides only how records look. The library shows nothing by itself: the command line passes
+a display in.
 """
 
 from __future__ import annotations
@@ -16,46 +16,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from penstock.tasks import Task
 from penstock.tasks.task import plain
-from penstock.train.callbacks import Record
+from penstock.train.callbacks import Callback, Record
 from penstock.train.profile import operators_table
 from penstock.train.step_table import as_text
 
 
-class Display:
-    """Interface that the loop calls; this one shows nothing. `total` and `step` count optimizer steps."""
-
-    _total = 0
-    _task: Task | None = None
-
-    def begin(self, total: int, step: int, task: Task) -> None:
-        """The run starts or resumes at `step` of `total`. The task gives the meaning of its metrics."""
-        self._total, self._task = total, task
-
-    def show(self, record: Record) -> None:
-        """A new record has been written."""
-
-    def end(self) -> None:
-        """The run has ended, for whatever reason."""
-
-
-class LineDisplay(Display):
+class LineDisplay(Callback):
     """One line per record: for steps those at multiples of `log_every`, and others at most every two seconds. Lines of
-    steps end with the remaining time."""
+    steps end with the remaining time. `task` gives the meaning of the metrics."""
 
-    def __init__(self, stream: TextIO, *, seconds: float = 2.0) -> None:
-        self._stream = stream
-        self._seconds = seconds
-        self._every = 1
+    def __init__(self, stream: TextIO, task: Task, *, seconds: float = 2.0) -> None:
+        self._stream, self._task, self._seconds = stream, task, seconds
         self._last = -float("inf")
-        self._began, self._first = time.monotonic(), 0
 
-    def begin(self, total: int, step: int, task: Task) -> None:
-        super().begin(total, step, task)
-        self._began, self._first = time.monotonic(), step
+    def on_start(self, record: Record) -> None:
+        self._total, self._every, self._first = record["total"], record["log_every"], record["step"]
+        self._began = time.monotonic()
 
-    def show(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
         now, step, eta = time.monotonic(), record["step"], ""
-        self._every = record.get("log_every", self._every)
         if record["event"] == "steps":
             if step % self._every and now - self._last < self._seconds and step < self._total:
                 return
@@ -68,57 +47,60 @@ class LineDisplay(Display):
             self._stream.flush()
 
 
-class RichDisplay(Display):
+class RichDisplay(Callback):
     """A progress bar with the latest numbers, and lines above it for evaluations and checkpoints."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, task: Task) -> None:
+        self._task = task
         self._progress = Progress(
             TextColumn("[bold]train"), BarColumn(), MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(), console=console,
         )  # fmt: skip
-        self._bar: TaskID | None = None
 
-    def begin(self, total: int, step: int, task: Task) -> None:
-        super().begin(total, step, task)
-        self._bar = self._progress.add_task("train", total=total, completed=step, numbers="")
+    def on_start(self, record: Record) -> None:
+        self._total = record["total"]
+        self._bar: TaskID = self._progress.add_task(
+            "train", total=self._total, completed=record["step"], numbers=""
+        )
         self._progress.start()
 
-    def show(self, record: Record) -> None:
-        if record["event"] != "steps":
-            if line := describe(record, self._total, self._task):
-                self._progress.console.print(line, highlight=False, markup=False)
-        elif self._bar is not None:
+    def on_record(self, record: Record) -> None:
+        if record["event"] == "steps":
             self._progress.update(self._bar, completed=record["step"], numbers=_numbers(record))
+        elif line := describe(record, self._total, self._task):
+            self._progress.console.print(line, highlight=False, markup=False)
 
-    def end(self) -> None:
+    def on_end(self) -> None:
         self._progress.stop()
 
 
-def display_for(stream: TextIO) -> Display:
+def display_for(stream: TextIO, task: Task) -> Callback:
     """A live display on a terminal, plain lines elsewhere (a log file, a pipe, a dumb terminal)."""
     console = Console(file=stream)
     live = console.is_terminal and not console.is_dumb_terminal
-    return RichDisplay(console) if live else LineDisplay(stream)
+    return RichDisplay(console, task) if live else LineDisplay(stream, task)
 
 
-def describe(record: Record, total: int, task: Task | None = None) -> str:
+def describe(record: Record, total: int, task: Task) -> str:
     """A record as one line for people; empty if it has nothing to show."""
-    if record["event"] in ("start", "resume"):
+    event = record["event"]
+    if event in ("start", "resume"):
         return _header(record)
-    if record["event"] == "evaluation":
+    if event == "evaluation":
         return f"step {record['step']}/{total}  {_evaluation(record, task)}"
-    line = _DESCRIBE.get(record["event"])
-    return f"step {record['step']}/{total}  {line(record)}" if line else ""
+    return f"step {record['step']}/{total}  {_DESCRIBE[event](record)}" if event in _DESCRIBE else ""
 
 
 def _header(record: Record) -> str:
+    every, trained = record["parameters"], record["trained"]
+    frozen = "" if trained == every else f"; {trained:,} of them train ({trained / every:.2%})"
     share = record.get("padding")
     padding = "" if share is None else f", {share:.0%} padding"
     if (unpacked := record.get("unpacked_padding")) is not None:
         padding = f", packed (with one document per sample {unpacked:.0%} would be padding)"
     rows = {
         "plan": record["plan"],
-        "model": f"{record['parameters']:,} parameters, {record['model']}{_learning(record)}",
+        "model": f"{every:,} parameters, {record['model']}{frozen}",
         "data": f"{record['data']}, {record['samples']:,} {record['unit']}, {record['batch']} a step{padding}",
         "device": f"{record['device']}; utilisation is of the peak of {record['peak']}",
         "output": record["output"],
@@ -129,12 +111,6 @@ def _header(record: Record) -> str:
     if record["event"] == "resume":
         rows["resumed"] = f"after step {record['step']} of {record['total']}"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
-
-
-def _learning(record: Record) -> str:
-    """The number of trained parameters, if others are frozen."""
-    trained, every = record.get("trained", record["parameters"]), record["parameters"]
-    return "" if trained == every else f"; {trained:,} of them train ({trained / every:.2%})"
 
 
 def _numbers(record: Record) -> str:
@@ -148,21 +124,14 @@ def _numbers(record: Record) -> str:
     if loads := record.get("expert_load"):
         parts.append(f"experts {max(loads):.2f}")
     if heads := record.get("heads"):
-        head_words = (
-            f"{name} {part['loss']:.3f} ({part['gradient']:.0%} of gradients)" for name, part in heads.items()
-        )
-        parts.append(", ".join(head_words))
+        words = "{} {loss:.3f} ({gradient:.0%} of gradients)"
+        parts.append(", ".join(words.format(name, **part) for name, part in heads.items()))
     if (wait := record.get("data_wait_share", 0.0)) >= 0.05:
         parts.append(f"waiting for data {wait:.0%}")
     return "  ".join(parts)
 
 
-def _steps(record: Record) -> str:
-    return f"epoch {record['epoch']:.2f}  {_numbers(record)}  lr {record['lr']:.2e}"
-
-
-def _evaluation(record: Record, task: Task | None) -> str:
-    assert task is not None  # a run begins before it evaluates
+def _evaluation(record: Record, task: Task) -> str:
     averaged = "  (EMA weights)" if record["ema"] else ""
     sample = "".join(f"\n    {line}" for line in record.get("sample", "").splitlines())
     return f"evaluation of {record['samples']:,} {task.unit}: {task.describe(record)}{averaged}{sample}"
@@ -177,17 +146,12 @@ def _prediction(record: Record) -> str:
 
 def _summary(record: Record) -> str:
     predicted, measured = record["predicted"], record["measured"]
-    lines = []
-    if measured.get("step_seconds_median") is not None:
-        lines.append(
-            f"a step took {_time(measured['step_seconds_median'])} (median; p95 "
-            f"{_time(measured['step_seconds_p95'])}), predicted {_time(predicted['iteration_seconds'])}"
-        )
-    lines.append(
+    return (
+        f"a step took {_time(measured['step_seconds_median'])} (median; p95 "
+        f"{_time(measured['step_seconds_p95'])}), predicted {_time(predicted['iteration_seconds'])}; "
         f"memory {with_prefix(measured['memory_bytes'])}B ({measured['memory_kind']}), "
         f"predicted {with_prefix(predicted['memory_bytes'])}B"
     )
-    return "; ".join(lines)
 
 
 def _profile(record: Record) -> str:
@@ -196,7 +160,7 @@ def _profile(record: Record) -> str:
 
 
 _DESCRIBE: dict[str, Callable[[Record], str]] = {
-    "steps": _steps,
+    "steps": lambda record: f"epoch {record['epoch']:.2f}  {_numbers(record)}  lr {record['lr']:.2e}",
     "prediction": _prediction,
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "patience": lambda record: (

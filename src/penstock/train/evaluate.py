@@ -25,7 +25,7 @@ from penstock.checkpoint import rewrite
 from penstock.checkpoint.commit import steps
 from penstock.checkpoint.manifest import MANIFEST
 from penstock.config.evaluate import EvaluateConfig
-from penstock.config.model import ModelConfig, title
+from penstock.config.model import title
 from penstock.data import Loader, Source
 from penstock.data.source import ImageSource
 from penstock.data.text.open import found_in
@@ -79,24 +79,22 @@ def evaluate(
     than `rounds` runs it on `blank`, arguments for one empty sample, and discards the outputs.
     """
     samples = batches_done = 0
-    totals: Tensor | None = None
+    sums = torch.zeros(0, dtype=torch.float64)
     with evaluating(model):
         for batch in batches:
+            own = task.assess(model, batch)
+            sums = sums + own if batches_done else own
             batches_done += 1
-            sums = task.assess(model, batch)
-            totals = sums if totals is None else totals + sums
             samples += len(batch)
         for _ in range(rounds - batches_done):
             assert blank is not None
             task.accompany(model, blank)
-    own_sums = torch.zeros(0, dtype=torch.float64) if totals is None else totals
     # A rank without batches learns the number of sums from the other ranks.
-    own_sums = F.pad(own_sums, (0, int(slowest(len(own_sums), dims)) - len(own_sums)))
-    count = own_sums.new_tensor([samples])  # exact to 2^53
-    device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), own_sums.device)
-    *sums_of_all, samples_of_all = add_up(torch.cat([own_sums, count]).to(device), dims).tolist()
-    samples = int(samples_of_all)
-    if not samples:
+    sums = F.pad(sums, (0, int(slowest(len(sums), dims)) - len(sums)))
+    count = sums.new_tensor([samples])  # exact to 2^53
+    device = next((tensor.device for tensor in blank or () if isinstance(tensor, Tensor)), sums.device)
+    *sums_of_all, samples_of_all = add_up(torch.cat([sums, count]).to(device), dims).tolist()
+    if not (samples := int(samples_of_all)):
         raise ValueError("There is nothing to evaluate: the split has no batches.")
     return Evaluation(samples, task.metrics(samples, sums_of_all), task.class_counts(sums_of_all))
 
@@ -141,12 +139,12 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
         if isinstance(task, Preferences):
             task = _beside_reference(task, config, device)
         model = open_folder(folder, device)
-        names = _names_in(folder)
         data = config.data if found_in(folder) is None else replace(config.data, tokenizer="auto")
-        sources = [
-            _matched(task.open(data, described, split), described, names)
-            for split in (("train", "val") if config.split == "all" else (config.split,))
-        ]
+        splits = ("train", "val") if config.split == "all" else (config.split,)
+        sources = [task.open(data, described, split) for split in splits]
+        if described.graph.classes is not None:
+            for source in sources:
+                _match_classes(source, _names_in(folder))
         evaluation = evaluate_source(
             task, model, sources, batch=config.batch, device=device, workers=config.data.workers
         )
@@ -154,8 +152,7 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
             sample = task.sample(model, sources[-1], device)
     return FolderEvaluation(
         weights=weights, model=title(described), data=f"{sources[0].title} ({config.split})", task=task,
-        evaluation=evaluation, classes=tuple(getattr(sources[0], "classes", None) or ()), sample=sample,
-        seconds=time.perf_counter() - started,
+        evaluation=evaluation, classes=_classes_of(sources[0]), sample=sample, seconds=time.perf_counter() - started,
     )  # fmt: skip
 
 
@@ -178,11 +175,8 @@ def evaluate_source(
                     "another task with --task."
                 )
             prepare = task.prepare(source, model.config)
-            passes.append(
-                loaders.enter_context(
-                    Loader(source, prepare, batch=batch, device=device, endless=False, workers=workers)
-                )
-            )
+            loader = Loader(source, prepare, batch=batch, device=device, endless=False, workers=workers)
+            passes.append(loaders.enter_context(loader))
         return evaluate(task, model, itertools.chain.from_iterable(passes))
 
 
@@ -220,16 +214,16 @@ def _names_in(folder: Path) -> tuple[str, ...]:
     return () if all(map(_NUMBERED.fullmatch, names)) else names
 
 
-def _matched(source: Source, model: ModelConfig, names: tuple[str, ...]) -> Source:
-    """The source with class numbers of the model. Raises ConfigError if it has classes that the model does not have."""
-    classes: tuple[str, ...] = getattr(source, "classes", None) or ()
-    head = model.graph.classes
-    if head is None or not classes or not isinstance(source, ImageSource | RowSource):
-        return source
-    if not names or classes == names:
-        return source
-    unknown = [name for name in classes if name not in names]
-    if unknown:
+def _classes_of(source: Source) -> tuple[str, ...]:
+    return tuple(getattr(source, "classes", None) or ())
+
+
+def _match_classes(source: Source, names: tuple[str, ...]) -> None:
+    """Give the source's classes the numbers of `names`, the model's classes. Raises ConfigError if it has others."""
+    classes = _classes_of(source)
+    if not isinstance(source, ImageSource | RowSource) or not classes or not names or classes == names:
+        return
+    if unknown := [name for name in classes if name not in names]:
         raise ConfigError(
             f"{source.name} has classes that the model does not name: {', '.join(map(quoted, unknown[:5]))}"
             f"{f' and {len(unknown) - 5} more' if len(unknown) > 5 else ''}. The model's are "
@@ -237,4 +231,3 @@ def _matched(source: Source, model: ModelConfig, names: tuple[str, ...]) -> Sour
         )
     numbers: NDArray[np.int64] = np.array([names.index(name) for name in classes])
     source.renumber(names, numbers)
-    return source

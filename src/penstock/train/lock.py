@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,11 +33,8 @@ _held: set[Path] = set()  # record locks do not exclude a second use by the same
 
 
 class RunLock:
-    """Holds the output directory `folder` inside the context.
-
-    Raises:
-        EnvironmentProblem: on entering, if another run holds it; names its pid and host.
-    """
+    """Holds the output directory `folder` inside the context. Entering raises EnvironmentProblem, with pid and host, if
+    another run holds it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder.resolve() / "lock"
@@ -56,47 +54,41 @@ class RunLock:
         if self._path in _held:
             raise self._refusal({"pid": os.getpid(), "host": socket.gethostname()})
         own_file(self._path.parent, self._path.name)
-        handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            taken = self._try_to_take(handle)
-        except BaseException:
-            os.close(handle)
-            raise
-        if not taken:
-            os.close(handle)
-            return False
+        with ExitStack() as opened:
+            handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            opened.callback(os.close, handle)
+            if not self._try_to_take(handle):
+                return False
+            opened.pop_all()
+        launch, life = _own_life()
         me = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-        self._text = json.dumps(me | dict(zip(("launch", "life"), _own_life(), strict=True))).encode()
+        self._text = json.dumps(me | {"launch": launch, "life": life}).encode()
         os.ftruncate(handle, 0)
         os.pwrite(handle, self._text, 0)
-        self._handle = handle
-        self._touched = time.monotonic()
+        self._handle, self._touched = handle, time.monotonic()
         _held.add(self._path)
         return True
 
     def touch(self) -> None:
         """Update the lock's time, at most every 20 seconds, to show that the run continues. Cheap enough for every
-        step.
-
-        Raises:
-            EnvironmentProblem: another host considered this run dead, and has taken over the directory.
-        """
+        step. Raises EnvironmentProblem if another host considered this run dead, and has taken over the directory."""
         if self._handle is not None and time.monotonic() - self._touched > _TOUCH_SECONDS:
             holder = _holder(self._handle)
             if holder and json.dumps(holder).encode() != self._text:
-                os.close(self._handle)
-                self._handle = None
-                _held.discard(self._path)
+                self._close(self._handle)
                 raise self._refusal(holder)
             os.utime(self._handle)
             self._touched = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
-            _held.discard(self._path)
             os.ftruncate(self._handle, 0)  # never deleted: a waiting run would keep a file that is gone
-            os.close(self._handle)
-            self._handle = None
+            self._close(self._handle)
+
+    def _close(self, handle: int) -> None:
+        os.close(handle)
+        self._handle = None
+        _held.discard(self._path)
 
     def _try_to_take(self, handle: int) -> bool:
         """Whether the lock now belongs to this run. Raises EnvironmentProblem if it cannot."""
@@ -111,13 +103,11 @@ class RunLock:
         except OSError:
             free = False
         elsewhere = bool(holder) and holder.get("host") != socket.gethostname()
-        if free and not (elsewhere and not _is_earlier_life(holder)):
-            return True
-        if elsewhere and self._may_lapse(holder, state.st_mtime):
+        if elsewhere and not (free and _is_earlier_life(holder)) and self._may_lapse(holder, state.st_mtime):
             return False
-        if free:
-            return True
-        raise self._refusal(holder)
+        if not free:
+            raise self._refusal(holder)
+        return True
 
     def _may_lapse(self, holder: dict[str, Any], touched: float) -> bool:
         """Whether to wait for another host's lock to expire. Raises EnvironmentProblem if that host is alive."""

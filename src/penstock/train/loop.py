@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,20 @@ from penstock.launch.heartbeat import beat, beating
 from penstock.launch.signals import Requests
 from penstock.optim import learning_rate, set_learning_rate
 from penstock.parallel import ParallelDims, joined, local_device
-from penstock.parallel.agree import Ballot, average
+from penstock.parallel.agree import Ballot
 from penstock.planner import Prediction, predict
 from penstock.planner.ideal import least_of_step
-from penstock.planner.learning import Learning
 from penstock.probe import resolve_device
 from penstock.probe.rates import measure_link
 from penstock.tasks import Task, task_of
-from penstock.tasks.task import Fullness
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
-from penstock.train.display import Display
 from penstock.train.evaluate import Evaluation, evaluate
 from penstock.train.evaluation_page import PICTURES, write_pictures
 from penstock.train.lock import RunLock
 from penstock.train.loss_monitor import LossMonitor, PendingSteps
-from penstock.train.meters import HeadMeter, MemoryMeter, Speedometer, useful_work
+from penstock.train.meters import HeadMeter, MemoryMeter, Speedometer
 from penstock.train.metrics import Records
 from penstock.train.prepare import (
     Calendar,
@@ -103,9 +101,8 @@ class TrainResult:
 
 
 def train(
-    config: RunConfig, *, resume: bool = True, callbacks: Sequence[Callback] = (), profile: bool = False,
-    display: Display | None = None,
-) -> TrainResult:  # fmt: skip
+    config: RunConfig, *, resume: bool = True, callbacks: Sequence[Callback] = (), profile: bool = False
+) -> TrainResult:
     """Train as `config` says, from the newest valid checkpoint in `config.output` if there is one.
 
     With `resume` false, the files of an earlier run there are renamed, and the run starts from the beginning.
@@ -136,7 +133,7 @@ def train(
         own_random(device),
     ):
         require_no_stop(stop, dims)
-        records = Records(output, display, callbacks=callbacks, main=dims.main)
+        records = Records(output, callbacks, main=dims.main)
         run = _Run(config, device, dims, records, resume=resume, profile=profile)
         try:
             require_no_stop(stop, dims)
@@ -152,20 +149,12 @@ def train(
 class _Run:
     """One start of a run: from building or restoring it until it ends or is stopped."""
 
-    config: RunConfig
-    task: Task
-    machine: Machine
-    calendar: Calendar
-
     def __init__(
         self, config: RunConfig, device: torch.device, dims: ParallelDims, records: Records, *, resume: bool,
         profile: bool,
     ) -> None:  # fmt: skip
-        self.output = Path(config.output)
+        self.output, self.device, self.dims, self.records = Path(config.output), device, dims, records
         self.again = "" if resume else " without --no-resume"
-        self.device = device
-        self.dims = dims
-        self.records = records
         self.ballot = Ballot(dims)
 
         train_source = self._open(config)
@@ -173,7 +162,7 @@ class _Run:
         stored = find_checkpoint(config, dims, resume=resume)
         if not stored:
             require_start(config)
-        full, learns = self._predict(train_source)
+        self._predict(train_source)
         if dims.main:
             prepare_folder(self.output, config, train_source)
         self.saves = Saves(self.output / "checkpoints", config, dims)
@@ -187,8 +176,7 @@ class _Run:
         assert isinstance(self.built.loss, Task)
         self.task = self.built.loss  # with the reference that evaluations compare the model with
         self.loader = self._loader(train_source, augment=config.recipe.augment)
-        mean = None if dims.alone else lambda value: average(value, dims)
-        self.monitor = LossMonitor(config.recipe, self.built.optimizer, device, average=mean, logs=dims.main)
+        self.monitor = LossMonitor(config.recipe, self.built.optimizer, device, dims)
         self.built.step.skips = self.monitor.skipper
         total = self.calendar.total
         self.state = RunState(config, dims, self.built, self.loader, self.monitor, total=total)
@@ -198,11 +186,17 @@ class _Run:
         elif config.init_from:
             self.state.start_from(config.init_from)
         self.resumed_at = self.saves.newest_step = self.step
-        self.saves.best = self._best_step
-
         self.batches: list[Any] = []
         """Batches of the latest step."""
-        self._add_meters(full, learns, profile=profile)
+        # Meters of the steps, which do not wait for the device.
+        self.pending = PendingSteps(config.log_every, device, dims)
+        self.speedometer = Speedometer(
+            self.prediction, self.machine, device, lambda: self.loader.wait_seconds, self.full
+        )
+        self.memory = MemoryMeter(device)
+        self.heads = HeadMeter(self.built.model, self.task, dims, device)
+        least = partial(least_of_step, **self.work)
+        self.profiler = StepProfiler(self.output, device, self._record, least, wanted=profile and dims.main)
         records.rewind(self.step if stored else -1, again=self._recorded_again())
 
     def _open(self, config: RunConfig) -> Source:
@@ -218,41 +212,24 @@ class _Run:
         require_teacher(self.config, train_source)
         return train_source
 
-    def _predict(self, train_source: Source) -> tuple[Fullness, Learning]:
+    def _predict(self, train_source: Source) -> None:
         """Predict how long the run takes, and check that machine and schedule allow it. The machine is measured only
         here, so that unreadable data and weights are refused without waiting for that."""
         config, device = self.config, self.device
         # By one rank: ranks that measure at the same time disturb each other, and would predict differently.
-        self.machine = main_first(lambda: machine_of(config, device))
+        self.machine: Machine = main_first(lambda: machine_of(config, device))
         if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
             self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
         require(config.plan, config.model, self.machine, run=True)
         self.calendar = Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
-        full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
-        learns = learning_of(config)
-        self.learns = learns.parameters
-        self.prediction = predict(
-            full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
-        )
-        return full, learns
-
-    def _add_meters(self, full: Fullness, learns: Learning, *, profile: bool) -> None:
-        """Add everything that measures steps without waiting for the device."""
-        config, device, dims = self.config, self.device, self.dims
-        self.pending = PendingSteps(config.log_every, device, lambda values: average(values, dims))
-        self.speedometer = Speedometer(
-            self.prediction, self.machine, device, lambda: self.loader.wait_seconds, useful_work(full),
-        )  # fmt: skip
-        self.memory = MemoryMeter(device)
-        self.heads = HeadMeter(self.built.model, self.task, dims, device)
-        self.profiler = StepProfiler(
-            self.output, device, self._record,
-            lambda: least_of_step(
-                full.model, self.machine, config.plan, real=full.real, words=full.words, learns=learns
-            ),
-            wanted=profile and dims.main,
-        )  # fmt: skip
+        self.full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
+        self.work: dict[str, Any] = {
+            "model": self.full.model, "machine": self.machine, "plan": config.plan, "real": self.full.real,
+            "words": self.full.words, "learns": learning_of(config),
+        }  # fmt: skip
+        """The work of a step, as the planner takes it."""
+        self.prediction = predict(**self.work)
 
     @property
     def step(self) -> int:
@@ -261,30 +238,27 @@ class _Run:
 
     def go(self, lock: RunLock, stop: Requests) -> TrainResult:
         """Train to the end, or until asked to stop."""
-        try:
-            self._announce()
-            if self.resumed_at and self._evaluation_is_due():
-                self._evaluate()
-            while self.step < self.calendar.total and not self.state.lost_patience:
-                if not len(self.pending):
-                    self.speedometer.start()
-                with self.profiler.step(last=self.step + 1 == self.calendar.total):
-                    self._train_step()
-                lock.touch()
-                beat(self.step)
-                if self.calendar.logs(self.step):
-                    self._log()
-                self._stop_if_asked(stop)
-                better = self._evaluation_is_due() and self._evaluate() and self.config.export_best
-                if self.calendar.saves(self.step) or better:
-                    self._save_in_time(better)
-                self._stop_if_asked(stop)
-            if self.step < self.calendar.total:
-                self._save(stopping=True)
-                self._record("patience", worse=self.state.worse, best_step=self.state.best_step)
-            return self._finish()
-        finally:
-            self.records.display.end()
+        self._announce()
+        if self.resumed_at and self._evaluation_is_due():
+            self._evaluate()
+        while self.step < self.calendar.total and not self.state.lost_patience:
+            if not len(self.pending):
+                self.speedometer.start()
+            with self.profiler.step(last=self.step + 1 == self.calendar.total):
+                self._train_step()
+            lock.touch()
+            beat(self.step)
+            if self.calendar.logs(self.step):
+                self._log()
+            self._stop_if_asked(stop)
+            better = self._evaluation_is_due() and self._evaluate() and self.config.export_best
+            if self.calendar.saves(self.step) or better:
+                self._save_in_time(better)
+            self._stop_if_asked(stop)
+        if self.step < self.calendar.total:
+            self._save(stopping=True)
+            self._record("patience", worse=self.state.worse, best_step=self.state.best_step)
+        return self._finish()
 
     def close(self) -> None:
         """End threads, processes and files."""
@@ -309,19 +283,18 @@ class _Run:
         """Fetch and record the pending steps: the one place at which the host waits for the device."""
         with naming_overflow(self.built.step, self.batches):
             require_scale(self.built.scaler, self.step)
-            numbers = self.pending.read(self.step, skipping=self.monitor.skipper is not None)
-            observed = self.monitor.observe(self.step, numbers.losses)
-        finite = [loss for loss in numbers.losses if math.isfinite(loss)]
+            losses, grad_norm = self.pending.read(self.step, skipping=self.monitor.skipper is not None)
+            observed = self.monitor.observe(self.step, losses)
+        finite = [loss for loss in losses if math.isfinite(loss)]
         self.state.loss = statistics.fmean(finite or [self.state.loss])
-        loads: dict[str, Any] = (
-            {"expert_load": self.state.loads.close_window(self.step)} if self.state.loads else {}
-        )
+        if self.state.loads:
+            observed["expert_load"] = self.state.loads.close_window(self.step)
         if heads := self.heads.read():
-            loads["heads"] = heads
+            observed["heads"] = heads
         self._record(
-            "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=numbers.losses,
-            grad_norm=numbers.grad_norm, lr=self._rate(self.step - 1),
-            **self.speedometer.read(), **self.memory.read(), **observed, **loads,
+            "steps", epoch=self.calendar.epoch(self.step), loss=self.state.loss, losses=losses,
+            grad_norm=grad_norm, lr=self._rate(self.step - 1),
+            **self.speedometer.read(), **self.memory.read(), **observed,
         )  # fmt: skip
         if self.monitor.rewind_because_of:
             self._rewind(self.monitor.rewind_because_of)
@@ -335,7 +308,6 @@ class _Run:
             return
         number = self.monitor.count_rewind()
         self.state.restore(stored, rewinding=True)
-        self.saves.best = self._best_step
         self.saves.newest_step = self.step
         self.records.rewind(self.step, again=self._recorded_again())
         self._record("rewind", spikes=spikes, number=number)
@@ -384,7 +356,6 @@ class _Run:
 
     def _save_in_time(self, better: bool) -> None:
         """Save, unless a checkpoint was just written: then the state of a `better` step is kept in host memory."""
-        self.saves.best = self._best_step
         if self.step == self.calendar.total or not self.saves.too_soon():
             self._save()
         elif better:
@@ -402,7 +373,7 @@ class _Run:
             self.saves.wait()
         if self.saves.newest_step == self.step:
             return
-        if self.monitor.observes_before_saving and len(self.pending):
+        if self.monitor.policy == "rewind" and len(self.pending):
             before = self.step
             self._log()
             if self.step != before:
@@ -411,7 +382,7 @@ class _Run:
             return
         beat(self.step)
         started = time.perf_counter()
-        path = self.saves.save(self.state.snapshot(), wait=last)
+        path = self.saves.save(self.state.snapshot(), best=self._best_step, wait=last)
         self.state.loads.write(self.output)
         beat(self.step)
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
@@ -480,11 +451,10 @@ class _Run:
 
     def _announce(self) -> None:
         """Record the run's settings and its prediction, before the first step."""
-        self.records.display.begin(self.calendar.total, self.step, self.task)
         self._record(
             "resume" if self.resumed_at else "start", plan=self.config.plan.line(), machine=self.machine.name,
             device=str(self.device), peak=self.speedometer.peak, parameters=self.built.parameters,
-            trained=round(self.learns * self.built.parameters), log_every=self.config.log_every,
+            trained=round(self.work["learns"].parameters * self.built.parameters), log_every=self.config.log_every,
             model=self.task.describe_model(self.config.model), unit=self.task.unit, data=self.data,
             samples=self.calendar.samples, padding=self.loader.padding_share,
             unpacked_padding=self.loader.source.unpacked_padding, batch=self.calendar.batch,

@@ -18,7 +18,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,10 @@ from torch.optim import Optimizer
 from penstock.config.run import Recipe
 from penstock.errors import NumericError
 from penstock.optim.clip import can_refuse
+from penstock.parallel import ALONE, ParallelDims
+from penstock.parallel.agree import average
 
+_log = logging.getLogger(__name__)
 REMEDY = (
     "Checkpoints before it are finite. Start a new run, with init_from and the weights.safetensors of one if you like, "
     "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
@@ -36,23 +39,13 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StepNumbers:
-    """One loss per step, and the gradient norm of the last step before clipping, if it was taken."""
-
-    losses: list[float]
-    grad_norm: float | None
-
-
 class PendingSteps:
-    """Losses and gradient norms of up to `length` steps, on `device`. With several ranks, `average` averages a value
-    over them, so all ranks must read at the same steps.
+    """Losses and gradient norms of up to `length` steps, on `device`. All ranks of `dims` must read at the same steps,
+    and get averages over them.
     """
 
-    def __init__(
-        self, length: int, device: torch.device, average: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self._average = average
+    def __init__(self, length: int, device: torch.device, dims: ParallelDims = ALONE) -> None:
+        self._dims = dims
         self._values = torch.zeros(2, length, device=device)  # losses, gradient norms
         self._has_norm = False
         self._count = 0
@@ -68,28 +61,20 @@ class PendingSteps:
             self._values[1, self._count].copy_(grad_norm, non_blocking=True)
         self._count += 1
 
-    def read(self, step: int, *, skipping: bool = False) -> StepNumbers:
-        """Return the numbers of the steps up to `step`, and clear them. Waits for the device.
-
-        With `skipping`, steps whose loss is not finite have been skipped, and raise no error.
-
-        Raises:
-            NumericError: a loss is not finite; names the first such step.
-        """
-        values = self._values[:, : self._count].contiguous()
-        losses, norms = (self._average(values) if self._average else values).tolist()
+    def read(self, step: int, *, skipping: bool = False) -> tuple[list[float], float | None]:
+        """Return the losses of the steps up to `step` and the last one's gradient norm before clipping, if it was
+        computed; clears them. Waits for the device. Raises NumericError with the first step whose loss is not finite,
+        unless such steps are skipped: `skipping`."""
+        losses, norms = average(self._values[:, : self._count].clone(), self._dims).tolist()
         first = step - self._count + 1
         self._count = 0
-        for offset, loss in enumerate(losses):
+        for number, loss in enumerate(losses, first):
             if not skipping and not math.isfinite(loss):
                 raise NumericError(
-                    f"The loss became {loss} at step {first + offset} "
-                    f"(found on checking steps {first} to {step}). {REMEDY}"
+                    f"The loss became {loss} at step {number} (found on checking steps {first} to {step}). {REMEDY}"
                 )
-        return StepNumbers(losses, norms[-1] if self._has_norm and norms else None)
+        return losses, norms[-1] if self._has_norm and norms else None
 
-
-_log = logging.getLogger(__name__)
 
 MAX_REWINDS = 3
 """Number of times that a run may go back to a checkpoint because of its loss; after that it ends."""
@@ -99,40 +84,35 @@ class LossMonitor:
     """Watches the losses on the device (`skipper`) and on the host, under the recipe's policy for spikes.
 
     There is no skipper if steps cannot be skipped without waiting for the device; then a loss that is not finite ends
-    the run when it is logged. `average` is as for `StepSkipper`; `logs` says whether this rank logs.
+    the run when it is logged. All ranks of `dims` create one and make the same calls.
     """
 
     def __init__(
-        self, recipe: Recipe, optimizer: Optimizer, device: torch.device, *,
-        average: Callable[[Tensor], Tensor] | None = None, logs: bool = True,
-    ) -> None:  # fmt: skip
-        self.skipper = StepSkipper(device, average=average) if can_refuse(optimizer, device) else None
-        self._policy = recipe.spikes
-        self.observes_before_saving = recipe.spikes == "rewind"
-        """Whether a checkpoint may only contain steps whose losses have been observed."""
+        self, recipe: Recipe, optimizer: Optimizer, device: torch.device, dims: ParallelDims
+    ) -> None:
+        mean = None if dims.alone else partial(average, dims=dims)
+        self.skipper = StepSkipper(device, average=mean) if can_refuse(optimizer, device) else None
+        self.policy = recipe.spikes
+        """The policy for spikes. With `rewind` a checkpoint may only contain steps whose losses have been observed."""
         self._detector = SpikeDetector(recipe.spike_deviations)
-        self._logs = logs
-        self._skipped = 0
-        self._rewinds = 0
+        self._logs = dims.main
+        self._skipped = self._rewinds = 0
         self.rewind_because_of: list[int] = []
         """The steps observed last whose spikes make the run go back."""
 
     def observe(self, step: int, losses: Sequence[float]) -> dict[str, Any]:
-        """Observe the losses of the steps up to `step`; returns numbers to record. Waits for the device.
-
-        Raises:
-            NumericError: as `StepSkipper.require_finite`.
-        """
+        """Observe the losses of the steps up to `step`; returns numbers to record. Waits for the device, and raises as
+        `StepSkipper.require_finite`."""
         total = self.skipper.require_finite(step) if self.skipper else 0
         skipped, self._skipped = total - self._skipped, total
         spikes = [step - len(losses) + 1 + index for index in self._detector.observe(losses)]
-        if self.skipper and self._policy == "skip" and math.isfinite(self._detector.limit):
+        if self.skipper and self.policy == "skip" and math.isfinite(self._detector.limit):
             self.skipper.skip_above(self._detector.limit)
         if skipped and self._logs:
             _log.warning("%d of the steps up to %d were skipped.", skipped, step)
         if spikes and self._logs:
             _log.warning("The loss had spikes at steps %s.", ", ".join(map(str, spikes)))
-        self.rewind_because_of = spikes if self._policy == "rewind" else []
+        self.rewind_because_of = spikes if self.policy == "rewind" else []
         return ({"skipped": skipped} if skipped else {}) | ({"spikes": spikes} if spikes else {})
 
     def unsettled(self) -> bool:
@@ -154,14 +134,14 @@ class LossMonitor:
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
         skipper = self.skipper.state_dict() if self.skipper else None
-        return {"guard": skipper, "spikes": self._detector.state_dict(), "rewinds": self._rewinds}
+        return {"guard": skipper, "spikes": {"losses": [*self._detector.losses]}, "rewinds": self._rewinds}
 
     def load_state_dict(self, state: Mapping[str, Any], *, rewinding: bool = False) -> None:
         """Restore the state of `state_dict`; when `rewinding`, the number of returns is kept."""
         if self.skipper and state["guard"]:
             self.skipper.load_state_dict(state["guard"])
             self._skipped = int(state["guard"]["skipped"])
-        self._detector.load_state_dict(state["spikes"])
+        self._detector.losses = deque(state["spikes"]["losses"], maxlen=HISTORY)
         if not rewinding:
             self._rewinds = state["rewinds"]
 
@@ -218,11 +198,8 @@ class StepSkipper:
         self._limit.fill_(limit)
 
     def require_finite(self, step: int) -> int:
-        """Number of steps skipped so far, at `step`. Waits for the device.
-
-        Raises:
-            NumericError: `PATIENCE` steps in a row were not finite, and all later ones have been skipped.
-        """
+        """Number of steps skipped so far, at `step`. Waits for the device. Raises NumericError if `PATIENCE` steps in a
+        row were not finite, after which all have been skipped."""
         in_a_row, skipped = torch.stack([self.bad_in_a_row, self._skipped]).tolist()
         if in_a_row >= PATIENCE:
             raise NumericError(
@@ -249,15 +226,16 @@ class SpikeDetector:
 
     def __init__(self, deviations: float) -> None:
         self._deviations = deviations
-        self._losses: deque[float] = deque(maxlen=HISTORY)
+        self.losses: deque[float] = deque(maxlen=HISTORY)
+        """The latest losses: all state that a resumed run needs for the same decisions."""
 
     @property
     def limit(self) -> float:
         """Losses above this are spikes; infinite until enough losses are known."""
-        if len(self._losses) < HISTORY:
+        if len(self.losses) < HISTORY:
             return math.inf
-        mean = statistics.fmean(self._losses)
-        return mean + max(self._deviations * statistics.pstdev(self._losses), _LEAST * abs(mean))
+        mean = statistics.fmean(self.losses)
+        return mean + max(self._deviations * statistics.pstdev(self.losses), _LEAST * abs(mean))
 
     def observe(self, losses: Sequence[float]) -> list[int]:
         """Indices of the spikes among the next losses. Losses that are not finite are left to the skipper."""
@@ -265,13 +243,5 @@ class SpikeDetector:
         spikes = [index for index, loss in enumerate(losses) if math.isfinite(loss) and loss > limit]
         # A spike counts at most as the limit: it must not raise the normal range at once, but a loss that stays high
         # must become normal in the end.
-        self._losses.extend(min(loss, limit) for loss in losses if math.isfinite(loss))
+        self.losses.extend(min(loss, limit) for loss in losses if math.isfinite(loss))
         return spikes
-
-    def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs for the same decisions."""
-        return {"losses": list(self._losses)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of `state_dict`."""
-        self._losses = deque(state["losses"], maxlen=HISTORY)

@@ -15,14 +15,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
 from penstock.boundary.files import own_file, write_text
 from penstock.config.machine import Machine
-from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.models.experts import MixtureOfExperts
 from penstock.models.model import Model
@@ -43,10 +42,10 @@ class HeadMeter:
 
     def __init__(self, model: Any, task: Task, dims: ParallelDims, device: torch.device) -> None:
         graph = getattr(model, "graph", None)
-        names = [] if graph is None else [head.name for head in graph.heads]
-        self.names = [name for name in task.losses if name in names]
+        heads = {head.name for head in graph.heads} if graph is not None else set()
+        self.names = [name for name in task.losses if name in heads]
         self._places = [task.losses.index(name) for name in self.names]
-        self._dims, self._device, self._steps = dims, device, 0
+        self._dims, self._steps = dims, 0
         self._losses = torch.zeros(len(task.losses), device=device)
         self._model = model if self.names and isinstance(model, Model) else None
         if self._model is not None:
@@ -64,17 +63,16 @@ class HeadMeter:
         if not self.names or not self._steps:
             return {}
         losses = average(self._losses / self._steps, self._dims)
-        head_squares = self._losses.new_zeros(len(self.names))
+        squares = self._losses.new_zeros(len(self.names))
         if self._model is not None:
-            squares = self._model.head_squares or {}
+            own, self._model.head_squares = self._model.head_squares or {}, {}
             for place, name in enumerate(self.names):
-                if name in squares:
-                    head_squares[place] = squares[name]
-            self._model.head_squares = {}
-        head_squares = add_up(head_squares, self._dims)
+                if name in own:
+                    squares[place] = own[name]
+        squares = add_up(squares, self._dims)
         if self._dims.pp > 1:  # only the last stage has heads
-            distributed.all_reduce(head_squares, group=self._dims.group("pp"))
-        shares = head_squares / head_squares.sum().clamp(min=torch.finfo(head_squares.dtype).tiny)
+            distributed.all_reduce(squares, group=self._dims.group("pp"))
+        shares = squares / squares.sum().clamp(min=torch.finfo(squares.dtype).tiny)
         columns = torch.stack([losses[self._places], shares]).tolist()
         self._losses.zero_()
         self._steps = 0
@@ -97,7 +95,7 @@ class LoadMeter:
         count = max((mixture.labels for mixture in self._mixtures), default=0)
         names = tuple(labels) if len(labels) == count else tuple(map(str, range(count)))
         zero = tuple(((0,) * mixture.experts,) * max(1, count) for mixture in self._mixtures)
-        self._before = LoadRecord(tuple(named), names, zero)
+        self._empty = self._before = LoadRecord(tuple(named), names, zero)
         """Earlier counts, which the mixtures no longer hold."""
 
     def __bool__(self) -> bool:
@@ -107,7 +105,11 @@ class LoadMeter:
     @torch.no_grad()
     def read(self) -> LoadRecord:
         """The counts so far."""
-        sums = [self._visits_here(mixture) for mixture in self._mixtures]
+        sums = [
+            # Zeros for a mixture on another pipeline stage.
+            torch.tensor(zero, device=self._device) if mixture.visits is None else mixture.visits.clone()
+            for mixture, zero in zip(self._mixtures, self._empty.counts)
+        ]
         self._add_up(sums)
         if sums and self._dims.degree("pp") > 1:
             add_up_all(sums, self._dims.group("pp"))
@@ -128,16 +130,12 @@ class LoadMeter:
         return self.read().to_dict() if self else None
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the counts of `state`; if it is None, the checkpoint has none and counting starts at 0.
-
-        Raises:
-            ValueError: the counts are of another model.
-        """
-        fresh = self._before
-        empty = tuple(tuple((0,) * len(row) for row in layer) for layer in fresh.counts)
-        before = LoadRecord(fresh.layers, fresh.labels, empty) if state is None else LoadRecord.of_dict(state)
+        """Restore the counts of `state`; if it is None, the checkpoint has none and counting starts at 0. Raises
+        ValueError for counts of another model."""
+        before = self._empty if state is None else LoadRecord.of_dict(state)
         shapes = [
-            (r.layers, r.labels, [[len(row) for row in layer] for layer in r.counts]) for r in (before, fresh)
+            (r.layers, r.labels, [[len(row) for row in layer] for layer in r.counts])
+            for r in (before, self._empty)
         ]
         if shapes[0] != shapes[1]:
             raise ValueError("its record of experts' loads is of other layers, labels or experts")
@@ -151,37 +149,10 @@ class LoadMeter:
             write_text(own_file(output, "experts/loads.json"), record.to_json())
             write_text(own_file(output, "experts/loads.html"), loads_page(record))
 
-    def _visits_here(self, mixture: MixtureOfExperts) -> Tensor:
-        """A copy of this rank's counts; zeros for a mixture on another pipeline stage."""
-        visits: Tensor | None = mixture.visits
-        if visits is None:
-            shape = max(1, mixture.labels), mixture.experts
-            return torch.zeros(shape, dtype=torch.int64, device=self._device)
-        return visits.clone()
-
     def _clear(self) -> None:
         for mixture in self._mixtures:
-            visits: Tensor | None = mixture.visits
-            if visits is not None:
-                visits.zero_()
-
-
-class Useful(NamedTuple):
-    """Mean work of a sample without padding."""
-
-    tokens: int
-    """Tokens, summed over all stacks of the model."""
-    flops: float
-    """FLOPs of one forward and backward pass."""
-
-
-def useful_work(full: Fullness) -> Useful:
-    """Mean work of a sample of such batches without padding."""
-    lengths = (max(1, round(full.real * source.length)) for source in full.model.graph.inputs)
-    model: ModelConfig = full.model.with_lengths(*lengths)
-    return Useful(
-        sum(model.graph.lengths), describe(model, Plan(micro_batch=1), words=full.words).model_flops
-    )
+            if mixture.visits is not None:
+                mixture.visits.zero_()
 
 
 class Speedometer:
@@ -190,27 +161,28 @@ class Speedometer:
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` returns the total seconds that the loop has waited for data.
 
-    FLOPs are the planner's, from `prediction`: the model's, of one sample forward and backward, and the hardware's,
-    which include recomputation. Attention counts in full, even if a causal mask hides half of it. For text `sample`
-    defines the work of a token, and padding does not count.
+    FLOPs are the planner's: the model's, of one mean sample of `full` forward and backward without padding, and the
+    hardware's, which include recomputation. Attention counts in full, even if a causal mask hides half of it. For text,
+    a step with fewer or more tokens than such samples have counts in proportion.
     """
 
     def __init__(
         self, prediction: Prediction, machine: Machine, device: torch.device, waited: Callable[[], float],
-        sample: Useful | None = None,
+        full: Fullness,
     ) -> None:  # fmt: skip
         plan = prediction.plan
+        lengths = (max(1, round(full.real * source.length)) for source in full.model.graph.inputs)
+        sample = full.model.with_lengths(*lengths)
         self.peak = f"{machine.name} {prediction.peak_name}, {machine.source}"
         """The peak that utilisation refers to: machine, type, datasheet or measured."""
         self.times: list[float] = []
         """Seconds of every step that was read."""
         self._samples_per_step = plan.global_batch
-        self._tokens_per_step = plan.global_batch * sample.tokens if sample else 0
+        self._tokens_per_step = plan.global_batch * sum(sample.graph.lengths)
         self._data_world = plan.dp
         self._tokens: list[int] = []
         """Tokens on this rank: in all steps that were read, and in the steps since."""
-        predicted = prediction.model_flops_per_second_per_gpu * plan.gpus / prediction.samples_per_second
-        self._model_flops = sample.flops if sample else predicted
+        self._model_flops = describe(sample, Plan(micro_batch=1), words=full.words).model_flops
         self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu
         self._peak_flops = prediction.peak_flops * plan.gpus
         self._cuda = device.type == "cuda"
@@ -260,19 +232,18 @@ class Speedometer:
             return {}
         rate = len(times) * self._samples_per_step / total
         token_count = sum(tokens) * self._data_world  # assuming that all ranks have as many as this one
-        text = {"tokens_per_second": token_count / total} if token_count else {}
-        full = rate
-        if token_count and self._tokens_per_step:
-            full *= token_count / (len(times) * self._tokens_per_step)
+        full_samples = (
+            token_count / self._tokens_per_step * self._samples_per_step / total if token_count else rate
+        )
         return {
             "samples_per_second": rate,
-            **text,
+            **({"tokens_per_second": token_count / total} if token_count else {}),
             "step_seconds_median": statistics.median(times),
             "step_seconds_p95": sorted(times)[math.ceil(0.95 * len(times)) - 1],
             "data_wait_share": min(wait_seconds / total, 1.0),
-            "model_flops_per_second": full * self._model_flops,
-            "mfu": full * self._model_flops / self._peak_flops,
-            "hfu": full * self._hardware_flops / self._peak_flops,
+            "model_flops_per_second": full_samples * self._model_flops,
+            "mfu": full_samples * self._model_flops / self._peak_flops,
+            "hfu": full_samples * self._hardware_flops / self._peak_flops,
         }
 
     def _mark(self) -> Any:
@@ -306,11 +277,10 @@ class MemoryMeter:
 
     def read(self) -> dict[str, Any]:
         """Bytes, and whether they count tensors or, if a CPU took a single step, the whole process."""
-        if self._device.type == "cuda":
-            return {"memory_bytes": peak_memory(self._device), "memory_kind": "allocated at most"}
-        if not self._counted:
-            return {"memory_bytes": peak_memory(self._device), "memory_kind": "the whole process"}
-        return {"memory_bytes": self._counted, "memory_kind": "of tensors"}
+        if self._counted:
+            return {"memory_bytes": self._counted, "memory_kind": "of tensors"}
+        kind = "allocated at most" if self._device.type == "cuda" else "the whole process"
+        return {"memory_bytes": peak_memory(self._device), "memory_kind": kind}
 
 
 def peak_memory(device: torch.device) -> int:

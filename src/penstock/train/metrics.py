@@ -1,4 +1,4 @@
-"""The records of a run, one per event, for `metrics.jsonl`, display and callbacks; and how a run's page reads them."""
+"""The records of a run, one per event, for `metrics.jsonl` and callbacks; and how a run's page reads them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from penstock.boundary.trees import parse_json
 from penstock.config.load import from_dict, read_file
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, PenstockError
-from penstock.train.callbacks import Callback, Record, call_method
-from penstock.train.display import Display
+from penstock.train.callbacks import Callback, Record, call_method, is_number
 
 _LIMIT = 1 << 32
 """Most bytes of a `metrics.jsonl`."""
@@ -29,11 +28,8 @@ class Records:
     no step is ever reported twice.
     """
 
-    def __init__(
-        self, output: Path, display: Display | None, *, callbacks: Sequence[Callback] = (), main: bool = True
-    ) -> None:
+    def __init__(self, output: Path, callbacks: Sequence[Callback] = (), *, main: bool = True) -> None:
         self._output = output
-        self.display = display if display and main else Display()
         self._main = main
         self._file: BinaryIO | None = None
         self._callbacks = tuple(callbacks) if main else ()
@@ -70,7 +66,6 @@ class Records:
             unwritten = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
             while unwritten:
                 unwritten = unwritten[self._file.write(unwritten) :]
-        self.display.show(record)
         for callback in self._callbacks:
             call_method(callback, record)
 
@@ -118,7 +113,7 @@ Points = list[tuple[float, float]]
 
 _MOST = 4000
 """Most log records that are kept; beyond that every second one is dropped."""
-_DRAWN = 300
+DRAWN = 300
 """Most points of a drawn curve."""
 
 
@@ -153,50 +148,42 @@ class History:
         """Number of optimizer steps of the whole run."""
         return int(self.start.get("total", 0))
 
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes of its data."""
-        return list(self.start.get("classes", ()))
-
     def add(self, records: Iterable[Record]) -> None:
         """Add further records. After a rewind, records of later steps are dropped."""
-        for record in records:
+        for record in map(dict, records):
             event, step = record["event"], record["step"]
             if event in ("start", "resume", "rewind"):
-                self._forget_after(step)
+                self.logs = [log for log in self.logs if log["step"] <= step]
+                self.evaluations = [each for each in self.evaluations if each["step"] <= step]
+                self.losses = [point for point in self.losses if point[0] <= step]
             if event == "resume":
                 self.resumed.append(step)
             if event in ("start", "resume"):
-                self.start = dict(record)
+                self.start = record
             elif event == "prediction":
-                self.prediction = dict(record)
+                self.prediction = record
             elif event == "summary":
-                self.summary = dict(record)
+                self.summary = record
             elif event == "evaluation":
-                self.evaluations.append(dict(record))
+                self.evaluations.append(record)
             elif event == "steps":
-                losses = record.get("losses") or [record["loss"]]
-                first = step - len(losses) + 1
-                self.losses += [(first + n, loss) for n, loss in enumerate(losses) if _is_finite(loss)]
-                self.logs.append({name: value for name, value in record.items() if name != "losses"})
+                losses = record.pop("losses", None) or [record["loss"]]
+                self.losses += [
+                    (n, loss) for n, loss in enumerate(losses, step - len(losses) + 1) if is_number(loss)
+                ]
+                self.logs.append(record)
         if len(self.logs) > _MOST:
             del self.logs[1::2]
         if len(self.losses) > _MOST * 2:
             self.losses = thinned(self.losses, _MOST)
 
-    def _forget_after(self, step: int) -> None:
-        self.logs = [record for record in self.logs if record["step"] <= step]
-        self.evaluations = [record for record in self.evaluations if record["step"] <= step]
-        self.losses = [point for point in self.losses if point[0] <= step]
-
     def series(self, name: str) -> Points:
         """A number from the logs, by step."""
-        points = [(record["step"], record[name]) for record in self.logs if _is_finite(record.get(name))]
-        return thinned(points, _DRAWN)
+        return thinned(_points(self.logs, name), DRAWN)
 
     def evaluated(self, name: str) -> Points:
         """A metric from the evaluations, by step."""
-        return [(record["step"], record[name]) for record in self.evaluations if _is_finite(record.get(name))]
+        return _points(self.evaluations, name)
 
     def config(self) -> RunConfig:
         """The settings of the run."""
@@ -228,5 +215,5 @@ def thinned(points: Points, most: int) -> Points:
     return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _points(records: Iterable[Record], name: str) -> Points:
+    return [(record["step"], record[name]) for record in records if is_number(record.get(name))]

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,8 @@ def fit_to_started_ranks(config: RunConfig) -> RunConfig:
     plan = fit_to_ranks(config.plan, launched())
     fitted = f"plan.dp={plan.dp}, micro_batch={plan.micro_batch}, accumulate={plan.accumulate}"
     if config.plan.gpus == 1:
-        _log.info(
-            "%d ranks train replicas with the same global batch of %d: %s.",
-            launched(),
-            plan.global_batch,
-            fitted,
-        )
+        replicas = "%d ranks train replicas with the same global batch of %d: %s."
+        _log.info(replicas, launched(), plan.global_batch, fitted)
     else:
         _log.warning("%d ranks are there instead of %d: %s.", launched(), config.plan.gpus, fitted)
     return replace(config, plan=plan)
@@ -101,12 +97,13 @@ def require_calibrated(config: RunConfig) -> None:
     """Raise ConfigError if clips are to be learned, and the initial weights have no starting values for them."""
     if not PRODUCTS[config.plan.products].clips:
         return
-    start = config.init_from
-    weights = {} if start is None else rounded_in(described(local_weights(start)))
+    weights, missing = {}, "init_from is not set"
+    if config.init_from is not None:
+        weights = rounded_in(described(local_weights(config.init_from)))
+        missing = f"init_from {config.init_from} has no scales of inputs"
     if not any(weight.input_scale is not None for weight in weights.values()):
         raise ConfigError(
-            f"plan.products={config.plan.products} learns where inputs are clipped, and "
-            f"{'init_from is not set' if start is None else f'init_from {start} has no scales of inputs'} to start at; "
+            f"plan.products={config.plan.products} learns where inputs are clipped, and {missing} to start at; "
             "calibrate a trained model first with penstock compress MODEL --quantise int8 --quantise.inputs static, "
             "and start --from the result."
         )
@@ -166,9 +163,8 @@ def require_start(config: RunConfig) -> None:
 
 def report_unused(config: RunConfig, task: Task) -> None:
     """Warn of augmentations that are asked for and that the task does not make."""
-    defaults, augment = Augment(), config.recipe.augment
-    for name in (field.name for field in fields(defaults)):
-        if getattr(augment, name) != getattr(defaults, name) and name not in task.augments:
+    for name, default in asdict(Augment()).items():
+        if getattr(config.recipe.augment, name) != default and name not in task.augments:
             _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
 
 
@@ -197,17 +193,13 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
     classes, graph = getattr(source, "classes", None) or (), model.graph
     values: dict[str, Any] = {}
     if tokenizer is not None:
-        ends = [
-            number
-            for number in dict.fromkeys([tokenizer.end, *getattr(source, "ends", ())])
-            if number is not None
-        ]
+        ends = [*dict.fromkeys([tokenizer.end, *getattr(source, "ends", ())])]
+        ends = [number for number in ends if number is not None]
         numbers = {
-            "pad_token_id": tokenizer.pad,
-            "bos_token_id": tokenizer.begin,
+            "pad_token_id": tokenizer.pad, "bos_token_id": tokenizer.begin,
             "eos_token_id": ends if len(ends) > 1 else tokenizer.end,
             "decoder_start_token_id": tokenizer.start if graph.remembered else None,
-        }
+        }  # fmt: skip
         values |= {name: number for name, number in numbers.items() if number is not None}
     owner = graph.classes or graph.condition
     if classes and owner is not None and owner.classes == len(classes):
@@ -233,11 +225,7 @@ def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
 
 class Calendar:
     """The calendar of a run over `samples` training samples. Steps are counted from 1: after step `n`, `n` optimizer
-    steps have been done.
-
-    Raises:
-        ConfigError: the run would have no steps.
-    """
+    steps have been done. Raises ConfigError if the run would have no steps."""
 
     def __init__(self, config: RunConfig, samples: int) -> None:
         recipe = config.recipe

@@ -63,12 +63,8 @@ def requests_to_stop() -> Requests:
 
 
 def require_no_stop(stop: Requests, dims: ParallelDims) -> None:
-    """Stop before the first step if requested, when there is nothing to save yet. All ranks must call this, and all
-    raise.
-
-    Raises:
-        SavedRequeue: one of them has been asked to stop.
-    """
+    """Raise SavedRequeue on all ranks if one of them has been asked to stop before the first step, when there is
+    nothing to save yet. All ranks must call this."""
     if signal_number := int(slowest(float(stop.signal or 0), dims)):
         raise stopped(signal_number, "before a step was done", "begins there again")
 
@@ -85,9 +81,9 @@ def hold_output(output: Path, stop: Requests, dims: ParallelDims) -> Iterator[Ru
     """Hold the output folder on rank 0 inside the context; it is made if missing. If rank 0 cannot hold it, or a rank
     is asked to stop while rank 0 waits, all ranks raise.
     """
+    output.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(output)
     with ExitStack() as stack:
-        output.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(output)
 
         def hold() -> bool:
             for name in _WRITTEN:
@@ -109,13 +105,8 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     Without `resume`, files of earlier runs are set aside. Raises ConfigError if `config` is for another run.
     """
     output = Path(config.output)
-
-    def all_aside() -> None:
-        for name in _OUTPUTS:
-            set_aside(output / name)
-
     if not resume:
-        main_first(all_aside)
+        main_first(lambda: [set_aside(output / name) for name in _OUTPUTS])
         return None
     checkpoint.clean(output / "checkpoints")
     stored = checkpoint.find(output / "checkpoints")
@@ -123,7 +114,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
         return None
     # Read as a configuration first: a setting introduced after the checkpoint had its default then.
     before = from_dict(RunConfig, stored.config, origin=f"the checkpoint of step {stored.step}")
-    for change in changes(to_dict(before), to_dict(config)):
+    for change in changes(before, config):
         if dims.main:
             _log.warning("Resuming with a change: %s Results are no longer bit for bit the same.", change)
     return stored
@@ -131,11 +122,8 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
 
 def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
     """Restore `state` from `stored` or, if that turns out not to be a state of this run, from the newest earlier
-    checkpoint. Returns the checkpoint that was used. All ranks must call this.
-
-    Raises:
-        CheckpointError: none can be used.
-    """
+    checkpoint. Returns the checkpoint that was used. All ranks must call this. Raises CheckpointError if none can be
+    used."""
     folder, refused = stored.path.parent, list[Path]()
     while True:
         try:
@@ -162,36 +150,31 @@ def set_aside(path: Path) -> None:
         path.rename(target)
 
 
-def changes(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Differences between a resumed run and the run it continues, as sentences for the log.
-
-    Raises:
-        ConfigError: a change makes it a different run; each such change is named with both values.
-    """
-    old, new, old_plan, new_plan = _flat(stored), _flat(current), stored["plan"], current["plan"]
+def changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """Differences between a resumed run and the run it continues, as sentences for the log. Raises ConfigError with
+    each change, and both values, that makes it a different run."""
+    old, new = _flat(to_dict(before)), _flat(to_dict(now))
     if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # two words for the same data
         old["data.source"] = new["data.source"]
     names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-    plans = from_dict(Plan, old_plan, origin="the checkpoint"), from_dict(Plan, new_plan, origin="the run")
-    effects = {name: _effect(name, plans, old.get(name), new.get(name)) for name in names}
-    if "init_from" in effects and new.get("task") == "preferences":  # its loss uses these weights
+    effects = {name: _effect(name, (before.plan, now.plan), old.get(name), new.get(name)) for name in names}
+    if "init_from" in effects and now.task == "preferences":  # its loss uses these weights
         effects["init_from"] = "model"
-    if new.get("recipe.longer", "refuse") != "refuse":
+    if now.recipe.longer != "refuse":
         effects |= dict.fromkeys(effects.keys() & _LENGTH, "rounding")
     names = [name for name in names if effects[name] != "nothing"]
     refused = [name for name in names if effects[name] == "model"]
     if refused:
-        raise ConfigError(
-            [
-                f"{name} is {new.get(name)!r}, but the checkpoint was made with {old.get(name)!r}."
-                for name in refused
-            ]
-            + [
+        was = "{} is {!r}, but the checkpoint was made with {!r}."
+        sentences = [was.format(name, new.get(name), old.get(name)) for name in refused]
+        if not set(_LENGTH).isdisjoint(refused):
+            sentences.append(
                 "To go on for longer, say what becomes of the learning rate: --recipe.longer stretch, or restart."
-            ]
-            * any(name in _LENGTH for name in refused)
-            + ["Restore the old values to resume, start again with --no-resume, or choose another --output."]
+            )
+        sentences.append(
+            "Restore the old values to resume, start again with --no-resume, or choose another --output."
         )
+        raise ConfigError(sentences)
     return [f"{name} was {old.get(name)!r} and is now {new.get(name)!r}." for name in names]
 
 
@@ -234,40 +217,32 @@ class Saves:
         self.folder = folder
         self.newest_step = 0
         """The step that was saved last, or resumed from."""
-        self.best = 0
-        """The step whose checkpoint is kept, however old it is."""
-        self._dims = dims
-        self._every_set = bool(config.checkpoint_every)
+        self._dims, self._config = dims, config
         self._time = time.monotonic()
         self._held: Parts | None = None
-        self._keep = config.keep
         self._saver = BackgroundSaver(folder, keep=config.keep) if config.save_in_background else None
 
-    def save(self, snapshot: Snapshot, *, wait: bool) -> Path:
-        """Commit a snapshot, after a held one if there is one; in the background if the run saves so, unless `wait`.
-        Returns its folder.
-
-        Raises:
-            EnvironmentProblem, CheckpointError: this save failed, or the background save before it.
-        """
-        if self._held is not None and self._held.step == self.best != snapshot.step:
+    def save(self, snapshot: Snapshot, *, best: int, wait: bool) -> Path:
+        """Commit a snapshot, after a held one if that is of the step `best`, whose checkpoint is kept, however old it
+        is; in the background if the run saves so, unless `wait`. Returns its folder. Raises EnvironmentProblem or
+        CheckpointError if this save failed, or the background save before it."""
+        keep = self._config.keep
+        if self._held is not None and self._held.step == best != snapshot.step:
             self.wait()
-            place = current_coordinator()
-            commit(self.folder, self._held, keep=self._keep, best=self.best, coordinator=place)
+            commit(self.folder, self._held, keep=keep, best=best, coordinator=current_coordinator())
         self._held = None
         if self._saver and not wait:
-            self._saver.best = self.best
+            self._saver.best = best
             self._saver.start(snapshot)
         else:
-            checkpoint.save(self.folder, snapshot, keep=self._keep, best=self.best)
+            checkpoint.save(self.folder, snapshot, keep=keep, best=best)
         self.newest_step, self._time = snapshot.step, time.monotonic()
         return self.folder / f"step-{snapshot.step}"
 
     def too_soon(self) -> bool:
         """Whether the last checkpoint is so recent that another would cost more time than it could save."""
-        if self._every_set:
-            return False
-        return bool(slowest(float(time.monotonic() - self._time < _SECONDS), self._dims))
+        recent = float(time.monotonic() - self._time < _SECONDS)
+        return not self._config.checkpoint_every and bool(slowest(recent, self._dims))
 
     def hold(self, snapshot: Snapshot) -> None:
         """Keep a copy of the best step so far in host memory; it is written with the next checkpoint."""

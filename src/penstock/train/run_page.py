@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,10 @@ from penstock.report.page import Cell, Picture, Section, Tile, page
 from penstock.report.units import duration
 from penstock.tasks import Task, task_of
 from penstock.tasks.class_counts import ClassCounts
+from penstock.tasks.task import plain
 from penstock.train.callbacks import Callback, Record
-from penstock.train.evaluation_page import classes_section, metric_tiles
-from penstock.train.metrics import History, Points, read_history, thinned
+from penstock.train.evaluation_page import classes_section, metric_tiles, read_pictures
+from penstock.train.metrics import DRAWN, History, Points, read_history, thinned
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +34,8 @@ _SHARE = 0.02
 """Largest share of a run's time that writing its page may take."""
 _REFRESH = 5
 """Seconds after which a browser reloads the page of a running run."""
-_DRAWN = 300
-"""Most points of a curve."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-_NOT_METRICS = {"step", "epoch", "samples", "seconds"}
+_NOT_METRICS = {"step", "epoch", "samples", "seconds", "loss"}
 
 
 class RunPage(Callback):
@@ -50,8 +48,7 @@ class RunPage(Callback):
     def on_record(self, record: Record) -> None:
         """Add the record, and write the page unless it was written recently."""
         if record["event"] in ("start", "resume"):
-            self._history = History(Path(record["output"]))
-            self._history = read_history(self._history.folder)
+            self._history = read_history(Path(record["output"]))
         elif self._history is not None:
             self._history.add([record])
         if time.monotonic() >= self._due:
@@ -80,9 +77,7 @@ def to_html(runs: Sequence[History], *, running: bool = False) -> str:
     now = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
     if len(runs) == 1:
         (run,) = runs
-        sections = [
-            *_curves(runs), *_by_class(run), *_samples(run), *_memory(runs), _settings(run),
-        ]  # fmt: skip
+        sections = [*_curves(runs), *_by_class(run), *_samples(run), *_memory(runs), _settings(run)]
         title, lead = run.name, f"{_state(run, running)} {run.start['model']}, on {run.start['data']}."
         tiles = _tiles(run, task)
     else:
@@ -107,10 +102,10 @@ def _tiles(run: History, task: Task) -> list[Tile]:
     tiles = metric_tiles(task, run.evaluations[-1])[:3] if run.evaluations else []
     if run.logs:
         last = run.logs[-1]
-        tiles.append(Tile(value=f"{last['loss']:.4f}", words="training loss", lead=not tiles))
-        for name, unit in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
-            if last.get(name) is not None:
-                tiles.append(Tile(value=f"{last[name]:,.0f}", words=unit))
+        tiles.append(Tile(value=plain(last["loss"], ".4f"), words="training loss", lead=not tiles))
+        for unit in ("tokens", "samples"):
+            if (rate := last.get(f"{unit}_per_second")) is not None:
+                tiles.append(Tile(value=f"{rate:,.0f}", words=f"{unit}/s"))
                 break
     tiles.append(Tile(value=f"{run.step:,} of {run.total:,}", words="steps"))
     return tiles
@@ -118,61 +113,38 @@ def _tiles(run: History, task: Task) -> list[Tile]:
 
 def _metrics(runs: Sequence[History]) -> list[str]:
     """Names of the metrics of evaluations, in their order, without the loss."""
-    names: dict[str, None] = {}
-    for run in runs:
-        for record in run.evaluations:
-            names |= {
-                name: None for name, value in record.items()
-                if isinstance(value, float) and name not in _NOT_METRICS and name != "loss"
-            }  # fmt: skip
-    return list(names)
+    records = [record for run in runs for record in run.evaluations]
+    names = [name for record in records for name, value in record.items() if isinstance(value, float)]
+    return [name for name in dict.fromkeys(names) if name not in _NOT_METRICS]
 
 
 def _curves(runs: Sequence[History]) -> Iterator[Section]:
     """Loss, metrics, learning rate and speed over the steps."""
     alone = len(runs) == 1
-
-    def label(run: History, words: str) -> str:
-        return words if alone else f"{run.name}, {words}"
-
-    loss = [
-        line
-        for run in runs
-        for line in (
-            Line(label=label(run, "training"), points=thinned(run.losses, _DRAWN)),
-            _marked(label(run, "validation"), run.evaluated("loss"), bold=alone),
-        )
-    ]
-    yield _section("Loss", [(loss, "loss")])
-    names = _metrics(runs)
-    drawn: list[tuple[list[Line], str]] = []
-    for name in names:
-        curves = [_marked(run.name if not alone else name, run.evaluated(name), bold=alone) for run in runs]
-        drawn.append((curves, name))
-    if any(len(line.points) > 1 for curves, _ in drawn for line in curves):
-        yield _section(
-            "Validation", [each for each in drawn if any(len(line.points) > 1 for line in each[0])]
-        )
-    rates = [Line(label=label(run, "learning rate"), points=run.series("lr")) for run in runs]
-    top = max((value for line in rates for _, value in line.points), default=0.0)
+    losses, rates, samples, tokens = list[Line](), list[Line](), list[Line](), list[Line]()
+    lrs = [run.series("lr") for run in runs]
+    top = max((value for points in lrs for _, value in points), default=0.0)
     power = math.floor(math.log10(top)) if top > 0 else 0
-    rates = [Line(label=line.label, points=[(x, y / 10.0**power) for x, y in line.points]) for line in rates]
-    yield _section("Learning rate", [(rates, f"learning rate × 10{str(power).translate(_RAISED)}")])
-    yield _section("Speed", list(_speed(runs, label)))
-
-
-def _speed(runs: Sequence[History], label: Callable[[History, str], str]) -> Iterator[tuple[list[Line], str]]:
-    samples = []
-    for run in runs:
-        points = run.series("samples_per_second")
-        samples.append(Line(label=label(run, "measured"), points=points))
-        predicted = run.prediction.get("samples_per_second")
-        if predicted and points:
-            ends: Points = [(points[0][0], predicted), (points[-1][0], predicted)]
-            samples.append(Line(label=label(run, "predicted"), points=ends))
-    yield samples, "samples/s"
-    tokens = [Line(label=label(run, "measured"), points=run.series("tokens_per_second")) for run in runs]
-    yield tokens, "tokens/s"
+    for run, rate in zip(runs, lrs):
+        begin = "" if alone else f"{run.name}, "
+        losses.append(Line(label=f"{begin}training", points=thinned(run.losses, DRAWN)))
+        losses.append(_marked(f"{begin}validation", run.evaluated("loss"), bold=alone))
+        rates.append(Line(label=f"{begin}learning rate", points=[(x, y / 10.0**power) for x, y in rate]))
+        speed, predicted = run.series("samples_per_second"), run.prediction.get("samples_per_second")
+        samples.append(Line(label=f"{begin}measured", points=speed))
+        if predicted and speed:
+            ends = [(speed[0][0], predicted), (speed[-1][0], predicted)]
+            samples.append(Line(label=f"{begin}predicted", points=ends))
+        tokens.append(Line(label=f"{begin}measured", points=run.series("tokens_per_second")))
+    metrics = {
+        name: [_marked(name if alone else run.name, run.evaluated(name), bold=alone) for run in runs]
+        for name in _metrics(runs)
+    }
+    yield _section("Loss", {"loss": losses})
+    if any(len(line.points) > 1 for curves in metrics.values() for line in curves):
+        yield _section("Validation", metrics)
+    yield _section("Learning rate", {f"learning rate × 10{str(power).translate(_RAISED)}": rates})
+    yield _section("Speed", {"samples/s": samples, "tokens/s": tokens})
 
 
 def _marked(label: str, points: Points, *, bold: bool) -> Line:
@@ -180,11 +152,11 @@ def _marked(label: str, points: Points, *, bold: bool) -> Line:
     return Line(label=label, points=points, bold=bold, tips=tips)
 
 
-def _section(title: str, drawn: Sequence[tuple[list[Line], str]]) -> Section:
-    """Figures of those curves that have more than one point, in one section."""
+def _section(title: str, drawn: Mapping[str, list[Line]]) -> Section:
+    """Figures of those curves that have more than one point, by the names of their y axes, in one section."""
     figures = [
         partial(lines, curves, title=f"{title}: {y_label}", x_label="step", y_label=y_label)
-        for curves, y_label in drawn
+        for y_label, curves in drawn.items()
         if len({x for line in curves for x, _ in line.points}) > 1
     ]
     return Section(title=title, figures=figures, text="" if figures else "Nothing is measured yet.")
@@ -194,26 +166,20 @@ def _by_class(run: History) -> Iterator[Section]:
     counts = run.evaluations[-1].get("by_class") if run.evaluations else None
     if counts:
         read = ClassCounts(**{name: np.array(values, np.float64) for name, values in counts.items()})
-        names = run.classes if len(run.classes) == len(read.true) else ()
-        yield classes_section(read.table(names))
+        names = run.start.get("classes", ())
+        yield classes_section(read.table(names if len(names) == len(read.true) else ()))
 
 
 def _samples(run: History) -> Iterator[Section]:
-    from penstock.train.evaluation_page import read_pictures
-
     last = run.evaluations[-1] if run.evaluations else {}
     if answers := last.get("answers"):
-        pictures = [
-            Picture(png=png, words=_answer(*answer), look="wrong" if answer[0] != answer[1] else "")
-            for png, answer in zip(read_pictures(run.folder), answers)
-        ]
+        pictures = []
+        for png, (true, answer, probability) in zip(read_pictures(run.folder), answers):
+            words = f"{answer} {probability:.0%}" + (f", is {true}" if answer != true else "")
+            pictures.append(Picture(png=png, words=words, look="wrong" if answer != true else ""))
         yield Section(title="Samples", pictures=pictures, text="Validation images and the model's answers.")
     elif last.get("sample"):
         yield Section(title="Samples", code=last["sample"])
-
-
-def _answer(true: str, answer: str, probability: float) -> str:
-    return f"{answer} {probability:.0%}" + (f", is {true}" if answer != true else "")
 
 
 def _memory(runs: Sequence[History]) -> Iterator[Section]:
@@ -224,14 +190,11 @@ def _memory(runs: Sequence[History]) -> Iterator[Section]:
             (record for record in reversed(run.logs) if record.get("memory_kind")), {}
         )
         if measured.get("memory_bytes"):
-            kind = measured.get("memory_kind", "")
             predicted = run.prediction.get("memory_bytes")
-            bars.append(
-                Bar(
-                    label=run.name, state="kept", value=measured["memory_bytes"] / 1e6,
-                    predicted=None if predicted is None else predicted / 1e6, note=f" MB {kind}",
-                )
-            )  # fmt: skip
+            bars.append(Bar(
+                label=run.name, state="kept", value=measured["memory_bytes"] / 1e6,
+                predicted=None if predicted is None else predicted / 1e6, note=f" MB {measured['memory_kind']}",
+            ))  # fmt: skip
     if bars:
         figure = partial(memory_bars, bars, title="Memory", x_label="peak memory, MB", kept="measured")
         text = "A prediction counts tensors." if any("process" in bar.note for bar in bars) else ""
@@ -282,18 +245,13 @@ def _differences(runs: Sequence[History]) -> Section:
         if type(config.model) is not type(first.model):
             words = f"model {run.start['model']}"
         else:
-            options = [
-                option for name in ("model", "task", "data", "recipe", "plan", "seed", "init_from")
-                for option in _changes(first, config, name)
-            ]  # fmt: skip
+            options = list[str]()
+            for part in ("model", "data", "recipe", "plan"):
+                options += changes(getattr(first, part), getattr(config, part), part)
+            for name in ("task", "seed", "init_from"):
+                if (value := getattr(config, name)) != getattr(first, name):
+                    options.append(f"--{name} {value}")
             words = " ".join(options) or "nothing"
         rows.append(("", [Cell(run.name, words=True), Cell(words, words=True)]))
     heads = [Cell("run", words=True), Cell(f"differs from {runs[0].name} by", words=True)]
     return Section(title="Settings that differ", columns=heads, rows=rows)
-
-
-def _changes(first: Any, second: Any, name: str) -> list[str]:
-    old, new = getattr(first, name), getattr(second, name)
-    if hasattr(new, "__dataclass_fields__"):
-        return list(changes(old, new, name))
-    return [f"--{name} {new}"] if old != new else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,11 +84,8 @@ class RunState:
         return 0 < self.config.recipe.patience <= self.worse
 
     def snapshot(self) -> Snapshot:
-        """The current state, by reference: nothing is copied. All ranks must call it.
-
-        Raises:
-            NumericError: names weights that are not finite, which a checkpoint must not hold.
-        """
+        """The current state, by reference: nothing is copied. All ranks must call it. Raises NumericError, as
+        `require_finite`, because a checkpoint must not hold weights that are not finite."""
         built, step = self.built, self.step
         collect(lambda: require_finite(built.model, step))
         weights = {"weights": built.model.state_dict()}
@@ -102,7 +99,7 @@ class RunState:
                 "scaler": built.scaler.state_dict() if built.scaler else None,
                 "watch": self.monitor.state_dict(),
                 "loader": self.loader.state_dict(),
-                "random": random_states(self.built.device),
+                "random": collect(lambda: random_state(built.device)),
                 "loads": self.loads.state(),
                 "progress": {
                     **{name: getattr(self, name) for name in _PROGRESS},
@@ -116,35 +113,42 @@ class RunState:
 
     def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
         """Restore the state of a `snapshot`, except the stream of samples when `rewinding`. Each rank reads its own
-        part, whatever number of ranks saved it. Not collective.
-
-        Raises:
-            CheckpointError: it holds the state of something else. Part of this state has then been changed.
-        """
+        part, whatever number of ranks saved it. Not collective. Raises CheckpointError if it holds the state of
+        something else; part of this state has then been changed."""
+        built = self.built
         with checkpoint.trusted(stored.path):
-            self._restore(stored, rewinding=rewinding)
+            state = self.load_weights(stored).state
+            built.optimizer.load_state_dict(
+                checkpoint.by_index(state["optimizer"], built.optimizer.state_dict())
+            )
+            if built.scaler:
+                built.scaler.load_state_dict(state["scaler"])
+            self.monitor.load_state_dict(state["watch"], rewinding=rewinding)
+            if not rewinding:
+                self.loader.load_state_dict(state["loader"])
+            self.loads.restore(state.get("loads"))
+            before = state["progress"]
+            self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
+            self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None
+            self.best = Evaluation.of_record(before["best"]) if before.get("best") else None
+            self.best_step, self.worse = before.get("best_step", 0), before.get("worse", 0)
+            prolonged = before.get("total", self.total) != self.total
+            restarts = prolonged and self.config.recipe.longer == "restart"
+            self.began = self.step if restarts else before.get("began", 0)
+            # Last, because building and loading may have drawn from them.
+            self._restore_random(state["random"])
 
-    def _restore(self, stored: Checkpoint, *, rewinding: bool) -> None:
-        built, dims = self.built, self.dims
-        loaded = self.load_weights(stored)
-        built.optimizer.load_state_dict(
-            checkpoint.by_index(loaded.state["optimizer"], built.optimizer.state_dict())
-        )
-        if built.scaler:
-            built.scaler.load_state_dict(loaded.state["scaler"])
-        self.monitor.load_state_dict(loaded.state["watch"], rewinding=rewinding)
-        if not rewinding:
-            self.loader.load_state_dict(loaded.state["loader"])
-        self.loads.restore(loaded.state.get("loads"))
-        before = loaded.state["progress"]
-        self.step, self.loss, self.evaluated_at = stored.step, before["loss"], before["evaluated_at"]
-        self.evaluation = Evaluation.of_record(before["evaluation"]) if before["evaluation"] else None
-        self.best = Evaluation.of_record(before["best"]) if before.get("best") else None
-        self.best_step, self.worse = before.get("best_step", 0), before.get("worse", 0)
-        prolonged = before.get("total", self.total) != self.total and self.config.recipe.longer == "restart"
-        self.began = self.step if prolonged else before.get("began", 0)
-        # Last, because building and loading may have drawn from them.
-        restore_random(loaded.state["random"], built.device, dims, seed=self.config.seed, step=self.step)
+    def _restore_random(self, states: list[dict[str, Any]]) -> None:
+        """Continue with this rank's generators from the `random_state` of each rank that saved.
+
+        If the number of ranks has changed, not every rank has a state. Then all but rank 0 are seeded from seed, rank
+        and step, and random draws differ from those of an uninterrupted run as they do between seeds.
+        """
+        rank = self.dims.random_rank
+        if len(states) == self.dims.size or rank == 0:
+            set_random_state(states[rank], self.built.device)
+        else:
+            seed_random(self.config.seed, rank, self.step)
 
     def load_weights(self, stored: Checkpoint) -> Snapshot:
         """Load a checkpoint's weights, and averages if there are any. Returns all that it holds for this rank."""
@@ -173,9 +177,7 @@ class RunState:
         loaded = load_weights(self.built.model, path, new_head=True, upcycling=upcycling)
         if config.upcycle_noise and not loaded.upcycled:
             _log.warning("upcycle_noise changes nothing: no experts were made of the weights of %s.", path)
-        elif loaded.upcycled and not all(
-            starts_equal(stack) for stack in stacks(config.model) if stack.experts
-        ):
+        elif loaded.upcycled and not all(starts_equal(each) for each in stacks(config.model) if each.experts):
             _log.warning(
                 "The experts of a token do not add up to the former perceptron, so the loss starts higher: their "
                 "weights add up to one with router_normalised of several, without expert_dropout or sample_capacity."
@@ -187,14 +189,9 @@ class RunState:
 
 
 def require_finite(model: nn.Module, step: int) -> None:
-    """Raise an error if weights are not finite, which the loss would show one step later. Waits for the device. A rank
-    checks only its own part of sharded weights.
-
-    Raises:
-        NumericError: names the weights that are not finite after `step`.
-    """
-    state = model.state_dict()
-    bad = [name for name, value in state.items() if not bool(local(value).isfinite().all())]
+    """Raise NumericError with the names of weights that are not finite after `step`, which the loss would show one step
+    later. Waits for the device. A rank checks only its own part of sharded weights."""
+    bad = [name for name, value in model.state_dict().items() if not local(value).isfinite().all()]
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
         raise NumericError(
@@ -204,14 +201,10 @@ def require_finite(model: nn.Module, step: int) -> None:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The states of all random generators that a step may use, as a tree of tensors and numbers."""
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
+    cuda = {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
+    return {
+        "torch": torch.get_rng_state(), "numpy": np.random.get_state(), "python": random.getstate(), **cuda,
+    }  # fmt: skip
 
 
 def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
@@ -232,25 +225,6 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(state["python"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def random_states(device: torch.device) -> list[dict[str, Any]]:
-    """The `random_state` of every rank, by rank; the same list on all."""
-    return collect(lambda: random_state(device))
-
-
-def restore_random(
-    states: Sequence[Mapping[str, Any]], device: torch.device, dims: ParallelDims, *, seed: int, step: int
-) -> None:
-    """Continue with this rank's generators from `random_states` at `step`.
-
-    If the number of ranks has changed, not every rank has a state. Then all but rank 0 are seeded from `seed`, rank and
-    step, and random draws differ from those of an uninterrupted run as they do between seeds.
-    """
-    if len(states) == dims.size or dims.random_rank == 0:
-        set_random_state(states[dims.random_rank], device)
-    else:
-        seed_random(seed, dims.random_rank, step)
 
 
 @contextmanager

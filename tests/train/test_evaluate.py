@@ -15,7 +15,6 @@ from torch import nn
 
 from helpers.images import write_folder
 from helpers.runs import records_of
-from helpers.toy import desk
 from penstock.cli import main
 from penstock.data import Batch
 from penstock.tasks import ImageClassification
@@ -92,13 +91,6 @@ PETS = ("ant", "bee", "cat")
 SMALL = "--recipe.warmup_steps 0 --plan.micro_batch 4 --recipe.steps 3 --device cpu --machine machine.json"
 VIT = "--model.image_size 16 --model.channels 3 --model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32"
 TEXT = "--model.width 32 --model.depth 1 --model.heads 2 --model.mlp_width 48 --model.sequence 48"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def _pets(*words: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from helpers.runs import train_into, train_whole_and_in_parts
-from helpers.toy import desk
 from penstock.config.plan import Plan
 from penstock.data.text.tokenizers import Bytes
 from penstock.infer.load import loaded
@@ -20,12 +19,10 @@ ADAPTERS = "--recipe.lora.rank 4 --recipe.lora.base int4 --recipe.lr 3e-2 --reci
 
 
 def test_a_chat_model_beside_whose_weights_of_4_bits_adapters_learn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     torch.manual_seed(0)
     config = transformers.Qwen2Config(

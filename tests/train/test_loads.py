@@ -14,7 +14,6 @@ import torch
 from helpers.families import ENROLLED, OTHERS, batches, loss
 from helpers.rank_pool import pool
 from helpers.runs import cut_in_step, records_of
-from helpers.toy import desk
 from penstock.build import build
 from penstock.cli import main
 from penstock.config.model_rules import stack_problems
@@ -119,12 +118,10 @@ def _train(output: str, code: int = 0) -> Path:
 
 
 def test_a_run_keeps_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [f"{n}\t{n + 1}" for n in range(40)]
-    (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    (folder / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
     whole = _train("whole")
     record = read_loads(whole)
     steps = records_of(whole, "steps")
@@ -185,11 +182,9 @@ def test_windows_are_merged_and_lose_nothing() -> None:
 
 
 def test_a_label_chooses_the_expert_in_training_and_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A router that is given: the target language of each sample reaches the mixtures, and translations too."""
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
     sides = "".join(
         f" --model.{side}.router given --model.{side}.experts_per_token 1 --model.{side}.labels 3"
         f" --model.{side}.expert_of 0,1,0 --model.{side}.depth 1"

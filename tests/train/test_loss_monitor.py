@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.runs import records_of
 from helpers.toy import desk
 from penstock import checkpoint
 from penstock.config.model import ViTConfig
@@ -58,20 +58,15 @@ def disturbed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], floa
     return disturb
 
 
-def records(config: RunConfig, event: str) -> list[dict[str, Any]]:
-    lines = (Path(config.output) / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
-
-
 @pytest.mark.parametrize("optimizer", ["loop", "fused", "contiguous"])
 def test_a_step_that_is_not_finite_is_skipped(config: RunConfig, disturbed: Any, optimizer: Any) -> None:
     weights = disturbed(lambda step: float("nan") if step == 6 else 1.0)
     plan = replace(config.plan, optimizer=optimizer)
     train(replace(config, plan=plan, recipe=replace(config.recipe, steps=12)))
     assert weights[4] == weights[5] != weights[6]
-    losses = [loss for record in records(config, "steps") for loss in record["losses"]]
+    losses = [loss for record in records_of(config.output, "steps") for loss in record["losses"]]
     assert [step for step, loss in enumerate(losses, start=1) if loss is None] == [6]
-    assert [record.get("skipped") for record in records(config, "steps")] == [None, 1, None]
+    assert [record.get("skipped") for record in records_of(config.output, "steps")] == [None, 1, None]
 
 
 def test_a_spike_is_logged_and_taken(
@@ -80,7 +75,7 @@ def test_a_spike_is_logged_and_taken(
     weights = disturbed(lambda step: 50.0 if step == 62 else 1.0)
     train(config)
     assert weights[60] != weights[61]
-    assert [record["spikes"] for record in records(config, "steps") if "spikes" in record] == [[62]]
+    assert [record["spikes"] for record in records_of(config.output, "steps") if "spikes" in record] == [[62]]
     assert "The loss had spikes at steps 62." in caplog.text
 
 
@@ -88,7 +83,7 @@ def test_a_spike_is_skipped_if_wished(config: RunConfig, disturbed: Any) -> None
     weights = disturbed(lambda step: 50.0 if step == 62 else 1.0)
     train(replace(config, recipe=replace(config.recipe, spikes="skip")))
     assert weights[60] == weights[61] != weights[62]
-    assert [r["skipped"] for r in records(config, "steps") if "skipped" in r] == [1]
+    assert [r["skipped"] for r in records_of(config.output, "steps") if "skipped" in r] == [1]
 
 
 def test_a_spike_sends_the_run_back_and_on_with_later_samples(config: RunConfig, disturbed: Any) -> None:
@@ -97,11 +92,11 @@ def test_a_spike_sends_the_run_back_and_on_with_later_samples(config: RunConfig,
     rewinding = replace(config, recipe=replace(config.recipe, spikes="rewind"))
     result = train(rewinding)
     assert result.steps == 80
-    (rewind,) = records(config, "rewind")
+    (rewind,) = records_of(config.output, "rewind")
     assert (rewind["step"], rewind["spikes"], rewind["number"]) == (60, [62], 1)
     assert len(weights) == 84, "steps 61 to 64 were taken twice"
     assert weights[64] != weights[60], "on other samples"
-    windows = records(config, "steps")
+    windows = records_of(config.output, "steps")
     assert [record["step"] for record in windows] == sorted({record["step"] for record in windows})
     state = checkpoint.find(Path(config.output) / "checkpoints")
     assert state is not None

@@ -11,7 +11,6 @@ import torch
 
 from helpers.marian import NUMBERS, write_files
 from helpers.runs import records_of
-from helpers.toy import desk
 from penstock.cli import main
 from penstock.data.text.marian import Marian
 from penstock.data.text.open import in_folder
@@ -33,22 +32,20 @@ OPUS = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    desk(tmp_path)
+def folder(folder: Path) -> Path:
     rows = [f"{n} in tens\t{n // 10} and {n % 10}" for n in range(120)]
-    (tmp_path / "rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
+    Path("rows.tsv").write_text("\n".join(["source\ttarget", *rows]))
     size = len(NUMBERS)
     config = transformers.MarianConfig(
         **SIZES, vocab_size=size, pad_token_id=size - 1, decoder_start_token_id=size - 1, scale_embedding=True,
         activation_function="swish",
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.MarianMTModel(config).save_pretrained(tmp_path / "opus")
-    file = tmp_path / "opus" / "config.json"
+    transformers.MarianMTModel(config).save_pretrained("opus")
+    file = Path("opus", "config.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **OPUS}))
-    write_files(tmp_path / "opus")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    write_files(Path("opus"))
+    return folder
 
 
 def _train(start: str, output: str) -> dict[str, Any]:

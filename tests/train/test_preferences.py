@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from helpers.runs import records_of, train_into, train_whole_and_in_parts
-from helpers.toy import desk
 from penstock.cli import main
 
 SHARED = "--checkpoint_every 4 --log_every 1 --plan.micro_batch 8 --machine machine.json --device cpu"
@@ -18,10 +17,8 @@ TINY = "--model.width 32 --model.depth 1 --model.heads 2 --model.mlp_width 48 --
 
 
 def test_a_run_by_preferences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any
 ) -> None:
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
     pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(240)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     chats = [{"prompt": f"{n % 9}?", "completion": "yes" if n % 2 else "no"} for n in range(240)]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.toy import desk
 from penstock.cli import main
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
@@ -24,13 +23,6 @@ from penstock.train.run_page import PAGE, RunPage
 
 TINY = "--model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --plan.micro_batch 32"
 SMALL = f"{TINY} --recipe.steps 6 --recipe.warmup_steps 0 --log_every 1 --device cpu --machine machine.json"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    desk(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 class _Page(HTMLParser):

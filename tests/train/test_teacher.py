@@ -16,7 +16,6 @@ from safetensors import safe_open
 
 from helpers.jobs import texts_in
 from helpers.runs import train_into, train_whole_and_in_parts
-from helpers.toy import desk
 from helpers.trained_tokenizers import LINES, trained_tokenizer
 from penstock.cli import main
 from penstock.config.model import PRESETS
@@ -37,10 +36,8 @@ def _train(output: str, *words: str, code: int = 0) -> list[float]:
     return train_into(output, "gpt-tiny", WORDS, MORE, *words, code=code)
 
 
-def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distilled_image_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hard targets for a token of its own: learned from, resumed exactly, and served as the mean of both heads."""
-    monkeypatch.chdir(tmp_path)
-    desk(tmp_path)
     sizes = (
         "vit-digits --model.width 16 --model.depth 1 --model.heads 2 --model.mlp_width 32 --recipe.steps 4"
     )
@@ -63,10 +60,8 @@ def test_a_distilled_image_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(torch.tensor(shares), both.mean(1).softmax(1))
 
 
-def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    desk(tmp_path)
-    texts_in(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_a_run_with_a_teacher(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    texts_in(folder)
     _train("teacher", "--model.width", "48")
     beside = ("--model.width", "32", "--recipe.teacher", "teacher")
     # Cut off in the fourth step, after the checkpoint of the second.
@@ -98,12 +93,8 @@ def test_a_run_with_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert "no folder teacher" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_teacher_of_other_words_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_teacher_of_other_words_is_refused(folder: Path, capsys: Any) -> None:
     """Its vocabulary is as large, but two tokens have changed places."""
-    monkeypatch.chdir(tmp_path)
-    desk(tmp_path)
     text = trained_tokenizer("BPE")
     words = LibraryTokenizer(text, "words")
     words.save(Path("words"), words.size)

@@ -12,7 +12,6 @@ import torch
 from helpers.jobs import texts_in
 from helpers.runs import cut_in_step, losses_of
 from helpers.sweeps import sweep
-from helpers.toy import desk
 from penstock.checkpoint import rewrite
 from penstock.cli import main
 from penstock.config.load import load
@@ -61,14 +60,12 @@ USUAL = "marian-tiny", "gpt-tiny", "bert-tiny", "bert-tiny --task pairs", "bert-
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with text, pairs and a machine that need not be probed, in which commands run."""
-    desk(tmp_path)
-    texts_in(tmp_path)
+def folder(folder: Path) -> Path:
+    """The working folder with text and pairs too."""
+    texts_in(folder)
     labels = [f"{n} is a number\t{'odd' if n % 2 else 'even'}" for n in range(80)]
-    (tmp_path / "labels.tsv").write_text("\n".join(["text\tlabel", *labels]))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    Path("labels.tsv").write_text("\n".join(["text\tlabel", *labels]))
+    return folder
 
 
 def _train(name: str, output: str, *words: str, code: int = 0, batch: int = 4) -> list[dict[str, Any]]:

@@ -66,8 +66,11 @@ def configured(
         overrides = dict(zip([positional], arguments))
         path = options.pop("config", None)
         for setting in shown:
-            if (value := options.pop(_identifier(setting.key), None)) is not None:
-                overrides[setting.key] = _joined(value, setting.kind) if isinstance(value, list) else value
+            value = options.pop(_identifier(setting.key), None)
+            if isinstance(value, list) and typing.get_args(setting.kind)[0] != TypedText:
+                value = ",".join(value)  # an option that was given several times
+            if value is not None:
+                overrides[setting.key] = value
         for part in unlisted:
             for name, value in (options.pop(_identifier(f"{part}."), None) or {}).items():
                 overrides[f"{part}.{name}"] = value
@@ -134,12 +137,9 @@ def _option(
 
 
 def _options(
-    shown: list[Field],
-    positional: str | None,
-    flags: tuple[str, ...],
-    aliases: Mapping[str, str],
+    shown: list[Field], positional: str | None, flags: tuple[str, ...], aliases: Mapping[str, str],
     needed: tuple[str, ...],
-) -> Iterator[inspect.Parameter]:
+) -> Iterator[inspect.Parameter]:  # fmt: skip
     """The listed settings, the positional one first, then the most needed ones, grouped by part."""
     parts = {setting.key.partition(".")[0] for setting in shown if "." in setting.key}
     groups: dict[str, Group] = {}
@@ -148,32 +148,26 @@ def _options(
         head = setting.key.partition(".")[0]
         head = head if head in parts else _GENERAL
         first, flag = setting.key == positional, setting.key in flags
+        begins = [begin for begin in aliases if setting.key.startswith(begin)]
         short = [
             f"--{word}{setting.key.removeprefix(begin)}"
-            for begin, words in aliases.items()
-            if setting.key.startswith(begin)
-            for word in words.split(" ")
+            for begin in begins
+            for word in aliases[begin].split(" ")
         ]
         group = groups.setdefault(head, Group(head.capitalize(), sort_key=len(groups)))
+        default = "" if flag or setting.default is None else default_word(setting.default)
         about = Parameter(
             name=[*short, f"--{setting.key}"],
             help=setting.help + (_ELSEWHERE if setting.key.endswith(".family") else ""),
             group=_needed if setting.key in needed else group,
             metavar=None if flag else type_word(setting.kind),
-            show_default=False
-            if flag or setting.default is None
-            else _constant(default_word(setting.default)),
+            show_default=_constant(default) if default else False,
             allow_leading_hyphen=not first,  # or it would take an unknown option for its value
             negative="",
         )
         place = inspect.Parameter.POSITIONAL_OR_KEYWORD if first else inspect.Parameter.KEYWORD_ONLY
         kind: Any = bool if flag else list[str] if typing.get_origin(setting.kind) is tuple else str
         yield _option(_identifier(setting.key), kind, about, place=place)
-
-
-def _joined(words: list[str], kind: Any) -> Any:
-    """The words of a list whose option was given several times, or once."""
-    return words if typing.get_args(kind)[0] == TypedText else ",".join(words)
 
 
 def _unlisted(part: str, names: list[str]) -> inspect.Parameter:

@@ -20,7 +20,7 @@ from penstock.config.load import from_dict, load, read_file
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.infer.generator import Generated, Generator, Prompt
+    from penstock.infer.generator import Generator, Prompt
 
 MOST = 64 << 20
 """Bytes of prompts that are read."""
@@ -52,11 +52,9 @@ class ChatOptions:
 
     def begin(self) -> list[dict[str, str]]:
         """The messages that begin each conversation. Raises ConfigError where there is none to begin."""
-        if self.system is None:
-            return []
-        if not self.chat:
+        if self.system is not None and not self.chat:
             raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
-        return [{"role": "system", "content": self.system}]
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
 
 
 _NO_CHAT = ChatOptions()
@@ -110,10 +108,10 @@ def generate(
             _converse(generator, start, config, main)
         else:
             texts = from_rank_zero(texts, generator.dims)
-            chats: list[Prompt] = [
-                generator.conversation([*start, _user(text)]) for text in texts if talk.chat
-            ]
-            _answer(generator, texts, chats or list(texts), config, main, as_json)
+            asked: list[Prompt] = [*texts]
+            if talk.chat:
+                asked = [generator.conversation([*start, _user(text)]) for text in texts]
+            _answer(generator, texts, asked, config, main, as_json)
 
 
 def _open(config: GenerateConfig, model: str, main: bool) -> Generator:
@@ -143,8 +141,13 @@ def _answer(
     for begin in range(0, len(texts), step):
         batch = prompts[begin : begin + step]
         for number, generated in enumerate(generator.generate(batch, decoding, label=label)):
-            if main:
-                _show(texts[begin + number // decoding.best], generated, as_json)
+            if main and as_json:
+                print(json.dumps({
+                    "prompt": texts[begin + number // decoding.best], "text": generated.text, "ids": generated.ids,
+                    "finished": generated.finished, "score": generated.score,
+                }))  # fmt: skip
+            elif main:
+                print(generated.text)
 
 
 def _converse(generator: Generator, start: list[dict[str, str]], config: GenerateConfig, main: bool) -> None:
@@ -209,16 +212,6 @@ def _caption(config: GenerateConfig, images: tuple[Path, ...], texts: tuple[str,
 
 def _comes_in_pieces(decoding: Decoding) -> bool:
     return decoding.best == decoding.beams == 1 and not decoding.speculate
-
-
-def _show(prompt: str, generated: Generated, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({
-            "prompt": prompt, "text": generated.text, "ids": generated.ids,
-            "finished": generated.finished, "score": generated.score,
-        }))  # fmt: skip
-    else:
-        print(generated.text)
 
 
 def input_texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:

@@ -50,7 +50,9 @@ class Bucket:
         self.shapes = [part.shape for part in own]
         self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.values)
-        self.strides = [_dense_strides(part) for part in own]
+        # Each fills exactly `numel` elements: a dense parameter's own strides are kept, as of channels_last.
+        dense_parts = (p if dense(p) else torch.empty(p.shape, device="meta") for p in own)
+        self.strides = [part.stride() for part in dense_parts]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
         self.exposed_gradients = [whole(p, view) for p, view in zip(parameters, self.gradient_views)]
         """The same views in the form of each parameter's gradient: sharded if the parameter is."""
@@ -124,11 +126,6 @@ def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None
             alive.adopt_gradient(index)
 
     return adopt
-
-
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Strides that fill exactly `numel` elements: the parameter's own (channels_last is kept) if it is dense."""
-    return (parameter if dense(parameter) else torch.empty(parameter.shape, device="meta")).stride()
 
 
 def buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:

@@ -61,11 +61,14 @@ class OnePassAdamW(torch.optim.AdamW):
         loss = tensors.loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:
+                rates = Hyper(
+                    group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["maximize"]
+                )
                 for batch in self._batches(group):
                     device, names = batch.weights[0].device, ("grad_scale", "found_inf")
                     scalars = {name: tensors.step_scalar(self, name, device) for name in names}
                     part = 0.0 if self.averages is None else self.averages.part
-                    adamw_(batch, _hyper(group), form=self.form, average_part=part, **scalars)
+                    adamw_(batch, rates, form=self.form, average_part=part, **scalars)
         return loss
 
     def _batches(self, group: dict[str, Any]) -> list[Batch]:
@@ -148,8 +151,3 @@ def check_group(group: dict[str, Any]) -> None:
         problems.append("AdamW in one pass updates in place and cannot be differentiable; leave it out.")
     if problems:
         raise ConfigError(problems)
-
-
-def _hyper(group: dict[str, Any]) -> Hyper:
-    beta1, beta2 = group["betas"]
-    return Hyper(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])

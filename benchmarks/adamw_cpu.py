@@ -25,7 +25,7 @@ from penstock.cpu import this_cpu
 from penstock.kernels import adamw
 from penstock.models import create
 from penstock.optim import EMA, clipped_step, make_optimizer, parameter_groups
-from penstock.optim.one_pass import Beside
+from penstock.optim.one_pass import SideTensors
 from penstock.precision import MasterWeights
 from penstock.process import set_host_memory
 from penstock.report.record import environment
@@ -45,7 +45,9 @@ def contestant(kind: str, *, native: bool, average: bool) -> Callable[[], float]
         groups = parameter_groups(model, weight_decay=0.05)
         masters, weights, publish = None, None, None
         optimizer: Any = make_optimizer(groups, "fused", lr=1e-3)
-        optimizer.copies = Beside({}, set())  # so that ours takes its kernel always; torch's own ignores it
+        optimizer.copies = SideTensors(
+            {}, set()
+        )  # so that ours takes its kernel always; torch's own ignores it
         if kind == "fp32 masters of bf16":
             masters = MasterWeights([model], [optimizer], torch.bfloat16)
             weights, publish = masters.named(model), masters.publish

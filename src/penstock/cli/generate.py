@@ -108,10 +108,10 @@ def generate(
             _converse(generator, start, config, main)
         else:
             texts = from_rank_zero(texts, generator.dims)
-            asked: list[Prompt] = [*texts]
+            questions: list[Prompt] = [*texts]
             if talk.chat:
-                asked = [generator.conversation([*start, _user(text)]) for text in texts]
-            _answer(generator, texts, asked, config, main, as_json)
+                questions = [generator.conversation([*start, _user(text)]) for text in texts]
+            _answer(generator, texts, questions, config, main, as_json)
 
 
 def _open(config: GenerateConfig, model: str, main: bool) -> Generator:

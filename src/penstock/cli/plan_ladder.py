@@ -47,12 +47,12 @@ def _table(rungs: list[PredictedRung]) -> Section:
     ]  # fmt: skip
     rows = []
     for rung in rungs:
-        found = rung.prediction
-        look, too_much = ("", "") if found.fits else ("faint", " too much")
+        prediction = rung.prediction
+        look, too_much = ("", "") if prediction.fits else ("faint", " too much")
         cells = (
-            duration(found.iteration_seconds, 3), f"{found.samples_per_second:,.1f}", f"{rung.to_previous:.2f}×",
-            f"{rung.to_baseline:.2f}×", f"{rung.share:.0%}" if rung.kept else "", f"{found.mfu:.1%}",
-            f"{found.memory_bytes / GIB:.1f}{too_much}",
+            duration(prediction.iteration_seconds, 3), f"{prediction.samples_per_second:,.1f}",
+            f"{rung.to_previous:.2f}×", f"{rung.to_baseline:.2f}×", f"{rung.share:.0%}" if rung.kept else "",
+            f"{prediction.mfu:.1%}", f"{prediction.memory_bytes / GIB:.1f}{too_much}",
         )  # fmt: skip
         rows.append((look, [Cell(rung.title, words=True), *map(Cell, cells), Cell(rung.change, words=True)]))
     return Section(title="The climb", columns=heads, rows=rows)

@@ -159,10 +159,10 @@ def as_data(
     result = choice.result
     runs = best_runnable(result, config.planned, machine)
     against = [_layout(*compared) for compared in [*sides.values()][1:]]
-    tried, shown = {"layouts_tried": result.tried, "layouts_too_large": result.too_large}, config.top or 10
-    found = [_layout(layout, costs_of(config, layout, machine)) for layout in result.predictions[:shown]]
+    tried, top = {"layouts_tried": result.tried, "layouts_too_large": result.too_large}, config.top or 10
+    fastest = [_layout(layout, costs_of(config, layout, machine)) for layout in result.predictions[:top]]
     return {
-        **_question(config, machine, choice.best.gpus, choice), **tried, "layouts": found,
+        **_question(config, machine, choice.best.gpus, choice), **tried, "layouts": fastest,
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
         "run": [plain(way) for way in how_to_run(config.planned, machine, choice.best.plan)],
         "sensitivity": [

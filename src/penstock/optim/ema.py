@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.one_pass import Beside, OnePassAdamW
+from penstock.optim.one_pass import SideTensors, OnePassAdamW
 
 _CHUNK = 1 << 20
 
@@ -41,10 +41,10 @@ class EMA:
         self._shadows = {name: weight.to(torch.float32, copy=True) for name, weight in named.items()}
         self.begun = False
         """Whether there was an update; before it the averages are the initial weights, whatever was loaded since."""
-        self._folded: Beside | None = None
+        self._folded: SideTensors | None = None
         if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}
-            self._folded = optimizer.averages = Beside(shadows, set(), part=1.0 - decay)
+            self._folded = optimizer.averages = SideTensors(shadows, set(), part=1.0 - decay)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -15,7 +15,7 @@ from penstock.kernels.native import read_number
 from penstock.optim import tensors
 
 
-class Beside(NamedTuple):
+class SideTensors(NamedTuple):
     """Tensors beside fp32 weights that an optimizer writes in its own pass: fp32 averages or bf16 copies."""
 
     tensors: dict[Tensor, Tensor]
@@ -47,9 +47,9 @@ class OnePassAdamW(torch.optim.AdamW):
     """
 
     form: Form = "auto"
-    averages: Beside | None = None
+    averages: SideTensors | None = None
     """Averages that a step updates in its own pass: see `penstock.optim.EMA`."""
-    copies: Beside | None = None
+    copies: SideTensors | None = None
     """Copies that a step writes in its own pass: see `penstock.precision.MasterWeights`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

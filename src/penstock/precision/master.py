@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.one_pass import Beside, OnePassAdamW
+from penstock.optim.one_pass import SideTensors, OnePassAdamW
 from penstock.optim.tensors import parameters_of
 from penstock.precision.copies import (
     Fp32State,
@@ -109,7 +109,7 @@ class MasterWeights:
         self._trained.setdefault(optimizer, {})[half] = master
         mark(half)
         if isinstance(optimizer, OnePassAdamW) and half.dtype == torch.bfloat16:
-            optimizer.copies = optimizer.copies or Beside({}, set())
+            optimizer.copies = optimizer.copies or SideTensors({}, set())
             optimizer.copies.tensors[master] = half
 
     # -- around a step

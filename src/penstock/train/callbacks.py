@@ -70,7 +70,7 @@ _ID = "tracker.json"
 """File in the run's folder with the identity by which a tracker knows the run, so that a resumed run continues it."""
 
 
-class Opened(NamedTuple):
+class TrackedRun(NamedTuple):
     """A run that a tracker has begun or continued."""
 
     log: Callable[[dict[str, float], int], None]
@@ -83,7 +83,7 @@ class Opened(NamedTuple):
 class Tracker(Callback):
     """Passes every finite number of a run to a tracker, as `event/name` with its step."""
 
-    def __init__(self, name: str, package: str, extra: str, begin: Callable[..., Opened]) -> None:
+    def __init__(self, name: str, package: str, extra: str, begin: Callable[..., TrackedRun]) -> None:
         try:
             self._package = import_module(package)
         except ImportError as error:
@@ -92,31 +92,31 @@ class Tracker(Callback):
                 f"pip install 'penstock[{extra}]', or leave --track out."
             ) from None
         self._name, self._begin = name, begin
-        self._opened: Opened | None = None
+        self._run: TrackedRun | None = None
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
         stored = read_tree(output / _ID, "The list of trackers") if (output / _ID).exists() else {}
         known = {name: value for name, value in stored.items() if name in TRACKERS and isinstance(value, str)}
         facts = {name: value for name, value in record.items() if name not in ("event", "step")}
-        self._opened = self._begin(self._package, record, facts, known.get(self._name) or None)
-        if self._opened.identity is not None:
-            known[self._name] = self._opened.identity
+        self._run = self._begin(self._package, record, facts, known.get(self._name) or None)
+        if self._run.identity is not None:
+            known[self._name] = self._run.identity
             write_file(own_file(output, _ID), [json.dumps(known).encode()])
 
     def on_step(self, record: Record) -> None:
         numbers = {name: value for name, value in record.items() if name != "step" and is_number(value)}
-        assert self._opened is not None
-        self._opened.log({f"{record['event']}/{name}": n for name, n in numbers.items()}, record["step"])
+        assert self._run is not None
+        self._run.log({f"{record['event']}/{name}": n for name, n in numbers.items()}, record["step"])
 
     on_evaluation = on_step
 
     def on_end(self) -> None:
-        if self._opened is not None:
-            self._opened.end()
+        if self._run is not None:
+            self._run.end()
 
 
-def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
+def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
     """Event files in OUTPUT/tensorboard, written by tensorboardX."""
     # purge_step makes TensorBoard forget the steps that the run will repeat.
     purge = record["step"] + 1 if record["event"] == "resume" else None
@@ -127,10 +127,10 @@ def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identit
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return Opened(log, writer.close)
+    return TrackedRun(log, writer.close)
 
 
-def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
+def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
     """A run of Weights & Biases. Project, entity and mode are wandb's own settings (WANDB_PROJECT, WANDB_MODE=offline);
     the default project is `penstock`."""
     settings = package.Settings() if hasattr(package, "Settings") else None
@@ -138,20 +138,20 @@ def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str
         project=getattr(settings, "project", None) or "penstock", name=Path(record["output"]).name,
         dir=record["output"], id=identity, resume="allow" if identity else None, config=facts,
     )  # fmt: skip
-    return Opened(lambda values, step: run.log(values, step=step), run.finish, run.id)
+    return TrackedRun(lambda values, step: run.log(values, step=step), run.finish, run.id)
 
 
-def _mlflow(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> Opened:
+def _mlflow(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
     """A run of MLflow. MLflow's own variables set its destination: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     run = package.start_run(run_id=identity, run_name=None if identity else Path(record["output"]).name)
     if not identity:
         package.log_params(facts)
-    return Opened(
+    return TrackedRun(
         lambda values, step: package.log_metrics(values, step=step), package.end_run, run.info.run_id
     )
 
 
-TRACKERS: dict[str, tuple[str, str, Callable[..., Opened]]] = {
+TRACKERS: dict[str, tuple[str, str, Callable[..., TrackedRun]]] = {
     "tensorboard": ("tensorboardX", "track", _tensorboard), "wandb": ("wandb", "wandb", _wandb),
     "mlflow": ("mlflow", "mlflow", _mlflow),
 }  # fmt: skip

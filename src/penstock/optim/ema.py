@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from penstock.config.convert import Probability, require
 from penstock.errors import CheckpointError
 from penstock.optim import tensors
-from penstock.optim.one_pass import SideTensors, OnePassAdamW
+from penstock.optim.one_pass import OnePassAdamW, SideTensors
 
 _CHUNK = 1 << 20
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from penstock.models.anatomy import is_norm
 from penstock.optim.contiguous import Contiguous
-from penstock.optim.one_pass import SideTensors, OnePassAdamW
+from penstock.optim.one_pass import OnePassAdamW, SideTensors
 from penstock.optim.tensors import parameters_of
 from penstock.precision.copies import (
     Fp32State,

@@ -61,9 +61,8 @@ class OnePassAdamW(torch.optim.AdamW):
         loss = tensors.loss_of(closure)
         with torch.no_grad():
             for group in self.param_groups:
-                rates = Hyper(
-                    group["lr"], *group["betas"], group["eps"], group["weight_decay"], group["maximize"]
-                )
+                (beta1, beta2), decay = group["betas"], group["weight_decay"]
+                rates = Hyper(group["lr"], beta1, beta2, group["eps"], decay, group["maximize"])
                 for batch in self._batches(group):
                     device, names = batch.weights[0].device, ("grad_scale", "found_inf")
                     scalars = {name: tensors.step_scalar(self, name, device) for name in names}

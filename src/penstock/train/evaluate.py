@@ -140,8 +140,10 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
             task = _beside_reference(task, config, device)
         model = open_folder(folder, device)
         data = config.data if found_in(folder) is None else replace(config.data, tokenizer="auto")
-        splits = ("train", "val") if config.split == "all" else (config.split,)
-        sources = [task.open(data, described, split) for split in splits]
+        sources = [
+            task.open(data, described, split)
+            for split in (("train", "val") if config.split == "all" else (config.split,))
+        ]
         if described.graph.classes is not None:
             for source in sources:
                 _match_classes(source, _names_in(folder))

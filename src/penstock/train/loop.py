@@ -42,6 +42,7 @@ from penstock.planner.ideal import least_of_step
 from penstock.probe import resolve_device
 from penstock.probe.rates import measure_link
 from penstock.tasks import Task, task_of
+from penstock.tasks.task import Fullness
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
@@ -149,6 +150,13 @@ def train(
 class _Run:
     """One start of a run: from building or restoring it until it ends or is stopped."""
 
+    config: RunConfig
+    task: Task
+    machine: Machine
+    calendar: Calendar
+    full: Fullness
+    prediction: Prediction
+
     def __init__(
         self, config: RunConfig, device: torch.device, dims: ParallelDims, records: Records, *, resume: bool,
         profile: bool,
@@ -217,7 +225,7 @@ class _Run:
         here, so that unreadable data and weights are refused without waiting for that."""
         config, device = self.config, self.device
         # By one rank: ranks that measure at the same time disturb each other, and would predict differently.
-        self.machine: Machine = main_first(lambda: machine_of(config, device))
+        self.machine = main_first(lambda: machine_of(config, device))
         if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
             self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
         require(config.plan, config.model, self.machine, run=True)

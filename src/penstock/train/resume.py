@@ -106,7 +106,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     """
     output = Path(config.output)
     if not resume:
-        main_first(lambda: [set_aside(output / name) for name in _OUTPUTS])
+        main_first(lambda: set_aside(*(output / name for name in _OUTPUTS)))
         return None
     checkpoint.clean(output / "checkpoints")
     stored = checkpoint.find(output / "checkpoints")
@@ -141,13 +141,14 @@ def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
         return stored
 
 
-def set_aside(path: Path) -> None:
-    """Rename a file or folder at `path`, if any, to the first free `NAME.before-K`, so that nothing is deleted."""
-    if path.exists():
-        number = 1
-        while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
-            number += 1
-        path.rename(target)
+def set_aside(*paths: Path) -> None:
+    """Rename files and folders, if there are any, to the first free `NAME.before-K`, so that nothing is deleted."""
+    for path in paths:
+        if path.exists():
+            number = 1
+            while (target := path.with_name(f"{path.stem}.before-{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(target)
 
 
 def changes(before: RunConfig, now: RunConfig) -> list[str]:

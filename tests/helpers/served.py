@@ -23,6 +23,8 @@ class Running:
 
     process: subprocess.Popen[str]
     port: int
+    key: str = ""
+    """The key that it asks for, which requests send unless they have another."""
 
     def ask(
         self, path: str, body: Any = None, *, key: str | None = None, timeout: float = 60.0
@@ -30,6 +32,7 @@ class Running:
         """Status, body (JSON where it is) and headers of an answer; POST with a body, else GET."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         raw = None if body is None else body if isinstance(body, bytes) else json.dumps(body)
+        key = self.key if key is None else key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             connection.request("GET" if body is None else "POST", path, raw, headers)
@@ -79,7 +82,8 @@ def served(folder: Path, *settings: str, opener: str = "helpers.fake_engine:open
         assert process.stdout is not None
         line = process.stdout.readline()
         assert "/v1" in line, f"the server said {line!r} and ended with {process.poll()}"
-        yield Running(process, int(line.partition("/v1")[0].rpartition(":")[2]))
+        key = next((word.removeprefix("key=") for word in settings if word.startswith("key=")), "")
+        yield Running(process, int(line.partition("/v1")[0].rpartition(":")[2]), key)
     finally:
         process.terminate()
         try:

@@ -26,14 +26,16 @@ from helpers.modules import loaded
 from helpers.served import Running, served
 from helpers.sweeps import sweep
 from penstock.config.decoding import Decoding
+from penstock.config.load import to_dict
 from penstock.data.text.chat import Template, template_of
 from penstock.data.text.open import in_folder
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.serve import parse
+from penstock.serve.backend import Backend
 from penstock.serve.scheduler import Limits
 from penstock.serve.serve import usual_name
-from penstock.serve.traffic import Arrival, Rate
+from penstock.serve.settings import ServeConfig
 from penstock.serve.worker import Opened
 
 pytest.importorskip("uvicorn")
@@ -93,18 +95,14 @@ def test_a_template_may_use_what_transformers_lets_it() -> None:
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def ask(running: Running, path: str, body: object) -> tuple[int, dict, dict]:  # type: ignore[type-arg]
-    return running.ask(path, body, key="secret")
-
-
 def test_a_text_is_continued(quick: Running) -> None:
-    status, answer, _ = ask(quick, "/v1/completions", {"prompt": "a", "max_tokens": 3, "temperature": 0})
+    status, answer, _ = quick.ask("/v1/completions", {"prompt": "a", "max_tokens": 3, "temperature": 0})
     assert status == 200
     assert answer["choices"] == [
         {"index": 0, "text": "bcd", "token_ids": [98, 99, 100], "finish_reason": "length", "logprobs": None}
     ]
     assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}
-    many = ask(quick, "/v1/completions", {"prompt": ["a", [10, 20]], "n": 2, "max_tokens": 2})[1]["choices"]
+    many = quick.ask("/v1/completions", {"prompt": ["a", [10, 20]], "n": 2, "max_tokens": 2})[1]["choices"]
     assert [one["token_ids"] for one in many] == [[98, 99], [98, 99], [21, 22], [21, 22]]
 
 
@@ -118,7 +116,7 @@ def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: 
         "logprobs": 1,
         "seed": 1234,
     }
-    (choice,) = ask(quick, "/v1/completions", body)[1]["choices"]
+    (choice,) = quick.ask("/v1/completions", body)[1]["choices"]
     assert (choice["text"], choice["token_ids"]) == ("abcd", [97, 98, 99, 100])
     assert choice["logprobs"] == {
         "tokens": ["a", "b", "c", "d"],
@@ -126,12 +124,12 @@ def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: 
         "top_logprobs": [None, *[{"a": -0.97}] * 3],
         "text_offset": [0, 1, 2, 3],
     }
-    (alone,) = ask(quick, "/v1/completions", body | {"echo": False, "logprobs": 0})[1]["choices"]
+    (alone,) = quick.ask("/v1/completions", body | {"echo": False, "logprobs": 0})[1]["choices"]
     assert alone["text"] == "d"
     assert alone["logprobs"] == {
         "tokens": ["d"], "token_logprobs": [-1.0], "top_logprobs": [{}], "text_offset": [3]
     }  # fmt: skip
-    (nothing,) = ask(quick, "/v1/completions", body | {"max_tokens": 0})[1]["choices"]
+    (nothing,) = quick.ask("/v1/completions", body | {"max_tokens": 0})[1]["choices"]
     assert (nothing["text"], nothing["logprobs"]["token_logprobs"]) == ("abc", [None, -0.98, -0.99])
     chat = {
         "messages": [{"role": "user", "content": "a"}],
@@ -139,7 +137,7 @@ def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: 
         "top_logprobs": 2,
         "max_tokens": 1,
     }
-    (said,) = ask(quick, "/v1/chat/completions", chat)[1]["choices"]
+    (said,) = quick.ask("/v1/chat/completions", chat)[1]["choices"]
     assert [one["token"] for one in said["logprobs"]["content"]] == [";"]
     assert [one["token"] for one in said["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
 
@@ -149,43 +147,43 @@ def test_an_evaluation_harness_reads_the_scores_of_its_batches(quick: Running) -
     and adds up what follows the context, without the token that was made."""
     shared = {"model": "fake-1", "temperature": 0, "seed": 1234}
     body = {"prompt": [[97, 98, 99], [110, 111]], "max_tokens": 1, "logprobs": 1, "echo": True}
-    choices = sorted(ask(quick, "/v1/completions", shared | body)[1]["choices"], key=lambda one: one["index"])
+    choices = sorted(quick.ask("/v1/completions", shared | body)[1]["choices"], key=lambda one: one["index"])
     logs = [one["logprobs"]["token_logprobs"][1:-1] for one in choices]
     assert logs == [[-0.98, -0.99], [-1.11]]
     tops = [one["logprobs"]["top_logprobs"][1:-1] for one in choices]
     assert [[max(top.values()) for top in row] for row in tops] == [[-0.97, -0.97], [-0.97]]
     body = {"prompt": ["ab", [110]], "max_tokens": 5, "stop": ["e", "\n"]}
-    made = ask(quick, "/v1/completions", shared | body)[1]["choices"]
+    made = quick.ask("/v1/completions", shared | body)[1]["choices"]
     assert [one["text"] for one in made] == ["cd", "opqrs"]
 
 
 def test_the_token_that_ends_a_text_has_its_log_probability(quick: Running) -> None:
     """Harnesses leave out the last entry, which is that of the token that was made: without it, a real one."""
     body = {"prompt": [97, END - 1], "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
-    (choice,) = ask(quick, "/v1/completions", body)[1]["choices"]
+    (choice,) = quick.ask("/v1/completions", body)[1]["choices"]
     assert (choice["token_ids"], choice["finish_reason"]) == ([97, END - 1], "stop")
     logs = choice["logprobs"]
     assert logs["token_logprobs"] == [None, -2.52, -2.53]
     assert [*map(len, logs.values())] == [3, 3, 3, 3]
-    (alone,) = ask(quick, "/v1/completions", body | {"echo": False})[1]["choices"]
+    (alone,) = quick.ask("/v1/completions", body | {"echo": False})[1]["choices"]
     assert alone["logprobs"]["token_logprobs"] == [-2.53]
 
 
 def test_tokens_are_shown_by_their_own_bytes_and_offsets_count_in_the_text(quick: Running) -> None:
     body = {"prompt": "a€z", "max_tokens": 1, "echo": True, "logprobs": 0, "temperature": 0}
-    (choice,) = ask(quick, "/v1/completions", body)[1]["choices"]
+    (choice,) = quick.ask("/v1/completions", body)[1]["choices"]
     logs = choice["logprobs"]
     assert choice["text"] == "a€z{"
     assert logs["tokens"] == ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac", "z", "{"]
     assert logs["text_offset"] == [0, 1, 1, 1, 2, 3]
     chat = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "max_tokens": 1}
-    (entry,) = ask(quick, "/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
+    (entry,) = quick.ask("/v1/chat/completions", chat)[1]["choices"][0]["logprobs"]["content"]
     assert entry["bytes"] == list(entry["token"].encode())
 
 
 def test_of_several_texts_the_likeliest_are_told(quick: Running) -> None:
     body = {"prompt": ["a", "k"], "max_tokens": 2, "n": 1, "best_of": 3}
-    choices = ask(quick, "/v1/completions", body)[1]["choices"]
+    choices = quick.ask("/v1/completions", body)[1]["choices"]
     assert [one["text"] for one in choices] == ["bc", "lm"]
     for wrong, problem in (
         (body | {"n": 4}, "best_of is 3, but must be at least n=4"),
@@ -193,33 +191,21 @@ def test_of_several_texts_the_likeliest_are_told(quick: Running) -> None:
         ({"prompt": "a", "logprobs": 1, "stream": True}, "logprobs cannot be streamed"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ):
-        status, answer, _ = ask(quick, "/v1/completions", wrong)
+        status, answer, _ = quick.ask("/v1/completions", wrong)
         assert status == 400
         assert problem in answer["error"]["message"]
 
 
 def test_a_stop_text_ends_it_and_is_left_out(quick: Running) -> None:
     body = {"prompt": "a", "max_tokens": 400, "stop": ["fg", "zz"]}
-    choice = ask(quick, "/v1/completions", body)[1]["choices"][0]
+    choice = quick.ask("/v1/completions", body)[1]["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("bcde", "stop")
-    quick_gauge(quick, "open_requests", 0)
-
-
-def quick_gauge(running: Running, name: str, value: float) -> None:
-    """Wait for a gauge, with the key."""
-    end = time.monotonic() + 20
-    while True:
-        text = running.ask("/metrics", key="secret")[1]
-        found = float(text.split(f"\npenstock_{name} ")[1].split()[0])
-        if found == value:
-            return
-        assert time.monotonic() < end, (name, found)
-        time.sleep(0.02)
+    quick.until("open_requests", 0)
 
 
 def test_a_stream_has_the_same_text_piece_by_piece(quick: Running) -> None:
     body = {"prompt": "a", "max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
-    lines = [line[6:] for line in ask(quick, "/v1/completions", body)[1].splitlines() if line]
+    lines = [line[6:] for line in quick.ask("/v1/completions", body)[1].splitlines() if line]
     assert lines[-1] == "[DONE]"
     parts = [json.loads(line) for line in lines[:-1]]
     assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == "bcdef"
@@ -229,7 +215,7 @@ def test_a_stream_has_the_same_text_piece_by_piece(quick: Running) -> None:
 
 def test_a_stream_tells_every_token_by_its_number_where_that_is_asked_for(quick: Running) -> None:
     body = {"prompt": "a", "max_tokens": 5, "stream": True, "return_token_ids": True, "stop": ["ef"]}
-    lines = [line[6:] for line in ask(quick, "/v1/completions", body)[1].splitlines() if line]
+    lines = [line[6:] for line in quick.ask("/v1/completions", body)[1].splitlines() if line]
     parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
     assert [part["token_ids"] for part in parts[:-1]] == [[98], [99], [100], [101], [102]][: len(parts) - 1]
     assert "".join(part["text"] for part in parts) == "bcd"
@@ -237,15 +223,15 @@ def test_a_stream_tells_every_token_by_its_number_where_that_is_asked_for(quick:
 
 def test_messages_go_through_the_models_template(quick: Running) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 2}
-    answer = ask(quick, "/v1/chat/completions", body)[1]
+    answer = quick.ask("/v1/chat/completions", body)[1]
     assert answer["object"] == "chat.completion"
     assert answer["choices"][0]["message"] == {"role": "assistant", "content": ";<"}
     assert answer["usage"]["prompt_tokens"] == len("u:hi\na:")
     parts = [{"type": "text", "text": letter} for letter in "hi"]
     for message in ({"role": "user", "content": parts}, {"role": "user", "content": "hi", "type": "text"}):
-        again = ask(quick, "/v1/chat/completions", {**body, "messages": [message]})[1]
+        again = quick.ask("/v1/chat/completions", {**body, "messages": [message]})[1]
         assert again["choices"] == answer["choices"]
-    text = ask(quick, "/v1/chat/completions", body | {"stream": True})[1]
+    text = quick.ask("/v1/chat/completions", body | {"stream": True})[1]
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in text.split("\n\n")[:-2]]
     assert deltas[0] == {"role": "assistant"}
     assert "".join(delta.get("content", "") for delta in deltas) == ";<"
@@ -253,28 +239,28 @@ def test_messages_go_through_the_models_template(quick: Running) -> None:
 
 def test_more_prompts_than_may_wait_run_in_turn(quick: Running) -> None:
     body = {"prompt": ["a", "k"] * 20, "max_tokens": 2, "temperature": 0}
-    status, answer, _ = ask(quick, "/v1/completions", body)
+    status, answer, _ = quick.ask("/v1/completions", body)
     assert status == 200, answer
     assert [one["text"] for one in answer["choices"]] == ["bc", "lm"] * 20
-    status, answer, _ = ask(quick, "/v1/completions", body | {"prompt": ["a"] * 257})
+    status, answer, _ = quick.ask("/v1/completions", body | {"prompt": ["a"] * 257})
     assert status == 400
     assert "at most 256" in answer["error"]["message"]
-    quick_gauge(quick, "open_requests", 0)
+    quick.until("open_requests", 0)
 
 
 def test_what_asks_for_nothing_is_taken(quick: Running) -> None:
     """As clients send it that fill in every field."""
-    plain = ask(quick, "/v1/chat/completions", CHAT | {"max_tokens": 2})[1]["choices"]
+    plain = quick.ask("/v1/chat/completions", CHAT | {"max_tokens": 2})[1]["choices"]
     idle = {
         "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
         "functions": None, "stop": None, "logit_bias": {}, "modalities": ["text"], "audio": None,
     }  # fmt: skip
-    status, answer, _ = ask(quick, "/v1/chat/completions", CHAT | {"max_tokens": 2} | idle)
+    status, answer, _ = quick.ask("/v1/chat/completions", CHAT | {"max_tokens": 2} | idle)
     assert status == 200, answer
     assert answer["choices"] == plain
     said = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
     messages = [*CHAT["messages"], said, {"role": "user", "content": "hi", "audio": None}]
-    assert ask(quick, "/v1/chat/completions", {"messages": messages, "max_tokens": 2})[1]["choices"] == plain
+    assert quick.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 2})[1]["choices"] == plain
 
 
 def test_a_page_of_a_named_origin_may_call(tmp_path: Path) -> None:
@@ -282,7 +268,7 @@ def test_a_page_of_a_named_origin_may_call(tmp_path: Path) -> None:
         for origin, allowed in (("https://example.org", True), ("https://example.com", False)):
             answer = running.preflight("/v1/completions", origin)
             assert (answer.get("access-control-allow-origin") == origin) == allowed
-        headers = ask(running, "/v1/completions", {"prompt": "a", "max_tokens": 1})[2]
+        headers = running.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[2]
         assert "access-control-allow-origin" not in headers
 
 
@@ -408,28 +394,29 @@ def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
     ("/v1/completions", b"x" * 30_000, 413, "30,000|20,000 bytes")], ids=lambda value: str(value)[:24],
 )  # fmt: skip
 def test_mistakes_are_told(quick: Running, path: str, body: object, status: int, said: str) -> None:
-    found, answer, _ = ask(quick, path, body)
+    found, answer, _ = quick.ask(path, body)
     assert found == status, answer
     assert any(words in answer["error"]["message"] for words in said.split("|"))
 
 
 def test_the_key_is_asked_for(quick: Running) -> None:
-    assert quick.ask("/v1/models")[0] == 401
+    assert quick.ask("/v1/models", key="")[0] == 401
     assert quick.ask("/v1/models", key="secre")[0] == 401
-    status, models, *_ = quick.ask("/v1/models", key="secret")
+    status, models, *_ = quick.ask("/v1/models")
     assert status == 200
     assert {"id", "object", "created", "owned_by"} <= models["data"][0].keys(), "what OpenAI's client reads"
-    assert quick.ask("/health")[0] == 200
+    assert quick.ask("/health", key="")[0] == 200
 
 
 def test_one_that_leaves_frees_its_slot(quick: Running) -> None:
     for stream in (True, False):
         body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": stream})
-        with socket.create_connection(("127.0.0.1", quick.port)) as one:
-            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret"
-            one.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-            quick_gauge(quick, "open_requests", 1)
-        quick_gauge(quick, "open_requests", 0)
+        with halted(quick):
+            with socket.create_connection(("127.0.0.1", quick.port)) as one:
+                head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret"
+                one.sendall(f"{head}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+                quick.until("open_requests", 1)
+            quick.until("open_requests", 0)
 
 
 def test_hostile_requests_harm_nobody(quick: Running) -> None:
@@ -471,15 +458,15 @@ def test_hostile_requests_harm_nobody(quick: Running) -> None:
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         bad = [pool.submit(hostile, draw.randrange(6), draw.random().__hash__()) for _ in range(500)]
         for _ in range(60):
-            status, answer, _ = ask(quick, "/v1/completions", json.loads(good))
+            status, answer, _ = quick.ask("/v1/completions", json.loads(good))
             assert status == 200 or status == 429
             assert status == 429 or answer["choices"][0]["text"] == "bcd"
         for one in bad:
             one.result()
     assert quick.process.poll() is None
-    quick_gauge(quick, "open_requests", 0)
-    quick_gauge(quick, "worker_restarts", 0)
-    assert ask(quick, "/v1/completions", json.loads(good))[1]["choices"][0]["text"] == "bcd"
+    quick.until("open_requests", 0)
+    quick.until("worker_restarts", 0)
+    assert quick.ask("/v1/completions", json.loads(good))[1]["choices"][0]["text"] == "bcd"
 
 
 def test_a_body_that_comes_too_slowly_is_given_up(quick: Running) -> None:
@@ -492,13 +479,15 @@ def test_a_body_that_comes_too_slowly_is_given_up(quick: Running) -> None:
 
 def test_a_full_queue_says_so_and_one_that_was_taken_is_served(tmp_path: Path) -> None:
     with served(folder(tmp_path, 20), "slots=2", "waiting=2") as running:
-        body = {"prompt": "a", "max_tokens": 20}
-        with concurrent.futures.ThreadPoolExecutor(10) as pool:
-            found = list(pool.map(lambda _: running.ask("/v1/completions", body), range(10)))
+        body, refused = {"prompt": "a", "max_tokens": 20}, 'requests_total{route="completions",status="429"}'
+        with concurrent.futures.ThreadPoolExecutor(10) as pool, halted(running):
+            asked = [pool.submit(running.ask, "/v1/completions", body) for _ in range(10)]
+            running.until(refused, 6)
+        found = [each.result() for each in asked]
         statuses = Counter(status for status, _, _ in found)
         assert statuses == {200: 4, 429: 6}
         assert {headers.get("retry-after") for status, _, headers in found if status == 429} == {"1"}
-        assert running.gauge('requests_total{route="completions",status="429"}') == 6
+        assert running.gauge(refused) == 6
 
 
 @pytest.mark.slow
@@ -534,6 +523,17 @@ def worker_of(running: Running) -> int:
     return worker
 
 
+@contextlib.contextmanager
+def halted(running: Running) -> Iterator[None]:
+    """Inside, the worker stands still, so that no request ends by being served."""
+    worker = worker_of(running)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
 def children_of(process: int) -> list[int]:
     """Of its main thread."""
     return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
@@ -555,30 +555,60 @@ def test_it_stops_when_the_requests_under_way_are_done(tmp_path: Path) -> None:
             running.ask("/health")
 
 
-@pytest.mark.alone
 def test_a_thousand_requests_at_twice_the_capacity(tmp_path: Path) -> None:
-    """None is lost: each is served in full or refused at once; and memory does not grow with them."""
-    with served(folder(tmp_path, 4), "slots=8", "waiting=16") as running:
+    """While the engine stands still, all requests beyond the slots and the queue are refused at once, and no others;
+    those that were accepted are then served in full; and memory does not grow with their number."""
+    with served(folder(tmp_path, 1), "slots=8", "waiting=16") as running:
         bench = loaded(Path(__file__).parents[2] / "benchmarks" / "deploy_measured.py")
-        client, replay = (
-            bench.Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY),
-            bench.replay,
-        )
-        asyncio.run(replay(client, [Arrival(0.0, 4, 10)] * 8))
-        capacity = 8 / (
-            20 * 0.005
-        )  # eight at a time, of twenty steps of four milliseconds and what surrounds them
+        client = bench.Client(host="127.0.0.1", port=running.port, vocabulary=VOCABULARY)
+        draw = random.Random(0)
+
+        async def served_and_refused(count: int, accepted: int) -> None:
+            with halted(running):
+                asks = [client.ask(draw.randint(4, 40), 20, draw) for _ in range(count)]
+                waiting, refused = {asyncio.ensure_future(ask) for ask in asks}, []
+                while len(waiting) > accepted:
+                    done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    refused += [ask.result() for ask in done]
+            assert refused == [429] * (count - accepted)
+            assert [len(answer.times) for answer in await asyncio.gather(*waiting)] == [20] * accepted
+
+        asyncio.run(served_and_refused(50, accepted=24))
         before = memory(running)
-        found = asyncio.run(
-            replay(client, Rate(rate=2 * capacity, prompt=(4, 40), made=(20, 20)).arrivals(1000))
-        )
+        for _ in range(19):
+            asyncio.run(served_and_refused(50, accepted=24))
         grown = memory(running) - before
-        assert found.requests == 1000
-        assert 100 < found.refused < 1000 - 24
-        served_ = running.gauge('requests_total{route="completions",status="200"}')
-        assert served_ == 8 + 1000 - found.refused
+        assert running.gauge('requests_total{route="completions",status="200"}') == 20 * 24
+        assert running.gauge('requests_total{route="completions",status="429"}') == 20 * 26
         assert running.gauge("open_requests") == 0
         assert grown < 24 << 20, f"memory has grown by {grown >> 20} MiB"
+
+
+def test_a_stream_that_its_client_leaves_before_it_begins_is_cancelled() -> None:
+    from penstock.serve.server import Service
+
+    backend = Backend({"slots": 1, "waiting": 0}, opener="")
+    body = json.dumps({"prompt": [1, 2], "stream": True}).encode()
+    received = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> dict[str, Any]:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0)
+
+    async def ask() -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+            "query_string": b"",
+        }
+        await Service(backend=backend, config=ServeConfig(), name="x").app()(scope, receive, send)
+
+    asyncio.run(ask())
+    assert backend.open == 0
 
 
 def memory(running: Running) -> int:
@@ -670,8 +700,6 @@ def test_images_are_classified_as_the_classifier_does(tmp_path: Path) -> None:
 def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.serve.serve import _settings
-    from penstock.serve.settings import ServeConfig
     from penstock.serve.worker import opened
 
     made = {}
@@ -683,15 +711,15 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         where = tiny(family, tmp_path / family)
         for compile in ("none", "whole"):
             config = ServeConfig(slots=3, cache="slots", compile=compile)  # type: ignore[arg-type]
-            one = opened(_settings(config, where), Limits(slots=3, chunk=config.chunk))
+            one = opened({**to_dict(config), "model": str(where)}, Limits(slots=3, chunk=config.chunk))
             before = len(graphs)
             assert bool(graphs) == (compile == "whole" or family == "marian-tiny"), "before the first request"
             made[family, compile] = texts_of(one)
             assert len(graphs) == before
         assert made[family, "none"] == made[family, "whole"]
         assert len(set(map(tuple, made[family, "none"]))) > 1
-    with pytest.raises(ConfigError, match="for steps that make tokens"):
-        opened(_settings(config, tiny("bert-tiny", tmp_path / "bert")), Limits())
+    with pytest.raises(ConfigError, match="this model generates none"):
+        opened({**to_dict(config), "model": str(tiny("bert-tiny", tmp_path / "bert"))}, Limits())
     with pytest.raises(ConfigError, match="use cache=slots"):
         ServeConfig(compile="whole")
     with pytest.raises(ConfigError, match="exchange results"):

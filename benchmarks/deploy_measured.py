@@ -141,7 +141,7 @@ async def replay(client: Client, arrivals: Sequence[Arrival], *, seed: int = 0) 
 
     async def answer_to(arrival: Arrival) -> Answer | int:
         await asyncio.sleep(max(0.0, begun + arrival.at - time.monotonic()))
-        return await client.ask(arrival.prompt, arrival.made, draw)
+        return await client.ask(arrival.prompt, arrival.answer, draw)
 
     outcomes = await asyncio.gather(*map(answer_to, arrivals))
     odd = sorted({status for status in outcomes if isinstance(status, int) and status != 429})
@@ -334,7 +334,7 @@ async def _measured(
     costs = await timed()
     found = []
     for place, share in enumerate(given.shares):
-        rate = Rate(rate=share * capacity(case, costs), prompt=case.prompt, made=case.made)
+        rate = Rate(rate=share * capacity(case, costs), prompt=case.prompt, answer=case.made)
         arrivals: list[Arrival] = rate.arrivals(given.requests, seed=seed)
         # Other prompts each time: of those that have come before, the server still has keys and values.
         measured = await replay(client, arrivals, seed=seed * len(given.shares) + place)

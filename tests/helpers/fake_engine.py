@@ -80,10 +80,10 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """The fake; the folder's name says how many milliseconds a step takes."""
     seconds = int(settings["model"].rpartition("-")[2]) / 1e3
     about = {"writes": True, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY}
-    return Opened(Fake(limits.slots, seconds), None, Asked, about, scores)
+    return Opened(Fake(limits.slots, seconds), Asked, about, {"scores": scores})
 
 
 def encoder_opened(settings: dict[str, Any], limits: Limits) -> Opened:
     """A fake encoder: the vector of a text is its number of tokens and a quarter of its first one."""
     about = {"writes": False, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY}
-    return Opened(None, lambda rows: [[float(len(row)), row[0] / 4] for row in rows], Asked, about)
+    return Opened(None, Asked, about, {"vectors": lambda rows: [[len(row), row[0] / 4] for row in rows]})

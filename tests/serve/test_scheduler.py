@@ -17,7 +17,7 @@ def take(one: Scheduler) -> list[int]:
     turn = one.turn()
     for read in turn.reads:
         one.has_read(read)
-    ended = [read.job for read in turn.reads if read.job.made >= read.job.max_tokens]
+    ended = [read.job for read in turn.reads if read.job.generated >= read.job.max_tokens]
     ended += [job for job in turn.decode if one.has_made(job)]
     for job in ended:
         assert one.remove(job.number) is job

@@ -21,7 +21,7 @@ def test_one_server_waits_as_long_as_theory_says() -> None:
     """A queue of random arrivals and equal services waits ρ / (2 (1 − ρ)) services on average (Pollaczek and
     Khinchine)."""
     costs = StepCosts(((1.0, 0.1), (2.0, 0.1)), ((1.0, 1.0, 0.0),))
-    arrivals = Rate(rate=7.0, prompt=(1, 1), made=(1, 1)).arrivals(100_000, seed=3)
+    arrivals = Rate(rate=7.0, prompt=(1, 1), answer=(1, 1)).arrivals(100_000, seed=3)
     outcomes = simulate(arrivals, Limits(slots=1, waiting=ENDLESS), costs)
     mean_wait = 0.7 / (2 * 0.3) * 0.1
     # The median of an M/D/1 queue at 70 %, from its distribution (Erlang, 1909), is 0.068 s; the mean 0.117 s.
@@ -85,7 +85,7 @@ def test_steps_look_at_as_many_tokens_as_the_longest_text_has() -> None:
 def test_steps_taken_together_are_those_taken_one_by_one() -> None:
     """A turn that nothing interrupts is counted once for many steps; with a costly stranger every step is its own."""
     costs = StepCosts(((1.0, 0.002), (512.0, 0.3)), ((1.0, 0.01, 1e-6), (16.0, 0.03, 1e-5)))
-    arrivals = Rate(rate=12, prompt=(5, 200), made=(1, 60)).arrivals(400, seed=5)
+    arrivals = Rate(rate=12, prompt=(5, 200), answer=(1, 60)).arrivals(400, seed=5)
     together = simulate(arrivals, Limits(slots=16, waiting=ENDLESS, chunk=64), costs)
 
     class Slow:
@@ -106,7 +106,7 @@ def test_steps_taken_together_are_those_taken_one_by_one() -> None:
 
 
 def test_a_full_queue_refuses_and_replicas_share() -> None:
-    arrivals = Rate(rate=100, prompt=(4, 4), made=(21, 21)).arrivals(500)
+    arrivals = Rate(rate=100, prompt=(4, 4), answer=(21, 21)).arrivals(500)
     small = simulate(arrivals, Limits(slots=1, waiting=2), FLAT)
     assert small.requests == 500
     assert 465 < small.refused < 480
@@ -131,7 +131,7 @@ def test_a_rate_is_read_and_drawn() -> None:
     assert drawn[-1].at / 5000 == pytest.approx(1 / 20, rel=0.05)
     assert min(one.prompt for one in drawn) == 64
     assert max(one.prompt for one in drawn) == 512
-    assert {one.made for one in drawn} == {128}
+    assert {one.answer for one in drawn} == {128}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import json
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from penstock.data.text.tokenizers import Tokenizer
@@ -22,26 +21,43 @@ Piece = tuple[str, tuple[int, ...]]
 
 
 class Text:
-    """One text during generation."""
+    """One text of an answer: its prompt, and the tokens that are generated."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, metrics: Metrics, ticket: Ticket, wanted: TextRequest, *,
-        source: bool,
+        self, tokenizer: Tokenizer | None, metrics: Metrics, wanted: TextRequest, prompt: list[int],
+        ticket: Ticket | None = None, *, source: bool,
     ) -> None:  # fmt: skip
-        """`source` says that the ticket's tokens are a source to translate, not a prompt to continue."""
+        """`ticket` is None if nothing is generated. `source` says that the prompt is a source to translate, not a text
+        to continue."""
         self._tokenizer, self._metrics, self._ticket, self._stop = tokenizer, metrics, ticket, wanted.stop
         self._every = wanted.token_ids or tokenizer is None
-        self._after: Sequence[int] = () if source else ticket.message["ids"]
+        self._after: Sequence[int] = () if source else prompt
+        self.prompt = prompt
         self.ids: list[int] = []
         self.end: int | None = None
-        """The token that ended the text."""
+        """The token that ended the text, which is not part of it."""
         self.text = ""
-        self.finished = ""
+        self.finished = "length"
+        self.scores: list[Any] | None = None
+        """Scores of `tokens`, in the form of `penstock.infer.score.TextScores`."""
         self._begun = time.monotonic()
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens: the prompt's, the text's, and the one that ended it."""
+        return [*self.prompt, *self.ids, *(() if self.end is None else (self.end,))]
+
+    @property
+    def mean(self) -> float:
+        """Mean log-probability of the tokens that were generated."""
+        logs = self.scores[0][len(self.prompt) - 1 :] if self.scores else []
+        return sum(logs) / len(logs) if logs else 0.0
 
     async def run(self, tell: Callable[[Piece], None] | None = None) -> None:
         """Receive all tokens. Pass each piece of text to `tell` as soon as it is final, or, if token numbers are
         wanted, each token at once. Raises the errors of `Ticket.events`."""
+        if self._ticket is None:
+            return
         words, metrics, sent = self._words(), self._metrics, False
         first = last = 0.0
         async with contextlib.aclosing(self._ticket.events()) as events:
@@ -54,7 +70,7 @@ class Text:
                 last = time.monotonic()
                 if not first:
                     first = last
-                    metrics.prompt_tokens += len(self._ticket.message["ids"])
+                    metrics.prompt_tokens += len(self.prompt)
                 self.ids.extend(event.tokens)
                 metrics.generated_tokens += len(event.tokens)
                 piece = words.add(event.tokens) if event.tokens and words is not None else ""
@@ -73,40 +89,20 @@ class Text:
         if len(self.ids) > 1:
             metrics.per_token.add((last - first) / (len(self.ids) - 1))
 
+    def cancel(self) -> None:
+        """End the generation, if it has not ended."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+
     def _words(self) -> Stream | None:
         return None if self._tokenizer is None else Stream(self._tokenizer, self._stop, self._after)
 
 
-@dataclass(slots=True)
-class Whole:
-    """One complete text with its prompt."""
-
-    prompt: list[int]
-    ids: list[int]
-    text: str
-    finished: str
-    end: int | None = None
-    """The token that ended the text, which is not part of it."""
-    scores: list[Any] | None = None
-    """Scores of `tokens`, in the form of `penstock.infer.score.TextScores`."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens: the prompt's, the text's, and the one that ended it."""
-        return [*self.prompt, *self.ids, *(() if self.end is None else (self.end,))]
-
-    @property
-    def mean(self) -> float:
-        """Mean log-probability of the tokens that were generated."""
-        logs = self.scores[0][len(self.prompt) - 1 :] if self.scores else []
-        return sum(logs) / len(logs) if logs else 0.0
-
-
-def likeliest(texts: Sequence[Whole], wanted: TextRequest) -> list[Whole]:
+def likeliest(texts: Sequence[Text], wanted: TextRequest) -> list[Text]:
     """The `choices` likeliest of each prompt's texts, in the order of generation."""
     if wanted.best_of == wanted.choices or wanted.max_tokens == 0:
         return list(texts)
-    chosen: list[Whole] = []
+    chosen: list[Text] = []
     for start in range(0, len(texts), wanted.best_of):
         group = texts[start : start + wanted.best_of]
         best = sorted(range(len(group)), key=lambda n: -group[n].mean)[: wanted.choices]
@@ -121,45 +117,44 @@ def usage(prompts: Sequence[list[int]], texts: Sequence[Text]) -> dict[str, int]
 
 
 def choice(
-    place: int, whole: Whole, kind: str, wanted: TextRequest, spelling: Spelling | None
+    place: int, text: Text, kind: str, wanted: TextRequest, spelling: Spelling | None
 ) -> dict[str, Any]:
     """The entry for a complete text; if requested, after its prompt, and with log-probabilities."""
     logs = None
-    if wanted.logprobs is not None and whole.scores is not None:
-        logs = _chat_logs(whole, spelling) if kind.startswith("chat") else _logs(whole, wanted.echo, spelling)
-    shared = {"index": place, "finish_reason": whole.finished, "logprobs": logs}
+    if wanted.logprobs is not None and text.scores is not None:
+        logs = _chat_logs(text, spelling) if kind.startswith("chat") else _logs(text, wanted.echo, spelling)
+    shared = {"index": place, "finish_reason": text.finished, "logprobs": logs}
     if kind.startswith("chat"):
-        return shared | {"message": {"role": "assistant", "content": whole.text}}
-    text, ids = whole.text, whole.ids
-    if wanted.echo:
-        text = (spelling.decode(whole.prompt) if spelling is not None else "") + text
-        ids = [*whole.prompt, *ids]
-    return shared | {"text": text, "token_ids": ids}
+        return shared | {"message": {"role": "assistant", "content": text.text}}
+    if not wanted.echo:
+        return shared | {"text": text.text, "token_ids": text.ids}
+    prompt = "" if spelling is None else spelling.decode(text.prompt)
+    return shared | {"text": prompt + text.text, "token_ids": [*text.prompt, *text.ids]}
 
 
 def _shown(number: int, spelling: Spelling | None) -> tuple[str, bytes]:
     return (str(number), str(number).encode()) if spelling is None else spelling(number)
 
 
-def _chat_logs(whole: Whole, spelling: Spelling | None) -> dict[str, Any]:
+def _chat_logs(text: Text, spelling: Spelling | None) -> dict[str, Any]:
     """Log-probabilities of the generated tokens, in the form of chats."""
-    assert whole.scores is not None
+    assert text.scores is not None
 
     def entry(number: int, log: float) -> dict[str, Any]:
         token, raw = _shown(number, spelling)
         return {"token": token, "logprob": log, "bytes": list(raw)}
 
-    first, tokens = len(whole.prompt), whole.tokens
-    rows = zip(tokens[first:], *(scores[first - 1 :] for scores in whole.scores))
+    first, tokens = len(text.prompt), text.tokens
+    rows = zip(tokens[first:], *(scores[first - 1 :] for scores in text.scores))
     content = [entry(n, log) | {"top_logprobs": [entry(*pair) for pair in tops]} for n, log, tops in rows]
     return {"content": content}
 
 
-def _logs(whole: Whole, echo: bool, spelling: Spelling | None) -> dict[str, Any]:
+def _logs(text: Text, echo: bool, spelling: Spelling | None) -> dict[str, Any]:
     """Log-probabilities in the form of completions. The first token has none, because nothing precedes it."""
-    assert whole.scores is not None
-    tokens, first = whole.tokens, 0 if echo else len(whole.prompt)
-    logs, tops = [None, *whole.scores[0]], [None, *whole.scores[1]]
+    assert text.scores is not None
+    tokens, first = text.tokens, 0 if echo else len(text.prompt)
+    logs, tops = [None, *text.scores[0]], [None, *text.scores[1]]
     best: list[dict[str, float] | None] = []
     for row in tops[first:]:
         names: dict[str, float] = {}

@@ -70,7 +70,11 @@ class Ticket:
                 if event.finished or event.answer is not None:
                     return
         finally:
-            self._backend.forget(self)
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the request, if it has not ended."""
+        self._backend.forget(self)
 
     async def answer(self) -> list[Any]:
         """The answer to a request for something other than tokens. Raises the errors of `events`."""
@@ -232,7 +236,7 @@ class Backend:
             self.ready.set()
             self._held = dict(self._tickets)
             self._fill()
-        for number, tokens, finished, end in message.get("made", ()):
+        for number, tokens, finished, end in message.get("pieces", ()):
             self._tell(number, Event(tuple(tokens), finished, end), last=bool(finished))
         if "experts" in message:
             self._count(message["experts"])

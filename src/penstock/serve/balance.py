@@ -85,6 +85,7 @@ class Balance:
     until: int = 0
     """Steps up to the last check."""
     _all_steps: int = 0
+    _reported: tuple[int, int, int] = (0, 0, 0)
     _window: Sequence[Sequence[int]] = ()
     _waiting: Sequence[int] = ()
     """Mixtures that the current check has not yet handled."""
@@ -127,6 +128,11 @@ class Balance:
             "visits": self.visits, "until": self.until, "load": max(self.figures, default=1.0),
             "moves": self.moves, "given_up": self.given_up,
         }  # fmt: skip
+
+    def news(self) -> dict[str, Any] | None:
+        """The state, if it has changed since the last call."""
+        before, self._reported = self._reported, (self.looks, self.moves, self.given_up)
+        return self.state() if self._reported != before else None
 
     def _begin(self, number: int, loads: Sequence[int]) -> list[tuple[Any, ...]]:
         now = self.slots[number]

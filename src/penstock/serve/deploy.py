@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from penstock.config.formats import BYTES, HALVES, LOSSY, Dtype, WeightType
 from penstock.config.machine import Machine
@@ -125,11 +125,11 @@ def explore(
 
     Raises ConfigError if prompts and answers are longer than the model's positions, or the model cannot be served.
     """
-    context = max(arrival.prompt + arrival.made for arrival in arrivals)
+    context = max(arrival.prompt + arrival.answer for arrival in arrivals)
     if model.graph.vision:
         raise ConfigError("A vision model reads images, not tokens; penstock deploy is for text models.")
     if not model.graph.generates:
-        arrivals = [arrival._replace(made=1) for arrival in arrivals]
+        arrivals = [arrival._replace(answer=1) for arrival in arrivals]
     learned = [run.rows for run in model.graph.runs if run.stack.positions == "learned"]
     most = min(learned, default=context)
     if context > most:
@@ -144,30 +144,19 @@ def explore(
         raise ConfigError("loads is for mixtures of experts, but the model has none; leave loads out.")
     record = None if config.loads is None else read_loads(Path(config.loads))
     tried: list[Layout] = []
-    ways: dict[int, list[_Hosting]] = {}
+    hostings: dict[int, list[dict[str, Any]]] = {}
     for kind in (*chosen, *offered):
         for tp, pp in _degrees(model, machine, max(config.devices), kind):
-            if tp not in ways:
-                ways[tp] = _hostings(model, record, _serving(model, machine, kind, tp, pp).ep)
-            for way in ways[tp]:
-                serving = replace(_serving(model, machine, kind, tp, pp), spare=way.spare, uneven=way.uneven)
-                forms = [
-                    [
-                        *_replicas(
-                            model, machine, arrivals, config, kind, replace(serving, steps=steps), context
-                        )
-                    ]
-                    for steps in _steps(model, machine, config, kind, serving)
-                ]
+            serving = _serving(model, machine, kind, tp, pp)
+            if tp not in hostings:
+                hostings[tp] = _hostings(model, record, serving.ep)
+            for hosting in hostings[tp]:
+                forms = []
+                for steps in _steps(model, machine, config, kind, serving):
+                    placed = replace(serving, steps=steps, **hosting)
+                    forms.append([*_replicas(model, machine, arrivals, config, kind, placed, context)])
                 tried += min(forms, key=lambda layouts: min(map(_rank, layouts), default=(True, 0, 0.0)))
     return _judged(tried, chosen, config)
-
-
-class _Hosting(NamedTuple):
-    """One way to place experts on the devices that host them."""
-
-    spare: int = 0
-    uneven: float = 1.0
 
 
 def experts_of(model: ModelConfig) -> list[int]:
@@ -175,14 +164,15 @@ def experts_of(model: ModelConfig) -> list[int]:
     return [run.stack.experts for run in model.graph.runs for layer in run.stack.layers if layer.mixture]
 
 
-def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[_Hosting]:
-    """Placements of a record's experts on `ep` devices: with one copy of each, and with replicas to even out loads."""
+def _hostings(model: ModelConfig, record: LoadRecord | None, ep: int) -> list[dict[str, Any]]:
+    """Fields of `Serving` for each placement of a record's experts on `ep` devices: with one copy of each, and with
+    replicas to even out loads."""
     if record is None:
-        return [_Hosting()]
+        return [{}]
     hostings = []
     for spare in sorted({0, spare_for(record, ep) if ep > 1 else 0}):
         slots = slots_by(record, experts_of(model), ep, spare)
-        hostings.append(_Hosting(spare, unevenness_of(record, slots)))
+        hostings.append({"spare": spare, "uneven": unevenness_of(record, slots)})
     return hostings
 
 
@@ -242,19 +232,20 @@ def _replicas(
     counts = sorted({gpus // (tp * pp) for gpus in config.devices if gpus % (tp * pp) == 0})
     if not counts:
         return
-    mean = sum(arrival.prompt + arrival.made for arrival in arrivals) / len(arrivals)
-    each, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
+    mean = sum(arrival.prompt + arrival.answer for arrival in arrivals) / len(arrivals)
+    per_token, room = cache_bytes_per_token(model, serving), _room(model, machine, serving)
     longest, recorded = Limits(context=context).blocks(context), serving.steps == "recorded"
-    text = recorded_bytes(model, serving, context) if recorded else each * mean
+    text = recorded_bytes(model, serving, context) if recorded else per_token * mean
     slots = min(SLOTS[0], max(1, int(room / text))) if text else SLOTS[0]
-    capacity = slots * longest if recorded else int(min(1 << 30, max(0.0, room) / each if each else 1 << 30))
+    paged = max(0.0, room) / per_token if per_token else 1 << 30
+    capacity = slots * longest if recorded else int(min(1 << 30, paged))
     plain = Layout(
         type=kind, tp=tp, pp=pp, replicas=counts[0], slots=0, cache_tokens=capacity, context=context,
         memory_bytes=weights_bytes(model, serving) + WORKSPACE_BYTES, spare=serving.spare, uneven=serving.uneven,
         assumption=assumption(machine, stored_on(machine, serving.weights)), steps=serving.steps,
     )  # fmt: skip
-    if room < (text if recorded else each * longest):
-        needs = plain.memory_bytes + each * context
+    if room < (text if recorded else per_token * longest):
+        needs = plain.memory_bytes + per_token * context
         yield replace(
             plain, why=f"needs {needs / 2**30:.1f} GiB a device, which has {machine.memory_bytes / 2**30:.1f}"
         )
@@ -294,8 +285,8 @@ def _replicas(
 
 def _alone(request: Arrival, costs: StepCosts) -> float:
     """Seconds that a request takes on an idle server."""
-    last = request.made - 1
-    decoded = last * costs.decode(1, request.prompt + request.made / 2) if last > 0 else 0.0
+    last = request.answer - 1
+    decoded = last * costs.decode(1, request.prompt + request.answer / 2) if last > 0 else 0.0
     return costs.request + costs.prefill(request.prompt) + decoded
 
 
@@ -314,19 +305,15 @@ def _judged(tried: Sequence[Layout], chosen: Sequence[str], config: DeployConfig
             f"gpus is {config.gpus}, but no layout of this model uses that many devices; allow fewer, too."
         )
     best = allowed[0] if not allowed[0].why else None
-    layouts = []
-    for layout in sorted(tried, key=_rank):
-        if layout is best:
-            continue
-        if not layout.why and best is not None and best.served is not None and layout.served is not None:
-            layout = replace(layout, why=_loses(layout, best, chosen))
-        elif not layout.why:
-            layout = replace(layout, why="fast enough, but changes results")
-        layouts.append(layout)
+    others = [layout for layout in sorted(tried, key=_rank) if layout is not best]
+    layouts = [replace(layout, why=layout.why or _loses(layout, best, chosen)) for layout in others]
     return Ranking(choice=best, layouts=(*([best] if best else []), *layouts))
 
 
-def _loses(layout: Layout, best: Layout, chosen: Sequence[str]) -> str:
+def _loses(layout: Layout, best: Layout | None, chosen: Sequence[str]) -> str:
+    """Why a layout that is fast enough is not the choice."""
+    if best is None:
+        return "fast enough, but changes results"
     assert layout.served is not None
     assert best.served is not None
     if layout.type not in chosen:
@@ -344,7 +331,8 @@ def server_command(config: DeployConfig, machine: Machine, layout: Layout) -> li
     """The command of our own server for one replica of a layout; empty without weights, or if it cannot run it."""
     assert config.model is not None
     # Each rank of our server needs whole KV heads.
-    whole_heads = all(one.kv_heads % layout.tp == 0 for stack in stacks(config.model) for one in stack.kinds)
+    layers = (layer for stack in stacks(config.model) for layer in stack.kinds)
+    whole_heads = all(layer.kv_heads % layout.tp == 0 for layer in layers)
     split = layout.tp == 1 or (config.model.graph.generates and whole_heads and layout.type != "fp8")
     runs = machine.device != "other" and layout.pp == 1 and split and layout.type in SERVED
     if config.weights is None or not runs:

@@ -85,12 +85,6 @@ class Led(Ranks):
         self._texts = [[False] * engine.slots for _ in range(dims.data_world)]
         self.rounds = rounds_of(engine.model)
         self.mover = None if self.rounds is None else Mover(self.rounds)
-        self._reported: Any = None
-
-    @property
-    def context(self) -> int:
-        """The engine's context. The methods below call the engine's methods, too."""
-        return self.engine.context
 
     def require(self, request: Request) -> None:
         self.engine.require(request)
@@ -113,11 +107,11 @@ class Led(Ranks):
         return rank * self.engine.slots + slot
 
     def release(self, slot: int) -> None:
-        rank, own = divmod(slot, self.engine.slots)
-        self._texts[rank][own] = False
-        self._news.append((rank, own))
+        rank, own_slot = divmod(slot, self.engine.slots)
+        self._texts[rank][own_slot] = False
+        self._news.append((rank, own_slot))
         if rank == self.dims.data_rank:
-            self.engine.release(own)
+            self.engine.release(own_slot)
 
     def step(self, chunk: int | None = None) -> Sequence[SlotResult]:
         orders: list[tuple[Any, ...]] = []
@@ -130,17 +124,6 @@ class Led(Ranks):
     def visits(self) -> list[list[int]]:
         """Visits of all ranks' tokens to each expert, for each mixture."""
         return [] if self.rounds is None else [hosts.visits.tolist() for hosts in self.rounds.hosts]
-
-    def experts_news(self) -> dict[str, Any] | None:
-        """The state of hosted experts, if it has changed since the last call; on the leader."""
-        balance = self.balance
-        if balance is None or not balance.looks:
-            return None
-        mark = (balance.looks, balance.moves, balance.given_up)
-        if mark == self._reported:
-            return None
-        self._reported = mark
-        return balance.state()
 
     def _step(self, chunk: int | None, orders: Sequence[tuple[Any, ...]]) -> list[SlotResult]:
         """Run one step of this rank's engine; return the results of all ranks."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.config.convert import Checked, Count, Natural
 from penstock.errors import PenstockError
@@ -61,9 +61,13 @@ class Job:
     """Tokens."""
     max_tokens: int
     """Most tokens to generate."""
+    request: Any = None
+    """The engine's request, if there is one."""
+    slot: int | None = None
+    """The engine's slot, once the job has one."""
     read: int = 0
     """Number of the prompt's tokens that are in the cache."""
-    made: int = 0
+    generated: int = 0
     """Tokens generated so far."""
 
     @property
@@ -77,7 +81,6 @@ class Read(NamedTuple):
 
     job: Job
     start: int
-
     stop: int
 
 
@@ -172,9 +175,9 @@ class Scheduler:
         """Report that a piece of a prompt is in the cache; the last piece has generated a token."""
         read.job.read = read.stop
         if read.stop >= read.job.prompt:
-            read.job.made = 1
+            read.job.generated = 1
 
     def has_made(self, job: Job, tokens: int = 1) -> bool:
         """Report generated tokens; return whether the job has reached its maximum. The caller removes finished jobs."""
-        job.made += tokens
-        return job.made >= job.max_tokens
+        job.generated += tokens
+        return job.generated >= job.max_tokens

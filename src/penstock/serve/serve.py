@@ -13,6 +13,7 @@ from typing import Any
 from penstock.boundary.files import read_text
 from penstock.boundary.hub import local_weights
 from penstock.boundary.packages import package
+from penstock.config.load import to_dict
 from penstock.data.text.chat import template_of
 from penstock.data.text.open import found_in
 from penstock.errors import ConfigError, EnvironmentProblem
@@ -75,15 +76,16 @@ async def _serve(
     from penstock.serve.server import Service
 
     listener = _listen(config)
-    backend = Backend(_settings(config, folder), opener=opener, stall_seconds=config.stall_seconds)
+    backend = Backend(
+        {**to_dict(config), "model": str(folder)}, opener=opener, stall_seconds=config.stall_seconds
+    )
     tokenizer = found_in(folder)
     service = Service(
         backend=backend, config=config, name=config.name or usual_name(str(config.model)), tokenizer=tokenizer,
         template=None if tokenizer is None else template_of(tokenizer), key=key,
     )  # fmt: skip
-    logging.getLogger("uvicorn.error").setLevel(
-        logging.ERROR
-    )  # clients' errors go to the clients, not to the log
+    # Clients' errors go to the clients, not to the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     connection: Any = functools.partial(Connection, unread_seconds=config.unread_seconds)
     server = Server(
         uvicorn.Config(
@@ -119,14 +121,3 @@ def _listen(config: ServeConfig) -> socket.socket:
             "--port, or an address of this machine."
         ) from None
     return listener
-
-
-def _settings(config: ServeConfig, folder: Path) -> dict[str, Any]:
-    """The settings of the worker."""
-    return {
-        "model": str(folder), "dtype": config.dtype, "weights": config.weights, "device": config.device,
-        "slots": config.slots, "waiting": config.waiting, "context": config.context, "cache": config.cache,
-        "tokens": config.tokens, "chunk": config.chunk, "tp": config.tp, "compile": config.compile,
-        "ep": config.ep, "loads": config.loads, "spare_experts": config.spare_experts, "rebalance": config.rebalance,
-        "labels": list(config.labels),
-    }  # fmt: skip

@@ -13,6 +13,7 @@ import functools
 import hmac
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ from penstock.infer.labels import TextLabels
 from penstock.infer.text import Spelling, needed, prompt_numbers
 from penstock.infer.usual import lengths
 from penstock.serve import answers, parse
-from penstock.serve.answers import Piece, Text, Whole
+from penstock.serve.answers import Piece, Text
 from penstock.serve.backend import Backend, Lost, Refused, Ticket
 from penstock.serve.metrics import Metrics
 from penstock.serve.parse import TextRequest
@@ -82,34 +83,26 @@ class Service:
         """The spelling of tokens, if there is a tokenizer."""
         return None if self.tokenizer is None else Spelling(self.tokenizer)
 
-    @property
-    def labels(self) -> TextLabels:
-        """Labels that choose the model's experts."""
-        about = self.backend.about
-        return TextLabels(tuple(about.get("labels", ())), about.get("labels_in_prompts", False))
-
     def app(self) -> Starlette:
         """The Starlette application."""
-        posts = {
-            "/v1/completions": ("completions", self.completions),
-            "/v1/chat/completions": ("chat", self.chat),
-            "/v1/embeddings": ("embeddings", self.embeddings),
-            "/v1/classify": ("classify", self.classify),
-            "/v1/translate": ("translate", self.translate),
-        }
         routes = [
-            Route(path, self._guarded(name, work), methods=["POST"]) for path, (name, work) in posts.items()
-        ]
-        gets = {
-            "/health": self.health, "/v1/models": self.models, "/v1/models/{name:path}": self.model,
-            "/metrics": self.report, "/v1/experts": self.experts,
-        }  # fmt: skip
-        routes += [
-            Route(path, self._guarded(path.strip("/"), work), methods=["GET"]) for path, work in gets.items()
+            ("POST", "/v1/completions", "completions", self.completions),
+            ("POST", "/v1/chat/completions", "chat", self.chat),
+            ("POST", "/v1/embeddings", "embeddings", self.embeddings),
+            ("POST", "/v1/classify", "classify", self.classify),
+            ("POST", "/v1/translate", "translate", self.translate),
+            ("GET", "/health", "health", self.health),
+            ("GET", "/v1/models", "v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", "v1/models/{name:path}", self.model),
+            ("GET", "/metrics", "metrics", self.report),
+            ("GET", "/v1/experts", "v1/experts", self.experts),
         ]
         origins = [*self.config.cors]
         pages = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-        return Starlette(routes=routes, middleware=[pages] if origins else [])
+        return Starlette(
+            routes=[Route(path, self._guarded(name, work), methods=[method]) for method, path, name, work in routes],
+            middleware=[pages] if origins else [],
+        )  # fmt: skip
 
     def _guarded(
         self, route: str, work: Callable[[Request], Awaitable[Response]]
@@ -195,9 +188,8 @@ class Service:
             raise Fault(400, "This model is not an encoder–decoder; use /v1/completions.")
         wanted = parse.translation(body, self.backend.usual)
         prompts = await self._numbers(wanted)
-        tickets = self._submit(wanted, prompts)
-        texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
-        await self._all(request, texts)
+        texts = self._queued(wanted, prompts)
+        await self._while_there(request, _run(texts))
         return JSONResponse({
             "object": "translation", "model": self.name,
             "translations": [{"text": text.text, "finish_reason": text.finished} for text in texts],
@@ -210,7 +202,7 @@ class Service:
         packed = parse.in_base64(body)
         if self.backend.about and self.backend.about["writes"]:
             raise Fault(400, "This model generates text; embeddings need an encoder.")
-        vectors, count = await self._vectors(request, body, "texts")
+        vectors, count = await self._vectors(request, body, "vectors")
         return self._listed(count, [
             {"object": "embedding", "index": i, "embedding": answers.base64_of(vector) if packed else vector}
             for i, vector in enumerate(vectors)
@@ -221,7 +213,7 @@ class Service:
         body = await self._table(request, "classify")
         if self.backend.about and not self.backend.about.get("classes"):
             raise Fault(400, "This model has no head for classes; use another route.")
-        shares, count = await self._vectors(request, body, "classify")
+        shares, count = await self._vectors(request, body, "classes")
         names = self.backend.about["classes"]
         return self._listed(count, [
             {"index": i, "label": names[row.index(max(row))], "probs": row, "num_classes": len(row)}
@@ -233,7 +225,7 @@ class Service:
         return JSONResponse({"object": "list", "model": self.name, "usage": usage, **more, "data": data})
 
     async def _vectors(
-        self, request: Request, body: dict[str, Any], wanted: str
+        self, request: Request, body: dict[str, Any], kind: str
     ) -> tuple[list[list[float]], int]:
         """The worker's vector for each text or image of a request, and the number of tokens."""
         rows: list[Any] = (
@@ -243,7 +235,7 @@ class Service:
         if not self.images and longest and max(map(len, rows)) > longest:
             raise Fault(400, f"A text has {max(map(len, rows)):,} tokens, but the model reads {longest:,}.")
         self.backend.require_room(1)
-        ticket, begun = self._send({wanted: rows}), time.monotonic()
+        ticket, begun = self._send({"compute": kind, "arguments": [rows]}), time.monotonic()
         vectors: list[list[float]] = await self._while_there(request, ticket.answer())
         self.metrics.latency.add(time.monotonic() - begun)
         count = 0 if self.images else sum(map(len, rows))
@@ -302,41 +294,29 @@ class Service:
             raise Fault(400, "A prompt is empty.")
         if wanted.scored and self.source:
             raise Fault(400, "Log-probabilities are not supported for encoder–decoders.")
-        if wanted.max_tokens == 0:  # prompts are scored, one after the other
-            self.backend.require_room(1)
-        tickets = self._submit(wanted, prompts) if wanted.max_tokens != 0 else []
-        texts = [Text(self.tokenizer, self.metrics, ticket, wanted, source=self.source) for ticket in tickets]
-        made = tickets[0].number if tickets else 0
-        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{made}-{int(time.time())}"
-        head = {"id": number, "created": int(time.time()), "model": self.name}
+        texts, created = self._queued(wanted, prompts), int(time.time())
+        number = f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}"
+        head = {"id": number, "created": created, "model": self.name}
         if wanted.stream:
-            parts = self._parts(texts, wanted, prompts, head, kind)
-            return StreamingResponse(
-                parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-            )
-        await self._all(request, texts)
-        of = [prompt for prompt in prompts for _ in range(wanted.best_of)]
-        whole = [
-            Whole(prompt, made.ids, made.text, made.finished, made.end) for prompt, made in zip(of, texts)
-        ]
-        whole = whole or [Whole(prompt, [], "", "length") for prompt in prompts]
+            return _Stream(self._parts(texts, wanted, prompts, head, kind), texts)
+        await self._while_there(request, _run(texts))
         if wanted.scored:
-            await self._while_there(request, self._score(whole, wanted))
+            await self._while_there(request, self._score(texts, wanted))
 
         def response() -> Response:
-            chosen = answers.likeliest(whole, wanted)
-            choices = [answers.choice(i, made, kind, wanted, self.spelling) for i, made in enumerate(chosen)]
+            likeliest = enumerate(answers.likeliest(texts, wanted))
+            choices = [answers.choice(i, text, kind, wanted, self.spelling) for i, text in likeliest]
             return JSONResponse(
                 {**head, "object": kind, "choices": choices, "usage": answers.usage(prompts, texts)}
             )
 
         return response() if wanted.logprobs is None else await asyncio.to_thread(response)
 
-    async def _score(self, texts: Sequence[Whole], wanted: TextRequest) -> None:
+    async def _score(self, texts: Sequence[Text], wanted: TextRequest) -> None:
         """Score the texts one after the other, so that they need only one place in the queue."""
         for text in texts:
-            ticket = self._send({"score": text.tokens, "top": wanted.logprobs or 0})
-            text.scores = await ticket.answer()
+            arguments = [text.tokens, wanted.logprobs or 0]
+            text.scores = await self._send({"compute": "scores", "arguments": arguments}).answer()
 
     async def _numbers(self, wanted: TextRequest) -> list[list[int]]:
         """Token numbers of all prompts."""
@@ -350,38 +330,33 @@ class Service:
 
         return await asyncio.to_thread(work) if long else work()
 
-    def _submit(self, wanted: TextRequest, prompts: Sequence[list[int]]) -> list[Ticket]:
+    def _queued(self, wanted: TextRequest, prompts: Sequence[list[int]]) -> list[Text]:
         """Queue each prompt once per text. Raises the errors of `Backend.require_room`, and ConfigError for labels that
         are missing or unknown."""
-        routes = self.labels.numbers(wanted.prompts, wanted.label)
-        tickets: list[Ticket] = []
+        about, texts = self.backend.about, list[Text]()
+        text = functools.partial(Text, self.tokenizer, self.metrics, wanted, source=self.source)
+        if wanted.max_tokens == 0:  # prompts are only scored, one after the other
+            self.backend.require_room(1)
+            return [text(prompt) for prompt in prompts]
+        labels = TextLabels(tuple(about.get("labels", ())), about.get("labels_in_prompts", False))
+        routes = labels.numbers(wanted.prompts, wanted.label)
         self.backend.require_room(len(prompts) * wanted.best_of)
-        room = self.backend.about.get("context", USUAL_TOKENS)
-        for row, route in zip(prompts, routes, strict=True):
+        for prompt, route in zip(prompts, routes, strict=True):
             for choice in range(wanted.best_of):
                 decoding = dict(wanted.decoding)
                 if not wanted.max_tokens:
-                    prompt = 1 if self.source else len(row)
-                    decoding |= lengths(self.backend.usual, decoding, prompt, room)
+                    count = 1 if self.source else len(prompt)
+                    room = about.get("context", USUAL_TOKENS)
+                    decoding |= lengths(self.backend.usual, decoding, count, room)
                 if decoding.get("seed") is not None:
                     decoding["seed"] += choice
-                tickets.append(self._send({"ids": row, "decoding": decoding, "route": route}))
-        return tickets
+                texts.append(text(prompt, self._send({"ids": prompt, "decoding": decoding, "route": route})))
+        return texts
 
     def _send(self, message: dict[str, Any]) -> Ticket:
         if self.stopping:
             raise Fault(503, "The server is stopping.", "server_error")
         return self.backend.submit(message)
-
-    async def _all(self, request: Request, texts: Sequence[Text]) -> None:
-        """Generate all texts, unless the client disconnects or their time is over."""
-
-        async def gather() -> None:
-            async with asyncio.TaskGroup() as group:
-                for text in texts:
-                    group.create_task(text.run())
-
-        await self._while_there(request, gather())
 
     async def _while_there(self, request: Request, work: Any) -> Any:
         """The result of `work`, which is cancelled if the client disconnects or it takes longer than a request may."""
@@ -415,18 +390,14 @@ class Service:
 
         pieces: asyncio.Queue[tuple[int, Piece] | None] = asyncio.Queue()
 
-        async def run(place: int, text: Text) -> None:
-            await text.run(lambda piece: pieces.put_nowait((place, piece)))
-
-        async def all_() -> None:
+        async def run_all() -> None:
             try:
-                async with asyncio.timeout(self.config.seconds), asyncio.TaskGroup() as group:
-                    for place, text in enumerate(texts):
-                        group.create_task(run(place, text))
+                async with asyncio.timeout(self.config.seconds):
+                    await _run(texts, lambda place, piece: pieces.put_nowait((place, piece)))
             finally:
                 pieces.put_nowait(None)
 
-        task, whole = asyncio.create_task(all_()), False
+        task, whole = asyncio.create_task(run_all()), False
         try:
             if kind.startswith("chat"):
                 for place in range(len(texts)):
@@ -457,6 +428,28 @@ class Service:
             log.error("A stream failed because of an error in the server.", exc_info=problem)
             return "The server has failed; its log says more."
         return f"The request took longer than {self.config.seconds:g} s."
+
+
+class _Stream(StreamingResponse):
+    """A stream of texts, whose generation ends with it, even if the client leaves before it begins."""
+
+    def __init__(self, parts: AsyncIterator[str], texts: Sequence[Text]) -> None:
+        super().__init__(parts, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self.texts = texts
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            for text in self.texts:
+                text.cancel()
+
+
+async def _run(texts: Sequence[Text], tell: Callable[[int, Piece], None] | None = None) -> None:
+    """Generate all texts; pass each piece to `tell`, after the number of its text."""
+    async with asyncio.TaskGroup() as group:
+        for place, text in enumerate(texts):
+            group.create_task(text.run(tell and functools.partial(tell, place)))
 
 
 async def _disconnected(request: Request) -> None:

@@ -28,7 +28,7 @@ class DeployConfig(Checked):
     weights: FilledText | None = None
     """The folder of weights, for the script that is written; the model is read from it."""
     name: FilledText | None = None
-    """Name of the model in the output; by default that of its folder or preset."""
+    """Name of the model in the output; by default the name of its folder or preset."""
     machine: FilledText = "h100"
     """Name of a known machine, a file that probe wrote, or `here`."""
     gpus: FilledText = "1..8"
@@ -85,13 +85,11 @@ class DeployConfig(Checked):
         return float(match[1]) * _UNITS[match[2]]
 
     def _problems(self) -> Iterator[str]:
-        match = _GPUS.fullmatch(self.gpus)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        if _GPUS.fullmatch(self.gpus) is None or not self.devices:
             yield f"gpus is {quoted(self.gpus)}, but must be a number of devices, or a range such as 1..8."
-        if self.p95_latency is not None:
-            time = _TIME.fullmatch(self.p95_latency.strip())
-            if time is None or float(time[1]) == 0:
-                yield f"p95_latency is {quoted(self.p95_latency)}, but must be a time such as 2s or 800ms."
+        time = self.p95_latency
+        if time is not None and (_TIME.fullmatch(time.strip()) is None or not self.seconds):
+            yield f"p95_latency is {quoted(time)}, but must be a time such as 2s or 800ms."
         if not self.types:
             yield "types is empty; name a type of weights, or leave it out."
 

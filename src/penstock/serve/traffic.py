@@ -6,10 +6,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from penstock.boundary.files import quoted, shown
 from penstock.boundary.text import read_lines
@@ -31,7 +32,7 @@ class Arrival(NamedTuple):
 
     at: float
     prompt: int
-    made: int
+    answer: int
 
 
 class Outcome(NamedTuple):
@@ -51,46 +52,44 @@ class Rate(Checked):
     """Requests per second, on average."""
     prompt: tuple[int, int]
     """Fewest and most tokens of a prompt; all numbers in between are equally likely."""
-    made: tuple[int, int]
+    answer: tuple[int, int]
     """Fewest and most tokens of an answer, in the same way."""
 
     @classmethod
     def parse(cls, text: str) -> Rate:
         """The rate in words NAME=VALUE: rate, in and out; a range is `in=64..512`. Raises ConfigError with every
         problem."""
-        words = dict(word.partition("=")[::2] for word in text.split())
-        problems = [
-            f"{quoted(name)} is not part of a rate." for name in words if name not in ("rate", "in", "out")
-        ]
-        problems += [f"{name}= is missing." for name in ("rate", "in", "out") if name not in words]
-        lengths: dict[str, tuple[int, int]] = {}
-        rate = 0.0
-        for name, value in words.items():
+        kinds = {"rate": lambda value: convert(value, Positive, text=True), "in": _lengths, "out": _lengths}
+        words: dict[str, Any] = dict(word.partition("=")[::2] for word in text.split())
+        problems = [f"{quoted(name)} is not part of a rate." for name in words if name not in kinds]
+        problems += [f"{name}= is missing." for name in kinds if name not in words]
+        for name in [name for name in kinds if name in words]:
             try:
-                if name == "rate":
-                    rate = convert(value, Positive, text=True)
-                elif name in ("in", "out"):
-                    low, dots, high = value.partition("..")
-                    first = convert(low, Count, text=True)
-                    lengths[name] = first, convert(high, Count, text=True) if dots else first
-                    if not first <= lengths[name][1] <= LONGEST:
-                        problems.append(
-                            f"{name}={quoted(value)} must be 1 to {LONGEST:,} tokens, the fewest first."
-                        )
+                words[name] = kinds[name](words[name])
             except BadValue as problem:
                 problems.append(problem.sentence(f"{name}="))
         if problems:
             raise ConfigError([f"requests {quoted(text)}: {problem}" for problem in problems] + [_FORM])
-        return cls(rate=rate, prompt=lengths["in"], made=lengths["out"])
+        return cls(rate=words["rate"], prompt=words["in"], answer=words["out"])
 
     def arrivals(self, count: int, *, seed: int = 0) -> list[Arrival]:
         """`count` requests, the same for the same seed."""
         draw = random.Random(seed)
         at, arrivals = 0.0, []
         for _ in range(count):
-            arrivals.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.made)))
+            arrivals.append(Arrival(at, draw.randint(*self.prompt), draw.randint(*self.answer)))
             at += draw.expovariate(self.rate)
         return arrivals
+
+
+def _lengths(value: str) -> tuple[int, int]:
+    """Fewest and most tokens, from a number or a range."""
+    low, dots, high = value.partition("..")
+    first = convert(low, Count, text=True)
+    last = convert(high, Count, text=True) if dots else first
+    if not first <= last <= LONGEST:
+        raise BadValue(value, f"must be 1 to {LONGEST:,} tokens, the fewest first.")
+    return first, last
 
 
 _FORM = (
@@ -177,20 +176,24 @@ class Served:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
-        span = max((each.last for each in outcomes), default=0.0) - min(
-            (each.at for each in outcomes), default=0.0
+        span = max((outcome.last for outcome in outcomes), default=0.0) - min(
+            (outcome.at for outcome in outcomes), default=0.0
         )
-        tokens = sum(each.tokens for each in outcomes)
+        tokens = sum(outcome.tokens for outcome in outcomes)
         return cls(
             requests=len(outcomes) + refused,
             refused=refused,
             seconds=span,
             tokens_per_second=tokens / span if span > 0 else 0.0,
-            first_token=Spread.of([each.first - each.at for each in outcomes]),
+            first_token=Spread.of([outcome.first - outcome.at for outcome in outcomes]),
             per_token=Spread.of(
-                [(each.last - each.first) / (each.tokens - 1) for each in outcomes if each.tokens > 1]
+                [
+                    (outcome.last - outcome.first) / (outcome.tokens - 1)
+                    for outcome in outcomes
+                    if outcome.tokens > 1
+                ]
             ),
-            latency=Spread.of([each.last - each.at for each in outcomes]),
+            latency=Spread.of([outcome.last - outcome.at for outcome in outcomes]),
         )
 
 
@@ -219,75 +222,51 @@ def simulate(arrivals: Sequence[Arrival], limits: Limits, costs: Costs, *, repli
     outcomes: list[Outcome] = []
     refused = 0
     for replica in range(replicas):
-        served, lost = _One(arrivals[replica::replicas], limits, costs).run()
+        served, lost = _simulate_one(arrivals[replica::replicas], limits, costs)
         outcomes += served
         refused += lost
     return Served.of(outcomes, refused=refused)
 
 
-class _One:
-    """Simulation of one engine and its requests."""
-
-    def __init__(self, arrivals: Sequence[Arrival], limits: Limits, costs: Costs) -> None:
-        self.arrivals, self.limits, self.costs = arrivals, limits, costs
-        self.scheduler = Scheduler(limits)
-        self.outcomes: list[Outcome] = []
-        self.refused = 0
-        self.now = 0.0
-        self.firsts: dict[int, float] = {}
-        self.slots: dict[int, int] = {}
-        self.free: list[int] = []
-        """Free slots below the highest slot that has been used."""
-
-    def run(self) -> tuple[list[Outcome], int]:
-        """Serve all requests; return the outcome of each accepted request, and the number of refused ones."""
-        arrivals, scheduler, coming = self.arrivals, self.scheduler, 0
-        while coming < len(arrivals) or scheduler.running or scheduler.waiting:
-            while coming < len(arrivals) and self._comes(coming) <= self.now:
-                self._take(coming)
-                coming += 1
-            turn = scheduler.turn()
-            if not turn:
-                self.now = max(self.now, self._comes(coming)) if coming < len(arrivals) else self.now
-                continue
-            more = coming < len(arrivals) and scheduler.running < self.limits.slots
-            self._step(turn, (self._comes(coming) if more else math.inf) - self.now)
-        return self.outcomes, self.refused
-
-    def _comes(self, number: int) -> float:
-        """When a request reaches the engine. The time for its way back is included here, too."""
-        return self.arrivals[number].at + self.costs.request
-
-    def _take(self, number: int) -> None:
-        arrival = self.arrivals[number]
-        try:
-            self.scheduler.submit(Job(number, arrival.prompt, arrival.made))
-        except QueueFull:
-            self.refused += 1
-
-    def _step(self, turn: Turn, until: float) -> None:
-        """Run a turn, repeated until something changes."""
+def _simulate_one(arrivals: Sequence[Arrival], limits: Limits, costs: Costs) -> tuple[list[Outcome], int]:
+    """Simulate one engine: the outcome of each accepted request, and the number of refused ones."""
+    scheduler, now, refused = Scheduler(limits), 0.0, 0
+    # A request reaches the engine after its way to it; the time for its way back is included here, too.
+    coming = deque((arrival.at + costs.request, Job(n, *arrival[1:])) for n, arrival in enumerate(arrivals))
+    outcomes, firsts = list[Outcome](), dict[int, float]()
+    slots, free = 0, list[int]()  # slots that have been used, and those of them that are free now
+    while coming or scheduler.running or scheduler.waiting:
+        while coming and coming[0][0] <= now:
+            try:
+                scheduler.submit(coming.popleft()[1])
+            except QueueFull:
+                refused += 1
+        turn = scheduler.turn()
+        if not turn:
+            now = max(now, coming[0][0]) if coming else now
+            continue
         for read in turn.reads:
-            if read.job.number not in self.slots:
-                self.slots[read.job.number] = heapq.heappop(self.free) if self.free else len(self.slots)
-        used = [self.slots[job.number] for job in turn.decode]
-        steps, seconds = _steps(turn, max(used) - min(used) + 1 if used else 0, self.costs, until)
-        self.now += seconds
+            if read.job.slot is None:
+                if not free:
+                    free, slots = [slots], slots + 1
+                read.job.slot = heapq.heappop(free)
+        used = [job.slot for job in turn.decode if job.slot is not None]
+        until = coming[0][0] - now if coming and scheduler.running < limits.slots else math.inf
+        # The turn is repeated until something changes.
+        steps, seconds = _steps(turn, max(used) - min(used) + 1 if used else 0, costs, until)
+        now += seconds
         for read in turn.reads:
-            self.scheduler.has_read(read)
-            if read.job.made:
-                self.firsts[read.job.number] = self.now
-                if read.job.made >= read.job.max_tokens:
-                    self._finish(read.job)
-        for job in turn.decode:
-            if self.scheduler.has_made(job, steps):
-                self._finish(job)
-
-    def _finish(self, job: Job) -> None:
-        self.scheduler.remove(job.number)
-        heapq.heappush(self.free, self.slots.pop(job.number))
-        at = self.arrivals[job.number].at
-        self.outcomes.append(Outcome(at, self.firsts.pop(job.number), self.now, job.made))
+            scheduler.has_read(read)
+            if read.job.generated:
+                firsts[read.job.number] = now
+        done = [read.job for read in turn.reads if read.job.generated >= read.job.max_tokens]
+        done += [job for job in turn.decode if scheduler.has_made(job, steps)]
+        for job in done:
+            scheduler.remove(job.number)
+            assert job.slot is not None
+            heapq.heappush(free, job.slot)
+            outcomes.append(Outcome(arrivals[job.number].at, firsts[job.number], now, job.generated))
+    return outcomes, refused
 
 
 def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, float]:
@@ -299,13 +278,13 @@ def _steps(turn: Turn, rows: int, costs: Costs, until: float) -> tuple[int, floa
     seconds = sum(_piece(read.start, read.stop, costs) for read in turn.reads)
     if not turn.decode:
         return 1, seconds
-    cached = max(job.prompt + job.made for job in turn.decode)
-    each = costs.decode(rows, cached)
+    cached = max(job.prompt + job.generated for job in turn.decode)
+    step_seconds = costs.decode(rows, cached)
     if turn.reads:
-        return 1, seconds + each
-    steps = min(job.max_tokens - job.made for job in turn.decode)
-    if until < math.inf and each > 0:
-        steps = max(1, min(steps, math.ceil(until / each)))
+        return 1, seconds + step_seconds
+    steps = min(job.max_tokens - job.generated for job in turn.decode)
+    if until < math.inf and step_seconds > 0:
+        steps = max(1, min(steps, math.ceil(until / step_seconds)))
     return steps, steps * costs.decode(rows, cached + (steps - 1) / 2)
 
 

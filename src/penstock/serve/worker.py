@@ -1,7 +1,7 @@
-"""The process that holds the model: it takes requests from the server, runs the engine, and sends tokens back.
+"""The process that holds the model: it receives requests from the server, runs the engine, and sends tokens back.
 
-It is a process of its own, so that a fault in it, or in a library below it, ends no connection: the server starts
-another. Between two steps of the engine it looks whether messages have come, and never waits while there is work.
+A crash of this process, or of a library that it uses, ends no connection: the server starts another one. Between two
+steps of the engine it checks for messages, and it never waits while there is work.
 """
 
 from __future__ import annotations
@@ -45,33 +45,28 @@ class Opened(NamedTuple):
     """A model that is ready to serve."""
 
     engine: Slots | None
-    """None of a model that makes vectors."""
-    vectors: Any
-    """Function of lists of token numbers to their vectors; None of a model that makes text."""
+    """None if the model generates no text."""
     request: Callable[..., Any]
     """Makes an engine's request from `ids`, `decoding` and `route`."""
     about: dict[str, Any]
-    """Facts for the server: `images` (whether it reads those), `context` (tokens of a text), `source` (of an
-    encoder–decoder's source), `labels` (which choose experts), `labels_in_prompts`, and `mixtures` (names of
-    those whose experts several ranks host)."""
-    scores: Any = None
-    """Function of a text's token numbers, and how many of the likeliest are wanted in each place, to what
-    `penstock.infer.score.Scorer` gives; None of a model that is no decoder, or on several devices."""
+    """Facts for the server: `images` (whether the model reads images), `context` (maximum tokens of a text), `source`
+    (maximum tokens of an encoder–decoder's source), `labels` (which choose experts), `labels_in_prompts`, `classes`
+    (their names), and `mixtures` (names of the mixtures whose experts several ranks host)."""
+    answers: Mapping[str, Callable[..., Any]] = {}
+    """Functions that answer requests for something other than tokens, by the names in `_MISSING`: vectors of lists of
+    token numbers, probabilities of the classes of such lists or of images, and `penstock.infer.score.Scorer`."""
     ranks: Any = None
-    """The engine, where several ranks split its layers or host experts: see `penstock.serve.led`."""
+    """The engine, if several ranks split its layers or host experts: see `penstock.serve.led`."""
     experts: Callable[[], dict[str, Any] | None] | None = None
-    """News of hosted experts since the last call, as of `Balance.state`; None where there are none."""
-    classes: Any = None
-    """Function of lists of token numbers, or of images, to the probabilities of their classes, whose names are in
-    `about`; None of a model without a head for classes, or on several devices."""
+    """Returns `Balance.state` if it has changed since the last call; None if the model hosts no experts."""
 
 
-_ANSWERS = {
-    "texts": ("vectors", "Only encoders of texts make embeddings."),
-    "classify": ("classes", "Classes come from models with a head for them, on one device."),
-    "score": ("scores", "Log-probabilities are given by decoders on one device; leave logprobs out."),
+_MISSING = {
+    "vectors": "Only encoders of texts make embeddings.",
+    "classes": "Only models with a head for classes classify, and only on one device.",
+    "scores": "Only decoders on one device return log-probabilities; leave logprobs out.",
 }
-"""Requests that are not for tokens: the function of `Opened` that answers each, and what is wrong without it."""
+"""Requests for something other than tokens, and what is wrong if the model does not answer them."""
 
 
 class Worker:
@@ -80,12 +75,10 @@ class Worker:
     def __init__(self, opened: Opened, limits: Limits, link: JsonLink) -> None:
         self.opened, self.link = opened, link
         self.scheduler = Scheduler(limits)
-        self._requests: dict[int, Any] = {}
         self._slots: dict[int, Job] = {}
-        self._places: dict[int, int] = {}
 
     def run(self) -> None:
-        """Serve until the server asks to stop, or has gone."""
+        """Serve until the server asks this process to stop. Raises Closed once the server is gone."""
         while True:
             timeout = 0.0 if self.scheduler.running or self.scheduler.waiting else None
             while (message := self.link.receive(timeout)) is not None:
@@ -101,33 +94,28 @@ class Worker:
             return
         number = message["job"]
         try:
-            if wanted := next((kind for kind in _ANSWERS if kind in message), None):
-                name, problem = _ANSWERS[wanted]
-                compute = getattr(self.opened, name)
-                if compute is None:
-                    raise ConfigError(problem)
-                more = [message["top"]] if wanted == "score" else []
-                self.link.send(answer=[number, compute(message[wanted], *more)])
+            if (kind := message.get("compute")) is not None:
+                if kind not in self.opened.answers:
+                    raise ConfigError(_MISSING[kind])
+                self.link.send(answer=[number, self.opened.answers[kind](*message["arguments"])])
                 return
             if self.opened.engine is None:
-                raise ConfigError("This model makes no text.")
+                raise ConfigError("This model generates no text.")
             decoding = from_dict(Decoding, message["decoding"], origin="the request")
-            route = message.get("route")
-            request = self.opened.request(ids=tuple(message["ids"]), decoding=decoding, route=route)
+            request = self.opened.request(
+                ids=tuple(message["ids"]), decoding=decoding, route=message.get("route")
+            )
             self.opened.engine.require(request)
-            self.scheduler.submit(Job(number, len(request.ids), request.max_tokens))
-            self._requests[number] = request
+            self.scheduler.submit(Job(number, len(request.ids), request.max_tokens, request))
         except PenstockError as error:
             self.link.send(failed=[number, str(error)])
 
     def _drop(self, number: int) -> None:
-        self.scheduler.remove(number)
-        self._requests.pop(number, None)
-        slot = self._places.pop(number, None)
-        if slot is not None:
-            del self._slots[slot]
+        job = self.scheduler.remove(number)
+        if job is not None and job.slot is not None:
+            del self._slots[job.slot]
             assert self.opened.engine is not None
-            self.opened.engine.release(slot)
+            self.opened.engine.release(job.slot)
 
     def _turn(self) -> None:
         turn = self.scheduler.turn()
@@ -137,24 +125,24 @@ class Worker:
         assert engine is not None
         for read in turn.reads:
             if not read.start:
-                slot = engine.admit(self._requests[read.job.number])
-                assert slot is not None, "the scheduler counts slots and cache as the engine does"
-                self._slots[slot], self._places[read.job.number] = read.job, slot
+                read.job.slot = engine.admit(read.job.request)
+                assert read.job.slot is not None, "the scheduler counts slots and cache as the engine does"
+                self._slots[read.job.slot] = read.job
             self.scheduler.has_read(read)
-        made = []
+        pieces = []
         for slot, tokens, finished, end in engine.step(self.scheduler.limits.chunk):
             number = self._slots[slot].number
-            made.append([number, list(tokens), finished, end])
+            pieces.append([number, list(tokens), finished, end])
             if finished:
                 self._drop(number)
-        if made:
-            self.link.send(made=made)
+        if pieces:
+            self.link.send(pieces=pieces)
         if self.opened.experts is not None and (state := self.opened.experts()) is not None:
             self.link.send(experts=state)
 
 
 def opened(settings: dict[str, Any], limits: Limits) -> Opened:
-    """The model that `penstock serve` names, with its engine."""
+    """Open the model of `penstock serve`, with its engine."""
     from penstock.config.decoding import InferConfig
     from penstock.config.model import vocabulary_of
     from penstock.models.convert import model_in
@@ -168,48 +156,50 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         "vocabulary": 0 if config is None else vocabulary_of(config),
         "source": 0,
     }
-    classes = None
+    answers: dict[str, Callable[..., Any]] = {}
     if config is not None and config.graph.classes is not None and plan.gpus == 1:
-        classes = _Classes(settings, plan)
+        answers["classes"] = classes = _Classes(settings, plan)
         about["classes"] = classes.names
     if about["writes"]:
-        return _opened_writer(settings, limits, plan, config, about, classes)
-    return _opened_encoder(settings, plan, config, about, classes)
+        return _opened_writer(settings, limits, plan, config, about, answers)
+    return _opened_encoder(settings, plan, config, about, answers)
 
 
 def _opened_encoder(
-    settings: dict[str, Any], plan: Any, config: Any, about: dict[str, Any], classes: Any
+    settings: dict[str, Any], plan: Any, config: Any, about: dict[str, Any], answers: dict[str, Any]
 ) -> Opened:
-    """A model that makes no tokens: vectors of texts, or classes of images."""
+    """Open a model that generates no tokens, but vectors of texts or classes of images."""
     from penstock.decode.engine import Request
     from penstock.infer.encode import Embedder
     from penstock.serve.led import LedVectors, join
 
-    where, device = settings["model"], settings["device"]
+    model, device = settings["model"], settings["device"]
     if settings["compile"] != "none":
         raise ConfigError(
-            f"compile={settings['compile']} is for steps that make tokens, which this model does not; leave it out."
+            f"compile={settings['compile']} compiles the steps that generate tokens, and this model generates none; "
+            "leave it out."
         )
     if config.graph.vision:
-        if classes is None:
+        if not answers:
             raise ConfigError(
-                f"{where} reads images, of which penstock serve tells classes, on one device: give a classifier of "
+                f"{model} reads images, and penstock serve only classifies images, on one device: name a classifier of "
                 "images, and leave --tp out. `penstock sample` makes images."
             )
-        return Opened(None, None, Request, about | {"images": True, "context": 1}, classes=classes)
-    if plan.gpus > 1 and plan.gpus == plan.dp:  # else the embedder refuses
+        return Opened(None, Request, about | {"images": True, "context": 1}, answers)
+    if plan.gpus > 1 and plan.gpus == plan.dp:  # the embedder refuses other Plans for several devices
         device = join(settings)[1]
-    embedder = Embedder(where, plan, weights=settings["weights"], device=device)
+    embedder = Embedder(model, plan, weights=settings["weights"], device=device)
     vectors = LedVectors(embedder)
     about |= {"context": config.graph.runs[0].max_tokens}
     ranks = None if embedder.dims.alone else vectors
-    return Opened(None, vectors, Request, about, ranks=ranks, classes=classes)
+    return Opened(None, Request, about, answers | {"vectors": vectors}, ranks)
 
 
 def _opened_writer(
-    settings: dict[str, Any], limits: Limits, plan: Any, config: Any, about: dict[str, Any], classes: Any
-) -> Opened:
-    """A model that makes tokens, with the engine that does."""
+    settings: dict[str, Any], limits: Limits, plan: Any, config: Any, about: dict[str, Any],
+    answers: dict[str, Any],
+) -> Opened:  # fmt: skip
+    """Open a model that generates tokens, with its engine."""
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
     from penstock.infer.load import loaded
@@ -221,40 +211,42 @@ def _opened_writer(
     from penstock.serve.led import Led, join
 
     dims, device = join(settings) if plan.gpus > 1 else (ALONE, settings["device"])
-    hosted = _hosted(settings, config) if plan.ep > 1 else ()
     start = loaded(
         settings["model"], plan, weights=settings["weights"], tokenizer=None, device=device, dims=dims,
-        slots=hosted, only=settings["labels"],
+        slots=_hosted(settings, config), only=settings["labels"],
     )  # fmt: skip
-    own, tokens, graph = -(-limits.slots // dims.data_world), settings["tokens"], start.model.graph
-    if dims.data_world > 1:  # any texts that get slots of one device find room in its cache
-        most = graph.written[-1].max_tokens + 1
-        tokens = own * limits.blocks(min(settings["context"] or most, most))
-    compiled = None if settings["compile"] == "none" else Compiled(start.model)
+    model, graph = start.model, start.model.graph
+    slots, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
+    if dims.data_world > 1:  # enough cache for any texts that get this device's slots
+        positions = graph.written[-1].max_tokens + 1
+        tokens = slots * limits.blocks(min(settings["context"] or positions, positions))
+    compiled = None if settings["compile"] == "none" else Compiled(model)
     engine = Engine(
-        start.model, slots=own, context=settings["context"], cache=settings["cache"], tokens=tokens,
+        model, slots=slots, context=settings["context"], cache=settings["cache"], tokens=tokens,
         block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends, compiled=compiled,
     )  # fmt: skip
     if compiled is not None:
         engine.warm()
-    rounds, balance = rounds_of(start.model), None
-    if rounds is not None and dims.main:
-        balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)
-        names = [name for name, module in start.model.named_modules() if isinstance(module, MixtureOfExperts)]
-        about["mixtures"] = names
-    led = None if dims.alone else Led(engine, dims, balance)
     about |= {
         "context": engine.context, "source": graph.remembered[0].max_tokens if graph.remembered else 0,
         "usual": _served(start.usual, dims.main), "labels": list(start.labels.names),
         "labels_in_prompts": start.labels.in_prompts,
     }  # fmt: skip
-    scores = Scorer(start.model) if dims.alone and graph.form == "causal tokens" else None
-    news = None if balance is None or led is None else led.experts_news
-    return Opened(led or engine, None, Request, about, scores, led, news, classes)
+    if dims.alone:
+        if graph.form == "causal tokens":
+            answers["scores"] = Scorer(model)
+        return Opened(engine, Request, about, answers)
+    rounds, balance = rounds_of(model), None
+    if rounds is not None and dims.main:
+        balance = Balance(settings["rebalance"], [hosts.slots for hosts in rounds.hosts], time.monotonic)
+        modules = model.named_modules()
+        about["mixtures"] = [name for name, module in modules if isinstance(module, MixtureOfExperts)]
+    led = Led(engine, dims, balance)
+    return Opened(led, Request, about, answers, led, None if balance is None else balance.news)
 
 
 def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:
-    """The folder's generation settings without beams, which slots do not search."""
+    """The folder's generation settings, without those of beam search, which the server does not do."""
     from penstock.infer.usual import SEARCH, report_dropped
 
     if main:
@@ -263,8 +255,8 @@ def _served(usual: Mapping[str, Any], main: bool) -> dict[str, Any]:
 
 
 class _Classes:
-    """The classes of texts, or of images in base64. The head, with the layers under it, is opened with the first that
-    are asked for: a server that is asked for none keeps no second copy of what a branch that writes shares with it."""
+    """Classifies texts, or images in base64. The model with its head is opened at the first request for classes: until
+    then a server that also generates text keeps no second copy of the layers that both share."""
 
     def __init__(self, settings: dict[str, Any], plan: Any) -> None:
         from penstock.boundary.hub import local_weights
@@ -287,11 +279,11 @@ class _Classes:
             self._opened = Classifier(self._settings["model"], self._plan, **named)
         if self._opened.reads_images:
             rows = [base64.b64decode(row) for row in rows]
-        return [list(one.probabilities) for one in self._opened.classify(rows)]
+        return [list(answer.probabilities) for answer in self._opened.classify(rows)]
 
 
 def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted]:
-    """The experts of each rank, for each mixture, as the settings say; none where each hosts as many."""
+    """The experts of each rank, for each mixture, as the settings say; empty if all ranks host the same number."""
     from penstock.planner.loads import LoadRecord, read_loads
     from penstock.serve.balance import slots_by
     from penstock.serve.deploy import experts_of
@@ -302,27 +294,24 @@ def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted
     if settings["loads"] is not None:
         record = read_loads(Path(settings["loads"]))
     else:
-        names = tuple(map(str, range(len(experts))))
-        record = LoadRecord(names, (), tuple(((1,) * count,) for count in experts))
+        record = LoadRecord(tuple(map(str, range(len(experts)))), (), tuple(((1,) * n,) for n in experts))
     return slots_by(record, experts, settings["ep"], settings["spare_experts"])
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:
-    """The scheduler's limits for an engine that has been opened. Of an encoder–decoder, sources are not in the slots'
-    cache, but count as prompts."""
+    """The scheduler's limits for an engine that has been opened. Sources of an encoder–decoder are not in the cache of
+    the slots, but count as prompts."""
     context = about["context"] + about["source"]
-    most = settings["tokens"] or settings["slots"] * about["context"]
+    cache = settings["tokens"] or settings["slots"] * about["context"]
     return Limits(
         slots=settings["slots"], waiting=settings["waiting"], context=context, chunk=settings["chunk"],
-        cache=max(most, context + 16) if settings["cache"] == "paged" else 1 << 30,
+        cache=max(cache, context + 16) if settings["cache"] == "paged" else 1 << 30,
     )  # fmt: skip
 
 
 def main(handle: int) -> None:
-    """Serve over the socket `handle`: the first message holds the settings, and by which function the model opens."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the server, which ends this process when all is done
+    """Serve over the socket `handle`: its first message holds the settings, and the function that opens the model."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends this process once all requests are done
     link = JsonLink(socket.socket(fileno=handle))
     try:
         first = link.receive()
@@ -330,21 +319,20 @@ def main(handle: int) -> None:
         module, _, name = first["opener"].partition(":")
         settings = first["settings"]
         try:
-            made: Opened = getattr(importlib.import_module(module), name)(settings, Limits(
-                slots=settings["slots"], waiting=settings["waiting"], chunk=settings["chunk"]
-            ))  # fmt: skip
-            limits = limits_of(settings, made.about)
+            limits = Limits(**{limit: settings[limit] for limit in ("slots", "waiting", "chunk")})
+            model: Opened = getattr(importlib.import_module(module), name)(settings, limits)
+            limits = limits_of(settings, model.about)
         except PenstockError as problem:
             link.send(fatal=[str(problem), int(problem.exit_code)])
             return
-        if made.ranks is not None and made.ranks.dims.rank:
-            made.ranks.follow()
+        if model.ranks is not None and model.ranks.dims.rank:
+            model.ranks.follow()
         else:
-            link.send(ready=made.about | {"process": os.getpid()})
-            Worker(made, limits, link).run()
-        if made.ranks is not None:
-            made.ranks.dismiss()
-            os._exit(0)  # in an orderly end gloo may abort, after all is done
+            link.send(ready=model.about | {"process": os.getpid()})
+            Worker(model, limits, link).run()
+        if model.ranks is not None:
+            model.ranks.dismiss()
+            os._exit(0)  # in a normal exit gloo may abort, after all work is done
     except Closed:
         return
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from penstock.config.decoding import Decoding
 from penstock.errors import ConfigError
-from penstock.serve.scheduler import Limits
 from penstock.serve.worker import Opened
 
 CONTEXT = 512
@@ -76,14 +75,14 @@ def scores(ids: list[int], top: int) -> tuple[list[float], list[list[tuple[int, 
     return [-one / 100 for one in ids[1:]], [[(n, -n / 100) for n in range(97, 97 + top)] for _ in ids[1:]]
 
 
-def opened(settings: dict[str, Any], limits: Limits) -> Opened:
+def opened(settings: dict[str, Any]) -> Opened:
     """The fake; the folder's name says how many milliseconds a step takes."""
     seconds = int(settings["model"].rpartition("-")[2]) / 1e3
     about = {"writes": True, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY}
-    return Opened(Fake(limits.slots, seconds), Asked, about, {"scores": scores})
+    return Opened(Fake(settings["slots"], seconds), Asked, about, {"scores": scores})
 
 
-def encoder_opened(settings: dict[str, Any], limits: Limits) -> Opened:
+def encoder_opened(settings: dict[str, Any]) -> Opened:
     """A fake encoder: the vector of a text is its number of tokens and a quarter of its first one."""
     about = {"writes": False, "context": CONTEXT, "source": 0, "vocabulary": VOCABULARY}
     return Opened(None, Asked, about, {"vectors": lambda rows: [[len(row), row[0] / 4] for row in rows]})

@@ -33,7 +33,6 @@ from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.serve import parse
 from penstock.serve.backend import Backend
-from penstock.serve.scheduler import Limits
 from penstock.serve.serve import usual_name
 from penstock.serve.settings import ServeConfig
 from penstock.serve.worker import Opened
@@ -711,7 +710,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         where = tiny(family, tmp_path / family)
         for compile in ("none", "whole"):
             config = ServeConfig(slots=3, cache="slots", compile=compile)  # type: ignore[arg-type]
-            one = opened({**to_dict(config), "model": str(where)}, Limits(slots=3, chunk=config.chunk))
+            one = opened({**to_dict(config), "model": str(where)})
             before = len(graphs)
             assert bool(graphs) == (compile == "whole" or family == "marian-tiny"), "before the first request"
             made[family, compile] = texts_of(one)
@@ -719,7 +718,7 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         assert made[family, "none"] == made[family, "whole"]
         assert len(set(map(tuple, made[family, "none"]))) > 1
     with pytest.raises(ConfigError, match="this model generates none"):
-        opened({**to_dict(config), "model": str(tiny("bert-tiny", tmp_path / "bert"))}, Limits())
+        opened({**to_dict(config), "model": str(tiny("bert-tiny", tmp_path / "bert"))})
     with pytest.raises(ConfigError, match="use cache=slots"):
         ServeConfig(compile="whole")
     with pytest.raises(ConfigError, match="exchange results"):

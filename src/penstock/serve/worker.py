@@ -141,7 +141,7 @@ class Worker:
             self.link.send(experts=state)
 
 
-def opened(settings: dict[str, Any], limits: Limits) -> Opened:
+def opened(settings: dict[str, Any]) -> Opened:
     """Open the model of `penstock serve`, with its engine."""
     from penstock.config.decoding import InferConfig
     from penstock.config.model import vocabulary_of
@@ -161,7 +161,7 @@ def opened(settings: dict[str, Any], limits: Limits) -> Opened:
         answers["classes"] = classes = _Classes(settings, plan)
         about["classes"] = classes.names
     if about["writes"]:
-        return _opened_writer(settings, limits, plan, config, about, answers)
+        return _opened_writer(settings, plan, config, about, answers)
     return _opened_encoder(settings, plan, config, about, answers)
 
 
@@ -196,9 +196,8 @@ def _opened_encoder(
 
 
 def _opened_writer(
-    settings: dict[str, Any], limits: Limits, plan: Any, config: Any, about: dict[str, Any],
-    answers: dict[str, Any],
-) -> Opened:  # fmt: skip
+    settings: dict[str, Any], plan: Any, config: Any, about: dict[str, Any], answers: dict[str, Any]
+) -> Opened:
     """Open a model that generates tokens, with its engine."""
     from penstock.decode.engine import Engine, Request
     from penstock.decode.static import Compiled
@@ -216,14 +215,14 @@ def _opened_writer(
         slots=_hosted(settings, config), only=settings["labels"],
     )  # fmt: skip
     model, graph = start.model, start.model.graph
-    slots, tokens = -(-limits.slots // dims.data_world), settings["tokens"]
+    slots, tokens = -(-settings["slots"] // dims.data_world), settings["tokens"]
     if dims.data_world > 1:  # enough cache for any texts that get this device's slots
         positions = graph.written[-1].max_tokens + 1
-        tokens = slots * limits.blocks(min(settings["context"] or positions, positions))
+        tokens = slots * Limits().blocks(min(settings["context"] or positions, positions))
     compiled = None if settings["compile"] == "none" else Compiled(model)
     engine = Engine(
         model, slots=slots, context=settings["context"], cache=settings["cache"], tokens=tokens,
-        block=limits.block, chunk=limits.chunk, start=start.start, ends=start.ends, compiled=compiled,
+        block=Limits().block, chunk=settings["chunk"], start=start.start, ends=start.ends, compiled=compiled,
     )  # fmt: skip
     if compiled is not None:
         engine.warm()
@@ -319,8 +318,7 @@ def main(handle: int) -> None:
         module, _, name = first["opener"].partition(":")
         settings = first["settings"]
         try:
-            limits = Limits(**{limit: settings[limit] for limit in ("slots", "waiting", "chunk")})
-            model: Opened = getattr(importlib.import_module(module), name)(settings, limits)
+            model: Opened = getattr(importlib.import_module(module), name)(settings)
             limits = limits_of(settings, model.about)
         except PenstockError as problem:
             link.send(fatal=[str(problem), int(problem.exit_code)])

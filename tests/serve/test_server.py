@@ -108,13 +108,8 @@ def test_a_text_is_continued(quick: Running) -> None:
 def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: Running) -> None:
     """The request by which lm-evaluation-harness scores a continuation: token numbers, echoed, with one token more."""
     body = {
-        "prompt": [97, 98, 99],
-        "max_tokens": 1,
-        "temperature": 0,
-        "echo": True,
-        "logprobs": 1,
-        "seed": 1234,
-    }
+        "prompt": [97, 98, 99], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1, "seed": 1234
+    }  # fmt: skip
     (choice,) = quick.ask("/v1/completions", body)[1]["choices"]
     assert (choice["text"], choice["token_ids"]) == ("abcd", [97, 98, 99, 100])
     assert choice["logprobs"] == {
@@ -130,12 +125,8 @@ def test_log_probabilities_are_told_as_evaluation_harnesses_ask_for_them(quick: 
     }  # fmt: skip
     (nothing,) = quick.ask("/v1/completions", body | {"max_tokens": 0})[1]["choices"]
     assert (nothing["text"], nothing["logprobs"]["token_logprobs"]) == ("abc", [None, -0.98, -0.99])
-    chat = {
-        "messages": [{"role": "user", "content": "a"}],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "max_tokens": 1,
-    }
+    messages = [{"role": "user", "content": "a"}]
+    chat = {"messages": messages, "logprobs": True, "top_logprobs": 2, "max_tokens": 1}
     (said,) = quick.ask("/v1/chat/completions", chat)[1]["choices"]
     assert [one["token"] for one in said["logprobs"]["content"]] == [";"]
     assert [one["token"] for one in said["logprobs"]["content"][0]["top_logprobs"]] == ["a", "b"]
@@ -210,9 +201,7 @@ def test_a_stream_has_the_same_text_piece_by_piece(quick: Running) -> None:
     assert "".join(part["choices"][0]["text"] for part in parts[:-1]) == "bcdef"
     assert parts[-2]["choices"][0]["finish_reason"] == "length"
     assert parts[-1]["usage"]["completion_tokens"] == 5
-
-
-def test_a_stream_tells_every_token_by_its_number_where_that_is_asked_for(quick: Running) -> None:
+    # Every token comes by its number where that is requested.
     body = {"prompt": "a", "max_tokens": 5, "stream": True, "return_token_ids": True, "stop": ["ef"]}
     lines = [line[6:] for line in quick.ask("/v1/completions", body)[1].splitlines() if line]
     parts = [json.loads(line)["choices"][0] for line in lines[:-1]]
@@ -341,24 +330,14 @@ def test_what_a_template_does_not_write_of_a_message_is_told(caplog: pytest.LogC
 
 def test_what_a_folder_asks_for_is_the_default_of_requests() -> None:
     usual = {
-        "temperature": 0.6,
-        "top_k": 50,
-        "bias": ["5=-inf"],
-        "stop": ["END"],
-        "min_tokens": 9,
-        "max_tokens": 30,
-    }
+        "temperature": 0.6, "top_k": 50, "bias": ["5=-inf"], "stop": ["END"], "min_tokens": 9, "max_tokens": 30
+    }  # fmt: skip
     asked = parse.completion({"prompt": "a"}, usual)
     assert asked.decoding == {"temperature": 0.6, "top_k": 50, "bias": ["5=-inf"], "min_tokens": 9}
     assert asked.stop == ("END",)
     given = {
-        "prompt": "a",
-        "temperature": 0,
-        "logit_bias": {"7": 1},
-        "max_tokens": 4,
-        "stop": "x",
-        "min_tokens": 0,
-    }
+        "prompt": "a", "temperature": 0, "logit_bias": {"7": 1}, "max_tokens": 4, "stop": "x", "min_tokens": 0
+    }  # fmt: skip
     asked, most = parse.completion(given, usual), {"max_tokens": 4}
     assert (
         asked.decoding == {"temperature": 0, "top_k": 50, "bias": ["7=1", "5=-inf"], "min_tokens": 0} | most

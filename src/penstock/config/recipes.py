@@ -130,8 +130,8 @@ def _unscheduled(recipe: Recipe, plan: Plan) -> Iterator[str]:
         )
     if recipe.lr_width is not None and plan.algorithm not in BY_WIDTH:
         yield (
-            f"recipe.lr_width is for updates whose elements all have the size of the learning rate, and those of "
-            f"recipe.optimizer={plan.algorithm} have not; leave it out, or use optimizer={' or '.join(BY_WIDTH)}."
+            f"recipe.lr_width scales the learning rate for another width as {', '.join(BY_WIDTH)} need it, and "
+            f"recipe.optimizer={plan.algorithm} needs another rule; use one of these, or leave lr_width out."
         )
     if recipe.lr_width is not None and recipe.lora.rank:
         yield "recipe.lr_width is for weights of blocks, which recipe.lora freezes; leave it out, or use lora.rank=0."

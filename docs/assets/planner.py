@@ -23,7 +23,7 @@ from penstock.config.theirs.read import model_of
 from penstock.errors import PenstockError
 from penstock.planner import price as prices
 from penstock.planner.cost import RunTerms, costs, run_words, step_words
-from penstock.planner.describe import describe_on
+from penstock.planner.describe import describe
 from penstock.planner.explain import BestLayout, bends, why_others_lose, with_base
 from penstock.planner.explain import answer as answer_to
 from penstock.planner.operators import MATRIX, counted_tokens
@@ -235,7 +235,7 @@ def curves(points: str, price: float, width: float = 640.0) -> str:
 def roofline(model: ModelConfig, machine: Machine, plan: Plan, width: float) -> str:
     """Operators by FLOPs per byte, under the roof of the machine (Williams, Waterman and Patterson, CACM 2009)."""
     rates = rates_of(machine, plan)
-    work = describe_on(machine, model, plan)
+    work = describe(model, plan, machine)
     points: dict[tuple[float, float], list[str]] = {}
     for part in work.blocks[:1]:
         for op in (*part.forward, *part.backward):

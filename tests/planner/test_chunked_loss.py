@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.build import build
+from helpers.kept import step_bytes
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import Plan
@@ -17,21 +17,9 @@ from penstock.models.heads import Vocabulary
 from penstock.models.model import Model
 from penstock.planner import Software, predict
 from penstock.planner.describe import describe, workload_of
-from penstock.step.memory import step_with_memory
-from penstock.tasks import NextToken
-from penstock.tasks.text import TextBatch
 
 MODEL = DecoderConfig(width=32, depth=1, heads=2, mlp_width=64, vocabulary=8192, sequence=128)
 CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
-
-
-def _measured(plan: Plan, model: DecoderConfig) -> int:
-    built = build(model, plan, loss=NextToken())
-    tokens = torch.randint(0, model.vocabulary, (plan.micro_batch, model.sequence))
-    inputs = (tokens, None, tokens)
-    batch = TextBatch(inputs=inputs, ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0))
-    built.step([batch] * plan.accumulate)
-    return step_with_memory(built.step, [batch] * plan.accumulate)[1]
 
 
 @pytest.mark.usefixtures("no_scratch_memory")
@@ -52,13 +40,13 @@ def test_memory_is_that_of_a_step(precision: str, tied: bool, monkeypatch: pytes
         predicted = predict(model, CPU, plan).memory_bytes
     finally:
         workload_of.cache_clear()
-    assert predicted == pytest.approx(_measured(plan, model), rel=0.1)
+    assert predicted == pytest.approx(step_bytes(model, plan), rel=0.1)
     whole = replace(plan, loss="whole")
     of_whole = predict(model, CPU, whole).memory_bytes
     logits = 4 * model.sequence * model.vocabulary * (4 if precision == "O0" else 2)
     assert predicted < of_whole - 0.6 * logits  # one chunk is a quarter of them
     many = replace(whole, micro_batch=16)
-    assert predict(model, CPU, many).memory_bytes == pytest.approx(_measured(many, model), rel=1e-3)
+    assert predict(model, CPU, many).memory_bytes == pytest.approx(step_bytes(model, many), rel=1e-3)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -68,7 +56,7 @@ def test_a_table_that_is_used_twice_has_two_gradients_and_their_sum(tied: bool, 
     small = replace(MODEL, vocabulary=20_000, width=32, mlp_width=64, sequence=16, tied=tied)
     plan = Plan(micro_batch=1, accumulate=accumulate, optimizer="fused")
     expected = predict(small, CPU, plan).memory_bytes
-    assert _measured(plan, small) == pytest.approx(expected, rel=0.02)
+    assert step_bytes(small, plan) == pytest.approx(expected, rel=0.02)
 
 
 def test_the_same_work_is_counted() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count
 
+from helpers.kept import kept_blocks
 from penstock.config.formats import PRODUCTS, Products
 from penstock.config.model import PRESETS, ViTConfig
 from penstock.config.plan import Plan
@@ -260,28 +261,6 @@ def test_traffic_shrinks_with_fusion_and_with_sequence_first() -> None:
     assert traffic("attention=plain compile=blocks") < plain
 
 
-def _kept_bytes(model: Model, images: torch.Tensor, *, autocast: bool) -> int:
-    """Bytes of the distinct blocks of memory that autograd keeps, without parameters, buffers and images."""
-    others = [*model.parameters(), *model.buffers(), images]
-    known = {t.untyped_storage().data_ptr() for t in others}
-    kept: dict[int, int] = {}
-    alive = []  # so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(tensor)
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-    ):
-        model(images)
-    return sum(kept.values())
-
-
 FORMS = [*itertools.product(("O0", "O1", "O3"), ("plain", "sdpa", "math"), ("batch_first", "batch_second"))]
 
 
@@ -299,8 +278,10 @@ def _kept(variant: str, precision: str, attention: str, token_order: str) -> tup
     model = Model(config, dtype=dtype)
     model.set_attention(plan.attention)
     model.set_token_order(plan.token_order)
-    kept = _kept_bytes(model, torch.randn(5, 3, 32, 32, dtype=dtype), autocast=precision == "O1")
-    return describe(config, replace(plan, micro_batch=5), "cpu"), plan, kept
+    images = torch.randn(5, 3, 32, 32, dtype=dtype)
+    with kept_blocks(*model.parameters(), *model.buffers(), images, autocast=precision == "O1") as kept:
+        model(images)
+    return describe(config, replace(plan, micro_batch=5), "cpu"), plan, sum(kept.values())
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in NEAR])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.kept import kept_blocks
 from penstock.config.model import PRESETS, DiffusionConfig
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
@@ -54,22 +54,8 @@ def test_activation_bytes_are_what_autograd_keeps(name: str, line: str) -> None:
     config, plan = CONFIGS[name], Plan.parse(f"micro_batch=8 precision={line}")
     model = create(config, dtype=torch.bfloat16 if plan.precision == "O3" else torch.float32)
     model.set_attention(plan.attention)
-    learned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
-    alive: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in learned:
-            kept[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
     inputs = _inputs(config, 8, next(model.parameters()).dtype)
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "O1"),
-    ):
+    with kept_blocks(*model.parameters(), autocast=plan.precision == "O1") as kept:
         made = model(*inputs)
         (made.float() - inputs[0]).square().mean()
     predicted = pass_bytes(describe(config, plan, "cpu", avx512=this_cpu().avx512), plan).kept

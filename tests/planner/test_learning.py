@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
+from helpers.kept import step_bytes
 from helpers.sweeps import sweep
-from penstock.build import build
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS, DecoderConfig
 from penstock.config.plan import Plan
@@ -17,9 +16,6 @@ from penstock.planner import predict
 from penstock.planner.describe import describe
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.memory import looped_elements
-from penstock.step.memory import step_with_memory
-from penstock.tasks import NextToken
-from penstock.tasks.text import TextBatch
 from penstock.train.prepare import learning_of
 
 MODEL = DecoderConfig(width=128, depth=4, heads=2, mlp_width=512, vocabulary=512, sequence=32)
@@ -29,17 +25,6 @@ INT4 = Recipe(lora=Lora(rank=8, base="int4"))
 QWEN = replace(
     PRESETS["qwen2-0.5b"], width=128, depth=4, heads=4, kv_heads=2, mlp_width=352, vocabulary=512, sequence=128,
 )  # fmt: skip
-
-
-def _measured(plan: Plan, recipe: Recipe, model: DecoderConfig = MODEL) -> int:
-    built = build(model, plan, loss=NextToken(), recipe=recipe)
-    tokens = torch.randint(0, model.vocabulary, (plan.micro_batch, model.sequence))
-    batch = TextBatch(
-        inputs=(tokens, None, tokens), ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0)
-    )
-    for _ in range(2):
-        built.step([batch] * plan.accumulate)
-    return step_with_memory(built.step, [batch] * plan.accumulate)[1]
 
 
 @pytest.mark.usefixtures("no_scratch_memory")
@@ -57,7 +42,7 @@ def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, 
     plan = Plan.parse(line)
     learns = learning_of(RunConfig(model=MODEL, recipe=recipe, plan=plan))
     predicted = predict(MODEL, CPU, plan, learns=learns).memory_bytes
-    measured = _measured(plan, recipe)
+    measured = step_bytes(MODEL, plan, recipe)
     assert predicted == pytest.approx(measured, rel=within)
     assert predict(MODEL, CPU, plan).memory_bytes > 1.2 * measured
 
@@ -74,7 +59,7 @@ def test_recomputed_blocks_under_autocast_take_what_a_step_takes(recipe: Recipe)
     predicted = predict(QWEN, CPU, plan, learns=learns)
     # Of all weights 2.7 % too little is predicted, of adapters at most 1 % more or less.
     within = 0.05 if learns == WHOLE else 0.01
-    assert predicted.memory_bytes == pytest.approx(_measured(plan, recipe, QWEN), rel=within)
+    assert predicted.memory_bytes == pytest.approx(step_bytes(QWEN, plan, recipe), rel=within)
     if learns == WHOLE:
         assert 0.5 * predicted.memory["weights"] < predicted.memory["gradients"] < predicted.memory["weights"]
         assert predicted.memory["working"] > 0
@@ -88,7 +73,7 @@ def test_an_update_of_one_tensor_after_the_other_holds_what_is_predicted(recipe:
     model, plan = replace(MODEL, vocabulary=words), Plan.parse("micro_batch=1 optimizer=loop")
     learns = learning_of(RunConfig(model=model, recipe=recipe, plan=plan))
     predicted = predict(model, CPU, plan, learns=learns).memory_bytes
-    assert predicted == pytest.approx(_measured(plan, recipe, model), rel=0.01)
+    assert predicted == pytest.approx(step_bytes(model, plan, recipe), rel=0.01)
     work, matrix = learning_part(describe(model, plan, "cpu"), learns), 128 * 512
     most = max(3 * matrix, 2 * words * 128) if learns == WHOLE else 3 * 8 * 512
     assert looped_elements(work) == most

@@ -13,7 +13,7 @@ from penstock.config.formats import Products
 from penstock.config.machine import GemmSample, KernelSample, Machine, load_machine
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe_on
+from penstock.planner.describe import describe
 from penstock.planner.prediction import predict, predict_pass
 from penstock.planner.serve import Passes, Serving, predict_inference
 from penstock.planner.terms import assumption, storing
@@ -44,7 +44,7 @@ def _seconds(
 
 def _flops(machine: Machine, *, heads: bool) -> float:
     """FLOPs of the products that are priced by the rate of stored layers."""
-    work = describe_on(machine, BERT, PASS, storing=storing(machine, "int8", heads=heads))
+    work = describe(BERT, PASS, machine, storing=storing(machine, "int8", heads=heads))
     return sum(part.count * op.flops for part in work.parts for op in part.forward if op.narrow)
 
 
@@ -62,7 +62,7 @@ def test_a_pass_in_int8_is_priced_by_the_rate_of_the_layers_that_compute_it() ->
 def test_layers_round_multiply_and_scale_in_one_operator() -> None:
     listed = {}
     for machine in (_machine(int8=RATE), _machine()):
-        work = describe_on(machine, BERT, PASS, storing=storing(machine, "int8"))
+        work = describe(BERT, PASS, machine, storing=storing(machine, "int8"))
         (block,) = work.blocks
         listed[bool(machine.gemm)] = block.forward
         (up,) = (op for op in block.forward if op.name == "mlp.up" and op.kind == "gemm")
@@ -79,7 +79,7 @@ def test_layers_round_multiply_and_scale_in_one_operator() -> None:
 def test_weights_are_read_while_the_core_multiplies_the_first_rows(rate: float) -> None:
     """84.9 MB in blocks: 8 and 17 ms at these bandwidths. Slow products of 6 of 256 rows hide 11 of them."""
     fast, slow = (_machine(memory=memory, int8=rate) for memory in (1e10, 5e9))
-    work = describe_on(fast, BERT, PASS, storing=storing(fast, "int8"))
+    work = describe(BERT, PASS, fast, storing=storing(fast, "int8"))
     operators = [(part.count, op) for part in work.parts for op in part.forward if op.module != "loss"]
     moved = sum(count * (op.read + op.written) for count, op in operators if op.kind != "attention")
     weights = sum(count * op.n * op.k for count, op in operators if op.narrow)

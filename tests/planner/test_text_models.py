@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.families import PRUNED
+from helpers.kept import kept_blocks
 from helpers.sweeps import in_turn, sweep
 from penstock.config.graph import PatchInput, WordHead
 from penstock.config.model import PRESETS, ViTConfig, stacks
@@ -130,21 +131,7 @@ def _kept_bytes(model: nn.Module, inputs: tuple[Tensor, ...], *, autocast: bool)
     """Bytes of the distinct blocks of memory that autograd keeps of the model and its loss; parameters and inputs are
     not counted.
     """
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
-    kept: dict[int, int] = {}
-    alive = []  # so that no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(tensor)
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
-    ):
+    with kept_blocks(*model.parameters(), *inputs, autocast=autocast) as kept:
         _made(model, inputs, inputs[-1])
     return sum(kept.values())
 

@@ -65,7 +65,7 @@ class _Attention:
     def project_memory(self) -> None:
         """List the queries of the tokens, and the keys and values of the memory."""
         to, t, layer, a, d = self.to, self.t, self.layer, self.a, self.block.stack.width
-        to.gemm(f"{self.name}.q", self.rows, a, d, bias=layer.qkv_bias, learned=(d + layer.qkv_bias) * a)
+        to.gemm(f"{self.name}.q", self.rows, a, d, bias=layer.qkv_bias)
         # All blocks read the same output of the other stack, which keeps it; autocast casts it in each block.
         wide = self.block.cross_width
         cast = self.others * wide * self.c if t.stream == 4 and self.c == 2 and not t.fused else 0.0

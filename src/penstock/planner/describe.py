@@ -28,17 +28,19 @@ from penstock.planner.terms import PENSTOCK, OpTerms, Software, Storing
 
 
 def describe(
-    model: ModelConfig, plan: Plan, device: str = "cuda", software: Software = PENSTOCK, *, avx512: bool = True,
-    kind: str = "", real: float = 1.0, words: float = 1.0, uneven: Mapping[int, float] = EVEN,
+    model: ModelConfig, plan: Plan, device: Machine | str = "cuda", software: Software = PENSTOCK, *,
+    avx512: bool = True, kind: str = "", real: float = 1.0, words: float = 1.0, uneven: Mapping[int, float] = EVEN,
     storing: Storing | None = None,
 ) -> Workload:  # fmt: skip
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
-    `avx512` and `kind` are those of the `Machine`. For a batch of text, `real` is the share of an encoder's tokens that
-    are not padding, `words` the share of tokens that have a target in the loss. `uneven` is the busiest device's load
-    over the mean, by expert parallel degree: see `penstock.planner.loads.unevenness`. `storing` says how weights are
-    stored for inference; None is a training step.
+    `device` is a Machine, or `cuda` or `cpu` with `avx512` and `kind` as a Machine has them. For a batch of text,
+    `real` is the share of an encoder's tokens that are not padding, `words` the share of tokens that have a target in
+    the loss. `uneven` is the busiest device's load over the mean, by expert parallel degree: see
+    `penstock.planner.loads.unevenness`. `storing` says how weights are stored for inference; None is a training step.
     """
+    if isinstance(device, Machine):
+        device, avx512, kind = device.device, device.avx512, device.kind
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
     terms = OpTerms(
@@ -51,17 +53,6 @@ def describe(
         fuses=fused_operators(plan, device, kind), software=software, norms=BYTES[numerics.norms],
     )  # fmt: skip
     return workload_of(model, terms if storing is None else storing.terms(terms))
-
-
-def describe_on(
-    machine: Machine, model: ModelConfig, plan: Plan, software: Software = PENSTOCK, *, real: float = 1.0,
-    words: float = 1.0, uneven: Mapping[int, float] = EVEN, storing: Storing | None = None,
-) -> Workload:  # fmt: skip
-    """The operators as from `describe`, on a device of `machine`."""
-    return describe(
-        model, plan, machine.device, software, avx512=machine.avx512, kind=machine.kind, real=real, words=words,
-        uneven=uneven, storing=storing,
-    )  # fmt: skip
 
 
 def fused_operators(plan: Plan, device: str, kind: str) -> frozenset[str]:

@@ -10,11 +10,11 @@ from typing import Any
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.errors import OutOfMemory, PenstockError
+from penstock.errors import PenstockError
 from penstock.planner.layouts import vary
 from penstock.planner.loads import EVEN
 from penstock.planner.prediction import Prediction, predict, room
-from penstock.planner.search import SearchResult, base_of, default_batch, explore, needed_bytes, nothing_fits
+from penstock.planner.search import SearchResult, base_of, explore, needed_bytes, search
 from penstock.report.units import GIB, duration
 
 SECOND_WORDS = {
@@ -106,13 +106,11 @@ def why_others_lose(
             if other.plan in named:
                 continue
             named.add(other.plan)
-            slower = other.iteration_seconds / best.iteration_seconds - 1
             differing = [name for name in AXES if getattr(other.plan, name) != getattr(best.plan, name)]
             besides = [f"{name}={getattr(other.plan, name)}" for name in differing if name != axis]
             at = f" (at best with {', '.join(besides)})" if besides else ""
-            equal = best.interval is not None and slower <= best.interval.spread
-            words = "slower, which is equal within the error: " if equal else "slower, "
-            cost = f"{slower:.1%} {words}{difference(best, other)}" if slower >= 5e-4 else "as fast"
+            slower = _slower_by(best, other)
+            cost = _cost(best, other) if slower >= 5e-4 else "as fast"
             yield f"{axis}={value} instead of {chosen}{at}: {cost}."
     yield from _too_large(model, machine, best, uneven)
     if result.too_large:
@@ -141,14 +139,21 @@ def bends(points: Sequence[tuple[int, int, Mapping[str, float]]]) -> list[str]:
     return sentences or ["Time falls as devices grow in number: nothing bends the curve here."]
 
 
-def difference(best: Prediction, other: Prediction) -> str:
-    """The largest extra cost of the other layout, for the same samples."""
-    scale = best.global_batch / other.global_batch if other.global_batch else 1.0
+def _slower_by(best: Prediction, other: Prediction) -> float:
+    """The other layout's time per sample over the best one's, less one."""
+    return best.samples_per_second / other.samples_per_second - 1
+
+
+def _cost(best: Prediction, other: Prediction) -> str:
+    """How much slower the other layout is, and its largest extra cost for the same samples."""
+    slower, scale = _slower_by(best, other), best.global_batch / other.global_batch
+    equal = best.interval is not None and slower <= best.interval.spread
     more = {name: seconds * scale - best.seconds.get(name, 0.0) for name, seconds in other.seconds.items()}
     name = max(more, key=lambda key: more[key])
+    reason = f"{duration(more[name], 3)} more for {SECOND_WORDS.get(name, name)}"
     if name == "bubble":
-        return f"a bubble of {other.bubble_fraction:.1%} against {best.bubble_fraction:.1%}"
-    return f"{duration(more[name], 3)} more for {SECOND_WORDS.get(name, name)}"
+        reason = f"a bubble of {other.bubble_fraction:.1%} against {best.bubble_fraction:.1%}"
+    return f"{slower:.1%} slower{', which is equal within the error' if equal else ''}: {reason}"
 
 
 def _too_large(
@@ -186,7 +191,6 @@ def sensitivity(
     fixed: frozenset[str] = frozenset(), uneven: Mapping[int, float] = EVEN,
 ) -> list[Lever]:  # fmt: skip
     """The changes that would help most, the largest gain first; each is searched for its own best layout."""
-    batch = best.global_batch or default_batch(model, gpus)
     link, node = machine.link_bytes_per_second, machine.node_bytes_per_second
     faster = {
         name: {kind: 1.2 * rate for kind, rate in getattr(machine, name).items()}
@@ -202,7 +206,7 @@ def sensitivity(
     }
     levers = []
     for words, change in changes.items():
-        changed, samples = replace(machine, **change), batch if change else 2 * batch
+        changed, samples = replace(machine, **change), best.global_batch * (1 if change else 2)
         try:
             result = explore(
                 model, changed, gpus, global_batch=samples, base=base, fixed=fixed, keep=1, uneven=uneven
@@ -235,12 +239,9 @@ class BestLayout:
             return f"It does not fit: it needs {one.memory_bytes / GIB:.1f} GiB."
         if one.plan == best.plan:
             return "It is the best of all."
-        slower = one.iteration_seconds / one.global_batch / (best.iteration_seconds / best.global_batch) - 1
-        if slower < 0:
+        if (slower := _slower_by(best, one)) < 0:
             return f"{-slower:.1%} faster than the best that the search tries."
-        equal = best.interval is not None and slower <= best.interval.spread
-        within = ", which is equal within the error" if equal else ""
-        return f"{slower:.1%} slower{within}: {difference(best, one)}."
+        return f"{_cost(best, one)}."
 
 
 def is_layout(line: str, gpus: int | None) -> bool:
@@ -272,12 +273,8 @@ def answer(
     if line is not None and is_layout(line, gpus):
         one = predict(model, machine, base.plan, uneven=uneven)
         return BestLayout(best=one, assumed=assumed, result=SearchResult([one], tried=1))
-    result = explore(
-        model, machine, gpus, global_batch=global_batch, base=base.plan, fixed=base.fixed, keep=None, uneven=uneven
+    layouts = search(
+        model, machine, gpus, global_batch=global_batch, base=base.plan, fixed=base.fixed, keep=None, uneven=uneven,
+        name=name,
     )  # fmt: skip
-    if not result.predictions:
-        problem = nothing_fits(
-            model, machine, gpus, result, uneven, global_batch=global_batch, fixed=base.fixed, name=name
-        )
-        raise OutOfMemory(problem)
-    return BestLayout(best=result.predictions[0], assumed=assumed, result=result)
+    return BestLayout(best=layouts[0], assumed=assumed, result=layouts.result)

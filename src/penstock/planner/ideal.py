@@ -14,7 +14,7 @@ from typing import NamedTuple
 from penstock.config.machine import Machine, ProductForm
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe_on
+from penstock.planner.describe import describe
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.operators import COLLECTIVE, MATRIX, Op
 from penstock.planner.price import products_of
@@ -47,7 +47,7 @@ def least_of_step(
 
     `real`, `words` and `learns` are as for `predict`.
     """
-    work = learning_part(describe_on(machine, model, plan, real=real, words=words), learns)
+    work = learning_part(describe(model, plan, machine, real=real, words=words), learns)
     rates = rates_of(machine, plan)
     least: defaultdict[str, Least] = defaultdict(Least)
     for part in work.parts:

@@ -13,7 +13,7 @@ from penstock.config import rules
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks
 from penstock.config.plan import Plan
-from penstock.planner.describe import describe_on
+from penstock.planner.describe import describe
 
 LEAST_TOKENS = 8192
 CONTEXT_DEGREES = (1, 2, 4, 8, 16)
@@ -59,7 +59,7 @@ def layouts(
     """Every legal layout in `space` that has the `fixed` fields of `base`."""
     fixed_values = {name: getattr(base, name) for name in SEARCHED if name in fixed}
     space = replace(space, **{name: (value,) for name, value in fixed_values.items() if name in AXES})
-    scores = (op.scores for _, op in describe_on(machine, model, base).operators())
+    scores = (op.scores for _, op in describe(model, base, machine).operators())
     if "selective" in space.recompute and not any(scores):
         # No scores are stored that could be recomputed.
         space = replace(space, recompute=tuple(kind for kind in space.recompute if kind != "selective"))

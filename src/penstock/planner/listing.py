@@ -106,17 +106,17 @@ class Lister:
 
     def gemm(
         self, name: str, rows: float, n: int, k: int, *, batch: int = 1, bias: bool = False, first: bool = False,
-        learned: int | None = None, tensors: int | None = None, kept: float | None = None, group: str = "inputs",
+        tied: bool = False, kept: float | None = None, group: str = "inputs",
         narrow: bool = True, kind: Literal["gemm", "conv"] = "gemm", source: float | None = None,
         pieces: tuple[int, ...] = (), beside: float = 0.0, was_cast: bool = False, sums_bias: bool = True,
     ) -> None:  # fmt: skip
         """`batch` products of rows (rows, k) with weights (k, n), and both products of the output's gradient.
 
         `first`: the rows need no gradient. `source`: number of input elements, if a convolution reads each several
-        times. `learned`: number of the model's own weights, if not all. `pieces`: as in `Op`. Without `narrow` the
-        product is not in the 8 bits of the Plan's `products`; `beside` is bytes of inputs kept in addition to those in
-        8 bits. `was_cast`: an earlier product of the same weights has cast them. Without `sums_bias`, another operator
-        sums the bias gradient.
+        times. `tied`: the weights are another operator's. `pieces`: as in `Op`. Without `narrow` the product is not in
+        the 8 bits of the Plan's `products`; `beside` is bytes of inputs kept in addition to those in 8 bits.
+        `was_cast`: an earlier product of the same weights has cast them. Without `sums_bias`, another operator sums the
+        bias gradient.
         """
         t = self.terms
         by_expert = t.software.experts_apart and self._module == "experts"
@@ -130,13 +130,11 @@ class Lister:
         stored = BYTES[row.weights] if one_pass and row.weights else t.weight
         inputs = batch * (rows * k if source is None else source)
         outputs, weights, biases = batch * rows * n, batch * n * k, batch * n * bias
-        own = weights + biases if learned is None else learned
         if kept is None:
             each, row_scales = t.kept if narrow else c, 4.0 * batch * rows * (integers and not row.clips)
             kept = inputs * each + beside * (each != c) + row_scales
             # Sequence parallelism keeps the device's own rows and gathers the rest again.
             kept /= t.spread if group == "inputs" else 1
-        count = (1 + bool(biases) if tensors is None else tensors) if own else 0
         if integers:
             self._round(name, inputs, weights, outputs, row.passes)
         elif eight:
@@ -149,8 +147,8 @@ class Lister:
         )  # fmt: skip
         ahead = alike._replace(
             m=rows, n=n, k=k, read=inputs * size + weights * (stored or size) + biases * c, kept=kept, group=group,
-            written=outputs * (4.0 if integers and ahead_in_8 else c), weights=own, tensors=count, narrow=ahead_in_8,
-            pieces=pieces,
+            written=outputs * (4.0 if integers and ahead_in_8 else c), weights=weights * (not tied) + biases,
+            tensors=(not tied) + bool(biases), narrow=ahead_in_8, pieces=pieces,
         )  # fmt: skip
         into = alike._replace(
             name=f"{name}.input", forward=False, m=rows, n=k, k=n, read=(outputs + weights) * into_size,
@@ -338,8 +336,29 @@ class Lister:
     ) -> None:  # fmt: skip
         """A norm over rows of `width` features, and under autocast the cast of its output to the type of products. A
         modulated norm has no weights; its output is shifted and scaled before the cast."""
+        t, rms = self.terms, kind.kind == "rms"
+        tensors = 0 if modulated else kind.tensors
+        e, c, size = t.stream, t.product, rows * width
+        # Compiled, the single kernel of a norm casts as it writes.
+        autocast = e == 4 and c == 2 and (t.software.casts_norms or not (t.fused and cast))
+        out, launches = e if autocast else c, 1 + (kind.zero_centred and not t.fused)
+        # An eager norm of half inputs that computes in fp32 keeps its copy of them.
+        copies = t.host and not t.fused and not rms and t.norms > e
+        read, statistic = (t.norms, t.norms) if copies else (e, t.statistic)
+        kept, ahead, behind = size * read + (1 if rms else 2) * rows * statistic, (e, out), (e + out, e)
+        if rms and (t.host or t.software.norms_apart) and not t.fused:
+            # torch computes in fp32, and keeps its result as well as its input.
+            kept += size * 4 + (size * (4 - e) if t.host else size * c)
+            ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
         with self.inside("norm"):
-            self._norm(name, rows, width, kind, cast=cast, modulated=modulated)
+            self.move(
+                name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * width,
+                tensors=tensors, launches=launches,
+            )  # fmt: skip
+            if modulated:
+                self.modulate(f"{name}.modulate", size, launches=2)
+            if autocast and cast:
+                self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")
 
     def add_norm(
         self, name: str, rows: float, width: int, kind: NormKind, *, branch: float, dropout: bool, both: bool
@@ -358,29 +377,3 @@ class Lister:
                 name, size, (e + branch + mask, e + out), behind, kind="norm", group="norms", tensors=kind.tensors,
                 kept=size * e + 8.0 * rows, weights=kind.tensors * width,
             )  # fmt: skip
-
-    def _norm(
-        self, name: str, rows: float, width: int, kind: NormKind, *, cast: bool, modulated: bool
-    ) -> None:
-        t, rms = self.terms, kind.kind == "rms"
-        tensors = 0 if modulated else kind.tensors
-        e, c, size = t.stream, t.product, rows * width
-        # Compiled, the single kernel of a norm casts as it writes.
-        autocast = e == 4 and c == 2 and (t.software.casts_norms or not (t.fused and cast))
-        out, launches = e if autocast else c, 1 + (kind.zero_centred and not t.fused)
-        # An eager norm of half inputs that computes in fp32 keeps its copy of them.
-        copies = t.host and not t.fused and not rms and t.norms > e
-        read, statistic = (t.norms, t.norms) if copies else (e, t.statistic)
-        kept, ahead, behind = size * read + (1 if rms else 2) * rows * statistic, (e, out), (e + out, e)
-        if rms and (t.host or t.software.norms_apart) and not t.fused:
-            # torch computes in fp32, and keeps its result as well as its input.
-            kept += size * 4 + (size * (4 - e) if t.host else size * c)
-            ahead, behind, launches = (8 * e, e), (12 * e, 2 * e), RMS_KERNELS
-        self.move(
-            name, size, ahead, behind, kind="norm", kept=kept, group="norms", weights=tensors * width,
-            tensors=tensors, launches=launches,
-        )  # fmt: skip
-        if modulated:
-            self.modulate(f"{name}.modulate", size, launches=2)
-        if autocast and cast:
-            self.move(f"{name}.cast", size, (4, 2), (2, 4), kind="copy")

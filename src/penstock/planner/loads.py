@@ -8,10 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.boundary.files import read_text, shown
 from penstock.boundary.trees import Bounds, parse_json
@@ -24,6 +24,7 @@ MOST_WINDOWS = 32
 _BOUNDS = Bounds(bytes=1 << 28, values=1 << 25)
 _VERSION = 1
 
+T = TypeVar("T")
 Counts = tuple[int, ...]
 
 
@@ -57,14 +58,12 @@ class LoadRecord:
         complete = all(len(shape) == rows and len(set(shape)) == 1 and shape[0] for shape in shapes)
         sizes = [shape[:1] for shape in shapes]
         windows = all([[len(row)] for row in window.counts] == sizes for window in self.windows)
-        numbers = [*(n for layer in self.counts for row in layer for n in row), *self._windowed()]
-        if len(shapes) != len(self.layers) or not complete or not windows or min(numbers, default=0) < 0:
+        every = [row for counts in (*self.counts, *(one.counts for one in self.windows)) for row in counts]
+        least = min((visits for row in every for visits in row), default=0)
+        if len(shapes) != len(self.layers) or not complete or not windows or least < 0:
             raise DataError(
                 "This is no record of loads: it needs a row of visits, none below 0, for each layer, label and window."
             )
-
-    def _windowed(self) -> Iterator[int]:
-        return (n for window in self.windows for row in window.counts for n in row)
 
     @property
     def totals(self) -> tuple[Counts, ...]:
@@ -127,11 +126,9 @@ class LoadRecord:
                 "output folder."
             )
         try:
-            windows = [Window(_integer(each["until"]), _rows(each["counts"])) for each in tree["windows"]]
-            return cls(
-                tuple(map(_text, tree["layers"])), tuple(map(_text, tree["labels"])),
-                tuple(_rows(layer) for layer in tree["counts"]), tuple(windows),
-            )  # fmt: skip
+            windows = [Window(*_each(int, [one["until"]]), _rows(one["counts"])) for one in tree["windows"]]
+            counts = tuple(map(_rows, tree["counts"]))
+            return cls(_each(str, tree["layers"]), _each(str, tree["labels"]), counts, tuple(windows))
         except (KeyError, TypeError) as problem:
             raise DataError(
                 f"This is no record of loads: {problem!r} is missing or of another kind."
@@ -196,23 +193,17 @@ def count_sum(parts: Sequence[Sequence[Sequence[int]]], shape: Sequence[Sequence
     )
 
 
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(value)
-    return value
+def _each(kind: type[T], values: Iterable[Any]) -> tuple[T, ...]:
+    """The values as a tuple. Raises TypeError for a value of another type than `kind`."""
+    checked = tuple(values)
+    for value in checked:
+        if type(value) is not kind:
+            raise TypeError(value)
+    return checked
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(value)
-    return value
-
-
-def _rows(value: Any) -> tuple[Counts, ...]:
-    return tuple(tuple(map(_integer, row)) for row in value)
-
-
-HEADS = ("experts", "visits", "largest over mean", "busiest", "least visited", "without visits")
+def _rows(values: Iterable[Any]) -> tuple[Counts, ...]:
+    return tuple(_each(int, row) for row in values)
 
 
 def loads_table(record: LoadRecord) -> Section:
@@ -221,6 +212,7 @@ def loads_table(record: LoadRecord) -> Section:
 
 
 def _table(title: str, first: str, loads_by_name: Iterable[tuple[str, Sequence[int]]]) -> Section:
+    heads = first, "experts", "visits", "largest over mean", "busiest", "least visited", "without visits"
     rows = []
     for name, loads in loads_by_name:
         busiest, least = (best(range(len(loads)), key=loads.__getitem__) for best in (max, min))
@@ -229,7 +221,7 @@ def _table(title: str, first: str, loads_by_name: Iterable[tuple[str, Sequence[i
             f"{least}: {loads[least]:,}", str(loads.count(0)),
         )  # fmt: skip
         rows.append(("", [Cell(text, words=place == 0) for place, text in enumerate(cells)]))
-    columns = [Cell(head, words=place == 0, rank=place) for place, head in enumerate((first, *HEADS))]
+    columns = [Cell(head, words=place == 0, rank=place) for place, head in enumerate(heads)]
     return Section(title=title, columns=columns, rows=rows)
 
 

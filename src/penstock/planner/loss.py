@@ -30,15 +30,13 @@ def list_words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool
         with to.inside("loss"), to.words(columns):
             _chunked_loss(to, head, rows, columns, d)
         return
-    biased, learns = head.bias, not head.tied
     # The gradient takes the place of the logits, which stay until the products of the output have read it.
     in_place = t.tp == 1 and not t.whole and t.software.loss == "penstock"
     padded = columns if t.tp == 1 else 0  # a vocabulary that ranks split is not padded outside chunks
     with to.inside("head"), to.words(padded):
         to.gemm(
-            "head", rows, columns, d, bias=biased, narrow=False, group="output",
-            kept=rows * (d + columns * in_place) * c, learned=columns * (d * learns + biased), tensors=learns + biased,
-            was_cast=again,
+            "head", rows, columns, d, bias=head.bias, narrow=False, group="output",
+            kept=rows * (d + columns * in_place) * c, tied=bool(head.tied), was_cast=again,
         )  # fmt: skip
         if head.cap:
             size = rows * columns

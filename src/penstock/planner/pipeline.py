@@ -92,12 +92,16 @@ class StageBlocks(NamedTuple):
     last device are runs of their own."""
 
 
+@lru_cache(maxsize=4096)
 def stage_blocks(
     work: Workload, pp: int, virtual: int = 1, of: Literal["model_flops", "learned", "experts"] = "model_flops",
 ) -> StageBlocks:  # fmt: skip
     """The blocks of each of `pp` devices that hold `virtual` stages each. In an encoder–decoder each block is weighted
     by its amount of the quantity `of` over the mean block's: the result times that mean is the device's amount."""
-    return _stage_blocks(work.whole or work, pp, virtual, of)
+    blocks_by_rank = [sum(chunks) for chunks in _chunks(work.whole or work, pp, virtual, of)]
+    first, between, last = blocks_by_rank[0], blocks_by_rank[1:-1], blocks_by_rank[-1]
+    runs = [(len([*run]), blocks) for blocks, run in groupby(between)]
+    return StageBlocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
 
 
 @lru_cache(maxsize=4096)
@@ -113,14 +117,6 @@ def _chunks(work: Workload, pp: int, virtual: int, of: str) -> tuple[tuple[float
         chunks.append(sum(weights[at : at + count]))
         at += count
     return tuple(tuple(chunks[rank::pp]) for rank in range(pp))
-
-
-@lru_cache(maxsize=4096)
-def _stage_blocks(work: Workload, pp: int, virtual: int, of: str) -> StageBlocks:
-    blocks_by_rank = [sum(chunks) for chunks in _chunks(work, pp, virtual, of)]
-    first, between, last = blocks_by_rank[0], blocks_by_rank[1:-1], blocks_by_rank[-1]
-    runs = [(len([*run]), blocks) for blocks, run in groupby(between)]
-    return StageBlocks(first, max(between, default=0.0), last, ((1, first), *runs, (1, last)))
 
 
 def zero_bubble_idle(runs: Sequence[tuple[int, StageTimes]], micro_batches: int) -> float:
@@ -164,18 +160,9 @@ def most_blocks(work: Workload, plan: Plan, entrance: float = 0.0) -> tuple[floa
     """Blocks whose activations the fullest device except the last keeps, and those of the last: each block counted once
     per micro-batch in flight. `entrance` is the memory that the entrance keeps, in blocks."""
     chunks = _chunks(work.whole or work, plan.pp, plan.virtual, "model_flops")
-    gpipe = plan.schedule == "gpipe"
+    gpipe, stages = plan.schedule == "gpipe", plan.pp
     # Beyond three micro-batches per stage the schedule repeats.
-    return _most_blocks(
-        chunks, plan.accumulate if gpipe else min(plan.accumulate, 3 * plan.pp), gpipe, entrance
-    )
-
-
-@lru_cache(maxsize=4096)
-def _most_blocks(
-    chunks: tuple[tuple[float, ...], ...], m: int, gpipe: bool, entrance: float
-) -> tuple[float, float]:
-    stages = len(chunks)
+    m = plan.accumulate if gpipe else min(plan.accumulate, 3 * stages)
     front = 0.0
     previous: tuple[float, ...] = ()
     for rank, device_chunks in enumerate(chunks[:-1]):
@@ -187,6 +174,7 @@ def _most_blocks(
     return front, _device_blocks(chunks[-1], m, stages, 0, gpipe=gpipe)
 
 
+@lru_cache(maxsize=4096)
 def _device_blocks(chunks: tuple[float, ...], m: int, stages: int, behind: int, *, gpipe: bool) -> float:
     """Blocks whose activations a device keeps with `behind` later stages.
 

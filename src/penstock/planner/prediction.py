@@ -16,7 +16,7 @@ from penstock.config.model import ModelConfig, with_stacks
 from penstock.config.plan import Plan
 from penstock.config.stack import Stack
 from penstock.planner import price
-from penstock.planner.describe import describe_on, totals
+from penstock.planner.describe import describe, totals
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import forward_bytes, memory, pass_bytes
@@ -125,7 +125,7 @@ def predict(
     Raises ConfigError, with every reason, if the machine cannot run the plan or the layout is impossible.
     """
     _refuse(model, machine, plan)
-    work = describe_on(machine, model, plan, software, real=real, words=words, uneven=uneven)
+    work = describe(model, plan, machine, software, real=real, words=words, uneven=uneven)
     work = work if learns == WHOLE else learning_part(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
     return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
@@ -144,7 +144,7 @@ def predict_pass(
     """
     model = with_stacks(model, _without_chance)
     _refuse(model, machine, plan)
-    work = describe_on(machine, model, plan, storing=storing(machine, weights, heads=heads))
+    work = describe(model, plan, machine, storing=storing(machine, weights, heads=heads))
     rates = rates_of(machine, plan, weights=weights)
     busy = launches = mapped = 0.0
     for part in work.parts:
@@ -167,7 +167,7 @@ def predict_pass_bytes(model: ModelConfig, machine: Machine, plan: Plan) -> tupl
     """
     model = with_stacks(model, _without_chance)
     _refuse(model, machine, plan)
-    work = describe_on(machine, model, plan)
+    work = describe(model, plan, machine)
     return work.parameters, forward_bytes(work)
 
 
@@ -278,7 +278,7 @@ def _intervals() -> dict[str, Interval]:
 
 def stage_costs(model: ModelConfig, machine: Machine, plan: Plan) -> Costs:
     """Seconds of each stage's passes and transfers for one micro-batch, on a device of `machine`."""
-    return costs_of(describe_on(machine, model, plan), rates_of(machine, plan), plan)
+    return costs_of(describe(model, plan, machine), rates_of(machine, plan), plan)
 
 
 def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:

@@ -99,14 +99,12 @@ def fused_seconds(op: Op, rates: Rates) -> float:
     With a single query per head, as when a token is generated, the keys are split among thread blocks.
     """
     if op.m <= 1:
-        return max(op.flops / rates.attention, (op.read + op.written) / rates.memory)
+        return max(op.flops / rates.attention[0], (op.read + op.written) / rates.memory)
     # Under context parallelism a device has a part of the queries, some early and some late.
     queries = op.n if op.causal else op.m
     scores = op.batch * op.m * keys_computed(queries, op.n, causal=op.causal, window=op.window)
     flops = (4.0 if op.forward else 10.0) * scores * op.k
-    forward, backward = rates.attention, rates.attention_backward
-    if op.function == BIASED:
-        forward, backward = rates.biased_attention
+    forward, backward = rates.biased_attention if op.function == BIASED else rates.attention
     rate = forward if op.forward else backward
     return (
         flops / rate

@@ -26,9 +26,8 @@ NEAR_SAMPLES = 4
 """Measured products between which the rate of an unmeasured shape is interpolated."""
 NEAR = 1e-6
 """Squared distance in logarithms below which a shape counts as measured."""
-RELATIVE_RATES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (64, 64): 0.6}
+TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.93, (64, 64): 0.6}
 """Tiles that libraries choose among, rows and columns, and their relative rate: smaller ones load more per product."""
-TILES = tuple((rows, columns, rows * columns / rate) for (rows, columns), rate in RELATIVE_RATES.items())
 MOST_PARTS = 4
 """The most parts into which the inner length of a product is cut, where its tiles fill the last wave badly."""
 SPLIT_DEPTH = 1024
@@ -145,9 +144,10 @@ def _wave_area(multiprocessors: int, m: float, n: float, count: float, uneven: b
     """Elements of the result of `count` products (m, n), rounded up to whole waves of tiles, and divided by the tile's
     relative rate; for the best tile shape. The last tile of rows of `uneven` products is half full on average."""
     best = math.inf
-    for rows, columns, area in TILES:
+    for (rows, columns), rate in TILES.items():
         high = max(1.0, m / rows + 0.5) if uneven else -(-m // rows)
-        best = min(best, -(-high * -(-n // columns) * count // multiprocessors) * area)
+        waves = -(-high * -(-n // columns) * count // multiprocessors)
+        best = min(best, waves * (rows * columns / rate))
     return best * multiprocessors
 
 
@@ -169,12 +169,10 @@ class Rates:
     """Matrix products in fp32 regardless of the plan's types, such as a router's."""
     product_rate: float
     """FLOP/s of large products outside 8 bits."""
-    attention: float
-    """FLOP/s of the products of fused attention's forward pass."""
-    attention_backward: float
-    """The same for its backward pass, which forms the scores again."""
+    attention: tuple[float, float]
+    """FLOP/s of the products of fused attention, forward and backward; the backward pass forms the scores again."""
     biased_attention: tuple[float, float]
-    """The same of both passes with a bias added to the scores, which only the memory-efficient kernel supports."""
+    """The same with a bias added to the scores, which only the memory-efficient kernel supports."""
     attention_share: float
     """Share of the rate of products that fused attention reaches on a CPU where its own rate was not measured."""
     exponentials: float
@@ -252,8 +250,6 @@ def _rates(
         kernels = {name: rates for name, rates in kernels.items() if not name.startswith("attention")}
         share = figures.NATIVE_SHARE
     exponentials = exponentials_per_second(machine.peak_flops[type_], multiprocessors)
-    forward, backward = _attention(machine, type_, attention, constants, exponentials)
-    biased = _attention(machine, type_, "efficient", constants, exponentials)
     memory = (machine.memory_bytes_per_second or math.inf) * (1.0 if cpu else constants.memory_share)
     pairs = None
     if machine.pairs:
@@ -271,9 +267,10 @@ def _rates(
         narrow=_stored_products(stored_samples(machine, weights), BYTES[stored] if stored else 0.0)
         if basis == "stored"
         else products_in(machine, narrow, constants, multiprocessors, memory) if narrow else None,
-        exact=in_fp32,
-        product_rate=_sustained(machine, type_, constants), attention=forward, attention_backward=backward,
-        biased_attention=biased, attention_share=share, exponentials=exponentials, memory=memory,
+        exact=in_fp32, product_rate=_sustained(machine, type_, constants),
+        attention=_attention(machine, type_, attention, constants, exponentials),
+        biased_attention=_attention(machine, type_, "efficient", constants, exponentials),
+        attention_share=share, exponentials=exponentials, memory=memory,
         reading=next((s.per_second for s in machine.kernels if s.name == "reading"), memory),
         kernel_seconds=constants.kernel_seconds + launch_blocking * constants.blocking_seconds, cpu=cpu,
         kernels=kernels, compute=BYTES[numerics.compute], link=link,

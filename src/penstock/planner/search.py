@@ -20,7 +20,7 @@ from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, stacks, title
 from penstock.config.plan import BASELINE, Plan
 from penstock.errors import ConfigError, OutOfMemory
-from penstock.planner.describe import describe_on, totals
+from penstock.planner.describe import describe, totals
 from penstock.planner.layouts import AXES, SEARCHED, Space, depth, divisors, layouts, stages, vary
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import memory, pass_bytes
@@ -69,23 +69,22 @@ class Layouts(list[Prediction]):
 def search(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
-    uneven: Mapping[int, float] = EVEN,
+    uneven: Mapping[int, float] = EVEN, name: str = "",
 ) -> Layouts:  # fmt: skip
     """The layouts of `model` on `gpus` devices of `machine` that fit, fastest first, at most `keep` of them. An odd
     micro-batch comes first only if it wins by more than the predictions' error.
 
     `base` has the fields that are not searched (precision, attention, compilation, optimizer), and the searched fields
     that `fixed` names; `global_batch` defaults to a size that keeps each layout's devices busy, at least one sample per
-    replica. Raises OutOfMemory saying what would make it fit where nothing does, and ConfigError where no degrees
-    multiply to `gpus`.
+    replica. `name` is the model's name in messages where it is not a preset. Raises OutOfMemory saying what would make
+    it fit where nothing does, and ConfigError where no degrees multiply to `gpus`.
     """
     result = explore(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep,
         uneven=uneven,
     )  # fmt: skip
     if not result.predictions:
-        problem = nothing_fits(model, machine, gpus, result, uneven, global_batch=global_batch, fixed=fixed)
-        raise OutOfMemory(problem)
+        raise OutOfMemory(_nothing_fits(model, machine, gpus, result, uneven, global_batch, fixed, name))
     return Layouts(result)
 
 
@@ -152,7 +151,7 @@ def explore(
         if plan.micro_batch >= too_large.get(rest, plan.micro_batch + 1):
             result.too_large += 1
             continue
-        work = describe_on(machine, model, plan, uneven=uneven)
+        work = describe(model, plan, machine, uneven=uneven)
         if plan.recompute == "budget" and not plan.budget:
             plan = _budgeted(work, plan, limit, cpu=rates.cpu)
         parts = memory(work, plan, cpu=rates.cpu)
@@ -242,12 +241,11 @@ def default_batch(model: ModelConfig, gpus: int) -> int:
     return batch
 
 
-def nothing_fits(
-    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float] = EVEN, *,
-    global_batch: int | None = None, fixed: frozenset[str] = frozenset(), name: str = "",
+def _nothing_fits(
+    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float],
+    global_batch: int | None, fixed: frozenset[str], name: str,
 ) -> str:  # fmt: skip
-    """The reason why no layout fits, and what would make one fit: more devices, or the host's memory. `name` is the
-    model's name if it is not a preset; the other arguments are as in the search."""
+    """The reason why no layout fits, and what would make one fit: more devices, or the host's memory."""
     limit = room(machine)
     assert result.nearest is not None
     plan, smallest = result.nearest
@@ -278,7 +276,7 @@ def needed_bytes(
 ) -> float:
     """Bytes of the fullest device."""
     cpu = machine.device == "cpu"
-    work = describe_on(machine, model, plan, uneven=uneven)
+    work = describe(model, plan, machine, uneven=uneven)
     return sum(memory(work, plan, cpu=cpu).values())
 
 

@@ -31,15 +31,8 @@ of computing operators. Fitted to our engine on CPUs with GPTs of width 16, 2 an
 HOST_OPERATOR_SECONDS = 1.66e-6
 """Seconds of the smallest operator on a GPU's host, absent from datasheets: `penstock probe` measured it on an EPYC."""
 PASS_OPERATORS = 37
-BLOCK_OPERATORS = {
-    "block": 16, "rotary": 24, "qk_norm": 4, "latent": 16, "mixture": 28, "shared": 6, "sigmoid": 6, "groups": 8,
-    "memory": 10, "both": 2, "zero": 4, "capped": 8, "sinks": 6, "clamp": 5, "biases": 6, "whole": 5,
-}  # fmt: skip
-"""Operators that compute, and not only view, of a step of our engine for a GPU: counted in all besides blocks, in each
-block, and in one that also rotates queries and keys, normalises them, or all heads together, attends to latents, has
-experts, with some that every token visits, a sigmoid router, or groups, attends to a source, or has norms on both
-sides, capped scores, sinks, a clamped activation or biases of experts; and in each norm whose weight is around zero.
-Each takes a launch (`Machine.launch_seconds`)."""
+"""Operators that compute, and not only view, of a step of our engine for a GPU outside its blocks. Each takes a launch
+(`Machine.launch_seconds`)."""
 CACHE_PASSES = 3.0
 """Number of times that a step accesses keys and values: gathering them from the blocks of the paged cache reads and
 writes, and attention reads."""
@@ -170,28 +163,23 @@ def continued(graph: Graph) -> Sequence[Run]:
 
 
 def operators_of(graph: Graph) -> int:
-    """Number of operators in a step of our engine that compute and do not only return a view."""
+    """Number of operators in a step of our engine for a GPU that compute and do not only return a view, as counted in
+    the engine for each part of a block."""
     operators = PASS_OPERATORS
-    for stack, remembers in ((run.stack, bool(run.memories)) for run in continued(graph)):
-        layer = stack.layers[0]
-        both, centred = layer.placement == "both", layer.norm.zero_centred
-        rotary = sum(each.rotary is not None for each in stack.layers) / len(stack.layers)
-        every = {
-            "block": 1, "rotary": rotary, "qk_norm": layer.qk_norm, "latent": bool(layer.latent),
-            "memory": remembers, "both": both,
-            "zero": 2 * (1 + both + layer.qk_norm) * centred, "capped": layer.score_cap is not None,
-            "sinks": layer.sinks, "clamp": ACTIVATIONS[stack.mlp].limit is not None,
-            "biases": layer.bias and layer.mixture is not None, "whole": layer.qk_norm_whole,
-        }  # fmt: skip
-        operators += round(stack.depth * sum(BLOCK_OPERATORS[name] * there for name, there in every.items()))
+    for run in continued(graph):
+        stack, layer = run.stack, run.stack.layers[0]
+        both, rotated = layer.placement == "both", sum(each.rotary is not None for each in stack.layers)
+        block = 16 + 24 * rotated / len(stack.layers) + 10 * bool(run.memories) + 2 * both
+        block += 16 * bool(layer.latent) + 4 * layer.qk_norm + 5 * layer.qk_norm_whole
+        block += 8 * (layer.score_cap is not None) + 6 * layer.sinks
+        block += 5 * (ACTIVATIONS[stack.mlp].limit is not None) + 6 * (
+            layer.bias and layer.mixture is not None
+        )
+        norms = 2 * (1 + both + layer.qk_norm)
+        operators += round(stack.depth * (block + 4 * norms * layer.norm.zero_centred))
         for mixture in (layer.mixture for layer in stack.layers if layer.mixture):
-            kinds = {
-                "mixture": True,
-                "shared": mixture.shared_experts > 0,
-                "sigmoid": mixture.router == "sigmoid",
-            }
-            kinds["groups"] = mixture.router_groups > 1
-            operators += sum(BLOCK_OPERATORS[name] for name, there in kinds.items() if there)
+            operators += 28 + 6 * (mixture.shared_experts > 0)
+            operators += 6 * (mixture.router == "sigmoid") + 8 * (mixture.router_groups > 1)
     return operators
 
 
@@ -338,16 +326,11 @@ class Passes:
 
 def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
     """A Plan with the types of inference on a machine."""
-    if fp8:
-        plan = Plan(precision="O2", dtype="bf16", products="fp8", attention="flash")
-        rules.require(plan, machine=machine)
-        return plan
-    plan = Plan()
-    for dtype in ("fp16", "bf16") if half else ():
+    for dtype in ("bf16", "fp16") if half and not fp8 else ():
         if dtype in machine.peak_flops:
-            plan = Plan(precision="O3", dtype=dtype, attention="flash")
-    if plan.precision == "O0":
-        rules.require(plan, machine=machine)
+            return Plan(precision="O3", dtype=dtype, attention="flash")
+    plan = Plan(precision="O2", dtype="bf16", products="fp8", attention="flash") if fp8 else Plan()
+    rules.require(plan, machine=machine)
     return plan
 
 

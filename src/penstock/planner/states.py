@@ -116,11 +116,14 @@ def whole_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, 
 
 
 def orthogonal_share(work: Workload, plan: Plan) -> float:
-    """Share of the parameters on a device whose updates the optimizer orthogonalises: matrices of the blocks."""
-    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
-        return 0.0
-    elements = sum(count * op.batch * op.n * op.k for count, op in learned_matrices(work))
+    """Share of the parameters on a device whose updates the optimizer orthogonalises."""
+    elements = sum(count * op.batch * op.n * op.k for count, op in orthogonalised(work, plan))
     return min(1.0, elements / (work.learned * work.parameters))
+
+
+def orthogonalised(work: Workload, plan: Plan) -> tuple[tuple[int, Op], ...]:
+    """The `learned_matrices` whose updates the plan's optimizer orthogonalises: all, or none."""
+    return learned_matrices(work) if OPTIMIZERS[plan.algorithm].matrices == "orthogonal" else ()
 
 
 @lru_cache(maxsize=1024)
@@ -134,19 +137,12 @@ def learned_matrices(work: Workload) -> tuple[tuple[int, Op], ...]:
     return tuple((count, op) for count, op in adapters or every if op.weights >= op.batch * op.n * op.k)
 
 
-def orthogonal_tensors(work: Workload, plan: Plan) -> int:
-    """Number of tensors of the `learned_matrices`; a stack of experts' matrices is one."""
-    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
-        return 0
-    return sum(count for count, _ in learned_matrices(work))
-
-
 def orthogonalising_bytes(work: Workload, plan: Plan) -> float:
     """Temporary bytes of orthogonalising the largest matrix or stack: the update in fp32 and in bf16, three steps of
     the iteration, and two products with its transpose."""
-    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
-        return 0.0
-    sizes = ((op.batch * op.n * op.k, op.batch * min(op.n, op.k) ** 2) for _, op in learned_matrices(work))
+    sizes = (
+        (op.batch * op.n * op.k, op.batch * min(op.n, op.k) ** 2) for _, op in orthogonalised(work, plan)
+    )
     return max((12.0 * whole + 4.0 * square for whole, square in sizes), default=0.0)
 
 
@@ -239,15 +235,6 @@ def accumulation_bytes(plan: Plan, share: DeviceShare, *, casts: bool = False) -
     return plan.accumulate * share.learned * summed * element_bytes
 
 
-class OwnerSeconds(NamedTuple):
-    """Seconds per step of one device."""
-
-    products: float
-    """Newton–Schulz iterations of the device's own matrices."""
-    sent: float
-    """Gathering updates to their owners, and scattering them."""
-
-
 def newton_schulz(op: Op, size: float = _HALF) -> tuple[Op, ...]:
     """The products of one iteration on the matrices of a linear layer: `op.batch` matrices of (n, k), in elements of
     `size` bytes."""
@@ -269,39 +256,35 @@ def update_operators(
 ) -> Iterator[tuple[float, Op]]:
     """The operators by which one device orthogonalises updates, each with its number of runs; collectives run once per
     matrix, with its bytes. Empty for other optimizers."""
-    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
-        return
-    adapted = any(op.adapter for _, op in learned_matrices(work))
-    every = learned_matrices(work if adapted else work.whole or work)
-    dense = plan.tp * share.replicas
-    shared = [
-        (count, op) for count, op in every if dense > 1 and not (plan.ep > 1 and op.module == "experts")
-    ]
-    matrices = sum(count for count, _ in shared)
+    adapted = any(op.adapter for _, op in orthogonalised(work, plan))
+    every = orthogonalised(work if adapted else work.whole or work, plan)
+    owners = plan.tp * share.replicas
+    matrices = sum(count for count, op in every if not _is_whole(op, plan))
     # Matrices are assigned in turn: the device with the most takes part in the last, incomplete round too.
-    turns = math.ceil(matrices / plan.pp / dense) / matrices if matrices else 0.0
+    turns = math.ceil(matrices / plan.pp / owners) / matrices if matrices else 0.0
     for count, op in every:
-        own = count * turns if (count, op) in shared else count / plan.pp
-        if plan.ep > 1 and op.module == "experts":  # each device has whole ones
-            own, op = count / plan.pp, op._replace(batch=op.batch / (plan.ep * share.expert_replicas))
+        own = count / plan.pp
+        if _is_whole(op, plan):
+            op = op._replace(batch=op.batch / (plan.ep * share.expert_replicas))
+        elif owners > 1:
+            sent = op.batch * op.n * op.k * _HALF
+            yield own, Op(f"{op.name}.to_owner", "gather", read=sent)
+            yield own, Op(f"{op.name}.from_owner", "scatter", read=sent)
+            own = count * turns
         for product in newton_schulz(op, size):
             yield ITERATIONS * own, product
-    for count, op in shared:
-        sent = op.batch * op.n * op.k * _HALF
-        yield count / plan.pp, Op(f"{op.name}.to_owner", "gather", read=sent)
-        yield count / plan.pp, Op(f"{op.name}.from_owner", "scatter", read=sent)
 
 
-def owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> OwnerSeconds | None:
-    """Seconds of the operators of `update_operators`; None for other optimizers. Iterations are in bf16 under every
-    Plan, except on a CPU without bf16 units, where fp32 is faster."""
-    if OPTIMIZERS[plan.algorithm].matrices != "orthogonal":
-        return None
-    return _owner_seconds(work, rates, plan, share)
+def _is_whole(op: Op, plan: Plan) -> bool:
+    """Whether each device has whole matrices of this product: of some experts."""
+    return plan.ep > 1 and op.module == "experts"
 
 
 @lru_cache(maxsize=4096)
-def _owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> OwnerSeconds:
+def owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> tuple[float, float]:
+    """Seconds per step of one device: of the iterations for its own matrices, and of gathering updates to their owners
+    and scattering them. Iterations are in bf16 under every Plan, except on a CPU without bf16 units, where fp32 is
+    faster."""
     peak = rates.machine.peak_flops
     slow = peak.get("bf16", 0.0) < peak.get("fp32", 0.0)
     own = replace(plan, precision="O0" if slow else "O1", dtype="bf16", products="plain")
@@ -313,4 +296,4 @@ def _owner_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare)
             sent += times * gather_seconds(group, op.read, scatters=op.kind == "scatter")
         else:
             products += times * seconds(op, iterating)
-    return OwnerSeconds(products, sent)
+    return products, sent

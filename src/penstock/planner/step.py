@@ -23,6 +23,7 @@ Other transfers between devices, and those to host memory, are in `traffic`.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -41,7 +42,7 @@ from penstock.planner.recompute import Recompute, computed_again
 from penstock.planner.states import (
     DeviceShare,
     device_share,
-    orthogonal_tensors,
+    orthogonalised,
     owner_seconds,
     update_launches,
 )
@@ -139,52 +140,33 @@ def part_time(part: Part, rates: Rates, layout: PartLayout) -> PartTime:
 
 def _passed(operators: Iterable[Op], rates: Rates, layout: PartLayout) -> tuple[KindSeconds, float]:
     """Seconds of one pass by kind, and the part for gradients of weights."""
-    gemm = attention = pointwise = expert = context = weights = shown = hidden = uncut = ring = travel = 0.0
-    beside = shared = 0.0
+    members = {"tensor": (layout.tp, 1), "expert": (layout.ep, 1), "context": (layout.cp, layout.tp)}
+    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
+    gemm = attention = pointwise = weights = shared = 0.0
     for op in operators:
-        kind = op.kind
-        if kind in COLLECTIVE:
-            if op.axis == "tensor":
-                taken = collective_seconds(op, rates, layout.tp, 1)
-                if op.uncut:
-                    uncut += taken
-                elif op.hides:
-                    hidden += taken
-                else:
-                    shown += taken
-            elif op.axis == "expert":
-                taken = collective_seconds(op, rates, layout.ep, 1)
-                if op.hides:
-                    travel += taken
-                elif op.beside and not rates.cpu:
-                    beside += taken
-                else:
-                    expert += taken
-            elif op.hides:
-                ring += collective_seconds(op, rates, layout.cp, layout.tp)
-            else:
-                context += collective_seconds(op, rates, layout.cp, layout.tp)
+        if op.kind in COLLECTIVE:
+            beside = "beside" if op.beside and not rates.cpu else ""
+            how = "uncut" if op.uncut else "hidden" if op.hides else beside
+            sent[op.axis, how] += collective_seconds(op, rates, *members[op.axis])
             continue
         taken = seconds(op, rates)
         if op.module == "perceptron":  # beside a mixture these are the experts that every token visits
             shared += taken
-        if kind in _ATTENTION and op.module in ("attention", "cross"):
+        if op.kind in _ATTENTION and op.module in ("attention", "cross"):
             attention += taken
-        elif kind in MATRIX:
+        elif op.kind in MATRIX:
             gemm += taken
             if op.over_rows:
                 weights += taken
         else:
             pointwise += taken
-    if ring:
-        context += exposed_seconds(rates, ring, attention)
-    if travel:
-        left = (1.0 - rates.constants.exchange_hidden_share) * travel
-        expert += max(left, exposed_seconds(rates, travel, gemm + attention + pointwise))
-    if beside:
-        expert += exposed_seconds(rates, beside, shared)
-    tensor = _tensor(rates, layout, shown, hidden, weights)
-    return KindSeconds(gemm, attention, pointwise, tensor + uncut, expert, context), weights
+    travel = sent["expert", "hidden"]
+    left = (1.0 - rates.constants.exchange_hidden_share) * travel
+    expert = sent["expert", ""] + exposed_seconds(rates, sent["expert", "beside"], shared)
+    expert += max(left, exposed_seconds(rates, travel, gemm + attention + pointwise))
+    context = sent["context", ""] + exposed_seconds(rates, sent["context", "hidden"], attention)
+    tensor = _tensor(rates, layout, sent["tensor", ""], sent["tensor", "hidden"], weights)
+    return KindSeconds(gemm, attention, pointwise, tensor + sent["tensor", "uncut"], expert, context), weights
 
 
 def _tensor(rates: Rates, layout: PartLayout, shown: float, hidden: float, weights: float) -> float:
@@ -245,9 +227,9 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0, "bubble": 0.0, "launch": m * n * times.waits,
     }  # fmt: skip
-    if owned := owner_seconds(work, rates, plan, share):
-        by_part["optimizer"] += owned.products
-        by_part["owners"] = owned.sent
+    if orthogonalised(work, plan):
+        products, by_part["owners"] = owner_seconds(work, rates, plan, share)
+        by_part["optimizer"] += products
     result = StepTime(by_part, 0.0, forward, backward, n * block.weights)
     if plan.pp > 1:
         by_part["bubble"] = _bubble(work, plan, times, stage)
@@ -337,7 +319,7 @@ def _host(
     """Seconds that the host adds to the device's by launching and by mapping pages. A CPU launches and computes in
     turn; a GPU's launches run ahead, and recorded passes are one launch each."""
     launches = plan.accumulate / plan.pp * launched
-    matrices = orthogonal_tensors(work, plan) / plan.pp
+    matrices = sum(count for count, _ in orthogonalised(work, plan)) / plan.pp
     updates = update_launches(share.updated, share.tensors, plan, cpu=rates.cpu, matrices=matrices)
     if not rates.cpu:
         if plan.compile == "graphs":

@@ -85,8 +85,12 @@ class _Kernels:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, generator=self.generator).to(self.dtype)
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        return seconds(call, self.device, self.budget)
+    def sample(
+        self, name: str, amount: float, call: Callable[[], object], tokens: int = 0, features: int = 0
+    ) -> KernelSample:
+        """The rate of a `call` that does an `amount` of FLOPs or elements."""
+        rate = amount / seconds(call, self.device, self.budget)
+        return KernelSample(name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name)
 
     def elementwise(self) -> Iterator[KernelSample]:
         x, gradient, weight = self.random(_ROWS, _WIDTH), self.random(_ROWS, _WIDTH), self.random(_WIDTH)
@@ -124,80 +128,62 @@ class _Kernels:
             name = f"{FUSED_FORM}{function}"
             calls |= {name: (x, ahead), f"{name}_backward": (x, behind)}
         for name, (over, call) in calls.items():
-            yield KernelSample(name=name, per_second=over.numel() / self.seconds(call), dtype=self.name)
-        yield KernelSample(
-            name="quantize", per_second=x.numel() / self.seconds(lambda: rounded(x)), dtype=self.name
-        )
+            yield self.sample(name, over.numel(), call)
+        yield self.sample("quantize", x.numel(), lambda: rounded(x))
         with torch.random.fork_rng(devices=[]):  # noise is drawn from the generator of the program
-            rate = x.numel() / self.seconds(lambda: rounded(x, noisy=True))
-        yield KernelSample(name="quantize_backward", per_second=rate, dtype=self.name)
+            sample = self.sample("quantize_backward", x.numel(), lambda: rounded(x, noisy=True))
+        yield sample
         for rows, length in _SCORES:
             scores = self.random(rows, length)
             for name, call in _softmax(scores).items():
-                rate = scores.numel() / self.seconds(call)
-                yield KernelSample(name=name, per_second=rate, tokens=length, dtype=self.name)
+                yield self.sample(name, scores.numel(), call, length)
 
     def attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
         """Fused attention and the batched products of plain attention, forward and backward."""
         for tokens, features, pairs in shapes:
             q, k, v, gradient = (self.random(1, pairs, tokens, features) for _ in range(4))
             weights = self.random(pairs, tokens, tokens)
-            a, b, c, d = q[0], k[0], v[0], gradient[0]
+            factors = q[0], k[0], v[0], gradient[0], weights
             flops = 4.0 * pairs * tokens * tokens * features
-            inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-
-            def fused(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-                return F.scaled_dot_product_attention(q, k, v)
-
+            inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+            fused = partial(F.scaled_dot_product_attention, *inputs)
             with torch.enable_grad():
                 out = fused()
-
-            def fused_backward(
-                out: Tensor = out, gradient: Tensor = gradient, inputs: tuple[Tensor, ...] = inputs
-            ) -> object:
-                return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-            def plain(a: Tensor = a, b: Tensor = b, c: Tensor = c, weights: Tensor = weights) -> object:
-                return torch.bmm(a, b.transpose(1, 2)), torch.bmm(weights, c)
-
-            def plain_backward(
-                a: Tensor = a, b: Tensor = b, c: Tensor = c, d: Tensor = d, weights: Tensor = weights
-            ) -> object:
-                turned = weights.transpose(1, 2)
-                scores = torch.bmm(d, c.transpose(1, 2)), torch.bmm(turned, d)
-                return *scores, torch.bmm(weights, b), torch.bmm(turned, a)
-
+            fused_backward = partial(torch.autograd.grad, out, inputs, gradient, retain_graph=True)
             calls: tuple[tuple[str, float, Callable[[], object]], ...] = (
                 ("attention", 1.0, fused),
                 ("attention_backward", _BACKWARD_PRODUCTS, fused_backward),
-                ("bmm", 1.0, plain),
-                ("bmm_backward", 2.0, plain_backward),
+                ("bmm", 1.0, partial(_plain, *factors)),
+                ("bmm_backward", 2.0, partial(_plain_backward, *factors)),
             )
             for name, times, call in calls:
-                rate = times * flops / self.seconds(call)
-                yield KernelSample(
-                    name=name, per_second=rate, tokens=tokens, features=features, dtype=self.name
-                )
+                yield self.sample(name, times * flops, call, tokens, features)
 
     def token_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
         """Fused attention with one query per pair, which spends most of its time starting each pair."""
         for tokens, features, pairs in shapes:
             q, k, v = (self.random(1, pairs, count, features) for count in (1, tokens, tokens))
-            spent = self.seconds(partial(F.scaled_dot_product_attention, q, k, v))
-            rate = 4.0 * pairs * tokens * features / spent
-            yield KernelSample(
-                name="attention_token", per_second=rate, tokens=tokens, features=features, dtype=self.name
-            )
+            call = partial(F.scaled_dot_product_attention, q, k, v)
+            yield self.sample("attention_token", 4.0 * pairs * tokens * features, call, tokens, features)
 
     def block_attention(self, shapes: tuple[tuple[int, int, int], ...]) -> Iterator[KernelSample]:
         """Attention in one call, as int8 blocks compute it."""
         for tokens, features, pairs in shapes:
-            qkv = self.random(tokens, pairs * 3 * features)
-            spent = self.seconds(partial(attend_samples, qkv, features, [tokens]))
-            rate = 4.0 * pairs * tokens * tokens * features / spent
-            yield KernelSample(
-                name="attention_block", per_second=rate, tokens=tokens, features=features, dtype=self.name
-            )
+            call = partial(attend_samples, self.random(tokens, pairs * 3 * features), features, [tokens])
+            flops = 4.0 * pairs * tokens * tokens * features
+            yield self.sample("attention_block", flops, call, tokens, features)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, weights: Tensor) -> object:
+    """The products of plain attention: scores, and the weighted values."""
+    return torch.bmm(q, k.transpose(1, 2)), torch.bmm(weights, v)
+
+
+def _plain_backward(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, weights: Tensor) -> object:
+    """The products of their gradients."""
+    turned = weights.transpose(1, 2)
+    scores = torch.bmm(gradient, v.transpose(1, 2)), torch.bmm(turned, gradient)
+    return *scores, torch.bmm(weights, k), torch.bmm(turned, q)
 
 
 def _fused(

@@ -39,11 +39,7 @@ def shared(device: torch.device) -> Iterator[None]:
 def agreed(value: float) -> float:
     """The largest `value` over the ranks, by which they decide what to measure together; `value` itself where this
     process measures alone. Ranks that decided by their own values would wait for each other for ever."""
-    if not _sharing.get():
-        return value
-    largest = torch.tensor(value, dtype=torch.float64)
-    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
-    return float(largest)
+    return _over_ranks(value, torch.device("cpu"), largest=True) if _sharing.get() else value
 
 
 def _waits(device: torch.device) -> float:
@@ -57,9 +53,7 @@ def _waits(device: torch.device) -> float:
     while time.perf_counter() - start < _WAITS_SECONDS:
         factor @ factor
     ratio = (time.perf_counter() - start) / (time.process_time() - worked)
-    ratio_sum = torch.tensor(ratio, dtype=torch.float64)
-    distributed.all_reduce(ratio_sum)
-    return max(1.0, float(ratio_sum) / distributed.get_world_size())
+    return max(1.0, _over_ranks(ratio, device) / distributed.get_world_size())
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
@@ -238,8 +232,7 @@ def alone_speedup(device: torch.device) -> float:
         shared += products.done(TURN_SECONDS)
         for turn in range(ranks):
             alone += products.done(TURN_SECONDS if turn == rank else 0.0)
-    products_done = _summed(torch.tensor([shared, alone], dtype=torch.float64, device=device))
-    return max(1.0, float(products_done[1] / products_done[0]))
+    return max(1.0, _over_ranks(alone, device) / _over_ranks(shared, device))
 
 
 def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
@@ -249,8 +242,7 @@ def _meeting(device: torch.device, group: ProcessGroup | None) -> float:
     for _ in range(TURNS):
         longer -= products.seconds(MEETINGS)
         longer += products.seconds(MEETINGS, lambda: distributed.all_reduce(few, group=group))
-    total = float(_summed(torch.tensor(longer, dtype=torch.float64, device=device)))
-    return max(0.0, total / (distributed.get_world_size() * TURNS * MEETINGS))
+    return max(0.0, _over_ranks(longer, device) / (distributed.get_world_size() * TURNS * MEETINGS))
 
 
 class _Products:
@@ -260,8 +252,8 @@ class _Products:
         drawn = torch.Generator(device=device).manual_seed(0)
         self.factor, self.count = torch.rand(384, 384, device=device, generator=drawn), 1
         self.seconds(8)
-        once = torch.tensor(self.seconds(32) / 32, dtype=torch.float64, device=device)
-        self.count = max(1, round(BETWEEN_SECONDS * distributed.get_world_size() / float(_summed(once))))
+        mean = _over_ranks(self.seconds(32) / 32, device) / distributed.get_world_size()
+        self.count = max(1, round(BETWEEN_SECONDS / mean))
 
     def seconds(self, rows: int, after: Callable[[], object] = lambda: None) -> float:
         """Seconds of `rows` sequences of matrix products, each followed by a call of `after`."""
@@ -283,9 +275,11 @@ class _Products:
         return count
 
 
-def _summed(values: Tensor) -> Tensor:
-    distributed.all_reduce(values)
-    return values
+def _over_ranks(value: float, device: torch.device, *, largest: bool = False) -> float:
+    """The sum of a value over the ranks, or the `largest`; all ranks call this."""
+    values = torch.tensor(value, dtype=torch.float64, device=device)
+    distributed.all_reduce(values, op=distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM)
+    return float(values)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -297,6 +291,4 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
         call()
         wait(device)
         times.append(time.perf_counter() - start)
-    longest = torch.tensor(sorted(times)[REPEATS // 2], dtype=torch.float64, device=device)
-    distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
-    return float(longest)
+    return _over_ranks(statistics.median(times), device, largest=True)

@@ -21,10 +21,10 @@ from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
+from penstock.planner.operators import Software
 from penstock.planner.prediction import Prediction, predict, repeated_flops
 from penstock.planner.recompute import Recompute
 from penstock.planner.scaling_laws import LAWS, kaplan
-from penstock.planner.terms import Software
 from penstock.report.figures import Bar, waterfall
 from penstock.report.units import rounded
 

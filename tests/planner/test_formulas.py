@@ -149,7 +149,7 @@ def test_a_host_that_waits_for_counts_cannot_run_ahead() -> None:
 
     def of(plan: Plan, host: float, hides: bool = False) -> StepTime:
         software = Software(hides_exchange=hides, block_host_seconds=host)
-        return step(describe(MIXTRAL, plan, software=software), rates, plan, software)
+        return step(describe(MIXTRAL, plan, software=software), rates, plan)
 
     free, hidden = of(plan, 0.0), of(plan, 0.0, hides=True)
     blocks, block = 2 * MIXTRAL.depth, describe(MIXTRAL, plan).blocks[0]
@@ -168,7 +168,7 @@ def test_a_host_that_waits_for_counts_cannot_run_ahead() -> None:
 def test_of_an_exchange_that_hides_the_profiled_share_is_hidden() -> None:
     plan = replace(HALF, dp=8, ep=8)
     rates, ways = rates_of(H100, plan), (Software(), Software(hides_exchange=True))
-    shown, hidden = (step(describe(MIXTRAL, plan, software=one), rates, plan, one) for one in ways)
+    shown, hidden = (step(describe(MIXTRAL, plan, software=one), rates, plan) for one in ways)
     share = 1 - rates.constants.exchange_hidden_share
     assert hidden.seconds["expert"] == pytest.approx(share * shown.seconds["expert"])
 

@@ -17,7 +17,7 @@ from penstock.planner import predict, search
 from penstock.planner.describe import describe
 from penstock.planner.explain import explain
 from penstock.planner.layouts import Space, layouts
-from penstock.planner.operators import Op
+from penstock.planner.operators import Op, Software
 from penstock.planner.pipeline import in_flight, zero_bubble_idle
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.price import group_of
@@ -25,7 +25,6 @@ from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
 from penstock.planner.search import _even_first, base_of, explore
 from penstock.planner.step import layout_of, part_time
-from penstock.planner.terms import Software
 from penstock.schedules import Costs, generate, simulate
 
 H100 = load_machine("h100")

@@ -10,12 +10,11 @@ from penstock.config.machine import load_machine
 from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.describe import describe
-from penstock.planner.operators import BIASED, Op
+from penstock.planner.operators import BIASED, Op, Software
 from penstock.planner.prediction import Prediction, predict, stage_costs
 from penstock.planner.price import fused_seconds, gather_seconds, group_of, reduce_seconds
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.step import PartTime, layout_of, part_time, step
-from penstock.planner.terms import Software
 from penstock.planner.traffic import BUCKET_BYTES
 from penstock.schedules import schedule_of, simulate
 
@@ -67,9 +66,11 @@ def test_biases_and_fp32_go_through_the_memory_efficient_kernel_of_a_gpu() -> No
 def test_nothing_waits_between_steps_unless_it_is_said() -> None:
     """The wait of published frameworks for the host to read the loss, which Penstock's training does not have."""
     plan = Plan.parse("precision=O1 optimizer=fused compile=blocks micro_batch=64 dp=2")
-    work, rates = describe(preset("vit-b16"), plan), rates_of(load_machine("h100"), plan)
-    alone = replace(plan, dp=1)
-    waiting, free = (step(work, rates, plan, Software(host_waits=waits)).total for waits in (True, False))
+    rates, alone = rates_of(load_machine("h100"), plan), replace(plan, dp=1)
+    waiting, free = (
+        step(describe(preset("vit-b16"), plan, software=Software(host_waits=waits)), rates, plan).total
+        for waits in (True, False)
+    )
     assert waiting - free == pytest.approx(rates.constants.host_wait_seconds, rel=0.01)
     assert free == pytest.approx(step(describe(preset("vit-b16"), alone), rates, alone).total, rel=0.02)
 
@@ -80,7 +81,8 @@ def test_gradients_that_products_add_up_take_no_pass_of_their_own() -> None:
     )
     work, rates = describe(preset("gpt-22b"), plan), rates_of(load_machine("h100"), plan)
     apart, within = (
-        step(work, rates, plan, Software(adds_in_products=adds)).seconds for adds in (False, True)
+        step(replace(work, software=Software(adds_in_products=adds)), rates, plan).seconds
+        for adds in (False, True)
     )
     held = work.parameters
     assert apart["optimizer"] - within["optimizer"] == pytest.approx(8 * held * 10 / rates.memory)
@@ -94,7 +96,7 @@ def test_what_deepspeed_s_optimizer_for_bf16_copies_and_sums_is_counted() -> Non
     )
     work, rates = describe(preset("gpt-22b"), plan), rates_of(load_machine("a100-80g"), plan)
     plain, copied, summed = (
-        step(work, rates, plan, software).seconds
+        step(replace(work, software=software), rates, plan).seconds
         for software in (Software(), Software(casts_gradients=True), Software(sums_whole=True))
     )
     held = work.parameters

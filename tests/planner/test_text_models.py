@@ -22,8 +22,7 @@ from penstock.kernels.choices import LOSS_BUDGET
 from penstock.models import create
 from penstock.planner.describe import describe, totals
 from penstock.planner.memory import pass_bytes
-from penstock.planner.operators import Workload
-from penstock.planner.terms import PENSTOCK, Software
+from penstock.planner.operators import PENSTOCK, Software, Workload
 
 TITAN = Software(norms_apart=True)
 BUILT = [name for name, config in PRESETS.items() if not isinstance(config, ViTConfig)]

@@ -13,10 +13,9 @@ from penstock.config.model import DecoderConfig, ModelConfig, preset
 from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT, Constants
 from penstock.planner.describe import describe
-from penstock.planner.operators import Op, Workload
+from penstock.planner.operators import Op, Software, Workload
 from penstock.planner.rates import LINE, exponentials_per_second, rates_of
 from penstock.planner.step import step
-from penstock.planner.terms import Software
 
 FOLDER = Path(__file__).parent / "tables"
 
@@ -222,6 +221,6 @@ def iteration_seconds(
 
     def predict(constants: Constants) -> float:
         rates = rates_of(machine, plan, constants, launch_blocking=software.launch_blocking)
-        return step(work, rates, plan, software).total
+        return step(work, rates, plan).total
 
     return predict

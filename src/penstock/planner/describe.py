@@ -23,8 +23,8 @@ from penstock.planner.blocks import before_split, list_block, modulation, turnin
 from penstock.planner.listing import Lister
 from penstock.planner.loads import EVEN
 from penstock.planner.loss import list_words
-from penstock.planner.operators import Op, Workload, blocks_of, counted_tokens
-from penstock.planner.terms import PENSTOCK, OpTerms, Software, Storing
+from penstock.planner.operators import PENSTOCK, Op, Software, Workload, blocks_of, counted_tokens
+from penstock.planner.terms import OpTerms, Storing
 
 
 def describe(
@@ -89,8 +89,7 @@ def workload_of(model: ModelConfig, terms: OpTerms) -> Workload:
         parts=tuple(parts), samples=terms.samples, tokens=counted_tokens(model), tied=tied,
         units=sum(block.count for block in blocks), vision=model.graph.vision,
         whole=None if terms == alone or terms.serving else workload_of(model, alone),
-        even_stages=terms.software.even_stages, layers_apart=terms.software.layers_apart,
-        even=None if terms.uneven == 1.0 else workload_of(model, terms._replace(uneven=1.0)),
+        software=terms.software, even=None if terms.uneven == 1.0 else workload_of(model, terms._replace(uneven=1.0)),
     )  # fmt: skip
 
 

@@ -134,15 +134,15 @@ def _ahead(op: Op, rank: int) -> tuple[Op, ...]:
     """List B · (A · x), its scaling, and the sum with the linear's output."""
     each = _bytes(op)
     inner, outer = op.m * rank, op.m * op.n
+    adapter = op._replace(given=0.0, tensors=1, narrow=False, pieces=(), linear="", adapter=True)
     return (
-        op._replace(
+        adapter._replace(
             name=f"{op.name}.lora_A", n=rank, read=(op.m * op.k + rank * op.k) * each, written=inner * each, kept=0.0,
-            given=0.0, weights=int(rank * op.k), tensors=1, narrow=False, pieces=(), linear="", adapter=True,
+            weights=int(rank * op.k),
         ),
-        op._replace(
+        adapter._replace(
             name=f"{op.name}.lora_B", k=rank, read=(inner + rank * op.n) * each, written=outer * each,
-            kept=inner * each, given=0.0, weights=int(rank * op.n), tensors=1, narrow=False, pieces=(), linear="",
-            adapter=True,
+            kept=inner * each, weights=int(rank * op.n),
         ),
         Op(f"{op.name}.lora_sum", "pointwise", read=3 * outer * each, written=2 * outer * each, launches=2,
            module=op.module),

@@ -212,7 +212,8 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     # adds the rows of the embedding to the gradient of the logits in place.
     whole_step = plan.compiles_whole
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
-    added = shared_table(work) * gradient * ((3 if standing else 2) - in_place)
+    shared_table = sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
+    added = shared_table * gradient * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, share))
     after = {"gradients": gradients, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after
@@ -226,12 +227,6 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
         alive = {"activations": kept, "output": 0.0, "working": working}
         moments.append(begun | alive | {"gradients": made * gradients, "buckets": made * buckets})
     return max(moments, key=lambda moment: sum(moment.values()))
-
-
-@lru_cache(maxsize=1024)
-def shared_table(work: Workload) -> int:
-    """Parameters of a table of embeddings that is used more than once, on one device; 0 where there is none."""
-    return sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
 
 
 def _temporary(work: Workload, plan: Plan, share: of_states.DeviceShare) -> float:

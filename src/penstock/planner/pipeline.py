@@ -74,7 +74,7 @@ def balanced(
 def stage_counts(work: Workload, stages: int) -> tuple[int, ...]:
     """Blocks of each stage of a model: `balanced` by FLOPs of forward and backward."""
     work = work.whole or work
-    if work.even_stages:
+    if work.software.even_stages:
         return evenly(work.depth, stages)
     ends = [part.model_flops for part in work.parts if part.block is None]
     return balanced(work.each(attrgetter("model_flops")), stages, entrance=ends[0], end=ends[-1])

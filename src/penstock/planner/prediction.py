@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from importlib import resources
+from itertools import accumulate, pairwise
 
 from penstock.config import rules
 from penstock.config.formats import Products
@@ -20,12 +21,12 @@ from penstock.planner.describe import describe, totals
 from penstock.planner.learning import WHOLE, Learning, learning_part
 from penstock.planner.loads import EVEN
 from penstock.planner.memory import forward_bytes, memory, pass_bytes
-from penstock.planner.operators import Part, Workload
+from penstock.planner.operators import PENSTOCK, Part, Software, Workload
 from penstock.planner.pipeline import in_flight, stage_counts
 from penstock.planner.rates import Rates, rates_of
 from penstock.planner.recompute import NOTHING, Recompute, computed_again
 from penstock.planner.step import PAGE_BYTES, KindSeconds, StepTime, layout_of, mapped_alone, part_time, step
-from penstock.planner.terms import PENSTOCK, Software, joined, storing
+from penstock.planner.terms import joined, storing
 from penstock.planner.traced import as_planned
 from penstock.planner.traffic import transfer_seconds
 from penstock.report.page import cell
@@ -128,7 +129,7 @@ def predict(
     work = describe(model, plan, machine, software, real=real, words=words, uneven=uneven)
     work = work if learns == WHOLE else learning_part(work, learns)
     rates = rates_of(machine, plan, launch_blocking=software.launch_blocking)
-    return prediction_of(work, machine, plan, rates, totals(model).parameters, software=software)
+    return prediction_of(work, machine, plan, rates, totals(model).parameters)
 
 
 def predict_pass(
@@ -190,10 +191,10 @@ def _refuse(model: ModelConfig | None, machine: Machine, plan: Plan) -> None:
 
 def prediction_of(
     work: Workload, machine: Machine, plan: Plan, rates: Rates, parameters: int, *,
-    parts: dict[str, float] | None = None, software: Software = PENSTOCK,
+    parts: dict[str, float] | None = None,
 ) -> Prediction:  # fmt: skip
     """Predict, as `predict` does, for a layout known to be possible; `parts` is its memory if that is known already."""
-    time = step(work, rates, plan, software)
+    time = step(work, rates, plan)
     share_processors(time, work, rates, plan)
     seconds = time.total
     parts = memory(work, plan, cpu=rates.cpu) if parts is None else parts
@@ -291,18 +292,16 @@ def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
         ahead, behind = (host * sum(op.launches for op in side) for side in (part.forward, part.backward))
         return time.forward.total + ahead, time.back - time.weights + behind, time.weights
 
-    counts = stage_counts(work, plan.pp * plan.virtual)
+    edges = [0, *accumulate(stage_counts(work, plan.pp * plan.virtual))]
     ends = [passes(part) for part in work.parts if part.block is None]
 
     def column(number: int) -> list[float]:
         """One of the three, of each stage."""
-        blocks, totals, at = work.each(lambda part: passes(part)[number]), [], 0
-        for count in counts:
-            totals.append(sum(blocks[at : at + count]))
-            at += count
-        totals[0] += ends[0][number]
-        totals[-1] += ends[-1][number]
-        return totals
+        blocks = work.each(lambda part: passes(part)[number])
+        stages = [sum(blocks[begin:end]) for begin, end in pairwise(edges)]
+        stages[0] += ends[0][number]
+        stages[-1] += ends[-1][number]
+        return stages
 
     return Costs(
         forward=column(0), backward_input=column(1), backward_weight=column(2),

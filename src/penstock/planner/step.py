@@ -39,14 +39,7 @@ from penstock.planner.pipeline import StageTimes, stage_blocks, zero_bubble_idle
 from penstock.planner.price import collective_seconds, exposed_seconds, seconds
 from penstock.planner.rates import Rates
 from penstock.planner.recompute import Recompute, computed_again
-from penstock.planner.states import (
-    DeviceShare,
-    device_share,
-    orthogonalised,
-    owner_seconds,
-    update_launches,
-)
-from penstock.planner.terms import PENSTOCK, Software
+from penstock.planner.states import DeviceShare, device_share, orthogonalised, owner_seconds, update_launches
 
 PAGE_BYTES = 4096
 MAPPED_ALONE_BYTES = 32 * 2**20
@@ -211,9 +204,9 @@ class _Stage(NamedTuple):
     """The same for all other stages together."""
 
 
-def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK) -> StepTime:
+def step(work: Workload, rates: Rates, plan: Plan) -> StepTime:
     """One optimizer step under `plan`; `work` is one of its micro-batches."""
-    times = _times(work, rates, layout_of(plan, work), software)
+    times = _times(work, rates, layout_of(plan, work))
     share, m = device_share(work, plan), plan.accumulate
     block, stage = times.block, _slowest(work, plan, times)
     n = stage.blocks
@@ -221,10 +214,10 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
     both = KindSeconds(*[m * n * one for one in block.forward.plus(block.backward)])._asdict()
     by_part = both | {
         "recompute": m * n * block.recomputed, "output": m * stage.ends,
-        "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward, software),
-        "optimizer": traffic.update_seconds(work, rates, plan, share, software),
+        "data": traffic.data_seconds(work, rates, plan, share, n, forward, backward),
+        "optimizer": traffic.update_seconds(work, rates, plan, share),
         "offload": traffic.offload_seconds(work, rates, plan, share, forward, backward),
-        "host_wait": rates.constants.host_wait_seconds if software.host_waits and plan.gpus > 1 else 0.0,
+        "host_wait": rates.constants.host_wait_seconds if work.software.host_waits and plan.gpus > 1 else 0.0,
         "pipeline": 0.0, "bubble": 0.0, "launch": m * n * times.waits,
     }  # fmt: skip
     if orthogonalised(work, plan):
@@ -237,9 +230,7 @@ def step(work: Workload, rates: Rates, plan: Plan, software: Software = PENSTOCK
         result.bubble_fraction = by_part["bubble"] / (m * (forward + backward + stage.ends))
     nodes = -(-plan.replicas * plan.tp // rates.machine.devices_per_node) if plan.replicas > 1 else 1
     by_part["straggling"] = rates.constants.straggling * math.log2(nodes) * sum(by_part.values())
-    launch, by_part["pages"] = _host(
-        work, rates, plan, times.launches, share, sum(by_part.values()), software
-    )
+    launch, by_part["pages"] = _host(work, rates, plan, times.launches, share, sum(by_part.values()))
     by_part["launch"] += launch
     return result
 
@@ -263,7 +254,7 @@ class _Times(NamedTuple):
 
 
 @lru_cache(maxsize=8192)
-def _times(work: Workload, rates: Rates, layout: PartLayout, software: Software) -> _Times:
+def _times(work: Workload, rates: Rates, layout: PartLayout) -> _Times:
     block, launches = PartTime(), 0.0
     ends: dict[Place, float] = {"entrance": 0.0, "exit": 0.0}
     for part in work.parts:
@@ -273,10 +264,10 @@ def _times(work: Workload, rates: Rates, layout: PartLayout, software: Software)
             ends[part.place] = time.forward.total + time.back
         else:
             block = block.plus(time, part.count / max(1, work.depth))
-    each, own = rates.machine.launch_seconds, software.block_host_seconds / 2
+    each, own = rates.machine.launch_seconds, work.software.block_host_seconds / 2
     ahead = own + each * block.forward_launches - block.forward.total
     behind = own + each * (block.launches - block.forward_launches) - block.back
-    waits = max(0.0, ahead + behind) if software.hides_exchange else max(0.0, ahead) + max(0.0, behind)
+    waits = max(0.0, ahead + behind) if work.software.hides_exchange else max(0.0, ahead) + max(0.0, behind)
     if rates.cpu or layout.ep == 1:
         waits = 0.0
     return _Times(block, ends["entrance"], ends["exit"], launches, waits)
@@ -313,9 +304,8 @@ def _bubble(work: Workload, plan: Plan, times: _Times, stage: _Stage) -> float:
 
 
 def _host(
-    work: Workload, rates: Rates, plan: Plan, launched: float, share: DeviceShare, device: float,
-    software: Software,
-) -> tuple[float, float]:  # fmt: skip
+    work: Workload, rates: Rates, plan: Plan, launched: float, share: DeviceShare, device: float
+) -> tuple[float, float]:
     """Seconds that the host adds to the device's by launching and by mapping pages. A CPU launches and computes in
     turn; a GPU's launches run ahead, and recorded passes are one launch each."""
     launches = plan.accumulate / plan.pp * launched
@@ -324,7 +314,7 @@ def _host(
     if not rates.cpu:
         if plan.compile == "graphs":
             return max(0.0, (2 + updates) * rates.machine.launch_seconds - device), 0.0
-        own = plan.accumulate / plan.pp * work.depth * software.block_host_seconds
+        own = plan.accumulate / plan.pp * work.depth * work.software.block_host_seconds
         return max(0.0, own + (launches + updates) * rates.machine.launch_seconds - device), 0.0
     machine = rates.machine
     faults = plan.host_memory == "release" and machine.page_seconds

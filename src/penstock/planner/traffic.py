@@ -11,13 +11,7 @@ from penstock.config.plan import Plan
 from penstock.planner.memory import pass_bytes
 from penstock.planner.operators import Workload
 from penstock.planner.pipeline import stage_blocks
-from penstock.planner.price import (
-    exposed_seconds,
-    gather_seconds,
-    group_of,
-    reduce_seconds,
-    send_seconds,
-)
+from penstock.planner.price import exposed_seconds, gather_seconds, group_of, reduce_seconds, send_seconds
 from penstock.planner.rates import Rates
 from penstock.planner.states import (
     DeviceShare,
@@ -26,7 +20,6 @@ from penstock.planner.states import (
     update_bytes,
     whole_bytes,
 )
-from penstock.planner.terms import PENSTOCK, Software
 
 IN_PLACE = 0.75
 """Traffic of a CPU's in-place update over that of the additions by which its bandwidth was measured: these write to a
@@ -40,8 +33,7 @@ LEAST_EXPOSED = 0.1
 
 
 def data_seconds(
-    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, blocks: float, forward: float,
-    backward: float, software: Software = PENSTOCK,
+    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, blocks: float, forward: float, backward: float
 ) -> float:  # fmt: skip
     """Exposed seconds per step of gathering weights and reducing gradients over replicas, overlapped with a stage of
     `blocks` blocks that takes `forward` and `backward` seconds for a micro-batch."""
@@ -51,7 +43,7 @@ def data_seconds(
         pair = group_of(rates, 2, plan.tp * plan.cp * plan.dp * (plan.pp - 1))
         total = reduce_seconds(pair, work.tied * size)
     if not share.gathers:
-        return total + _reduction_seconds(work, rates, plan, share, forward, backward, software)
+        return total + _reduction_seconds(work, rates, plan, share, forward, backward)
     group, hides = group_of(rates, share.replicas, plan.tp), plan.overlap and not rates.cpu
     alike = group_of(rates, share.expert_replicas, plan.ep if plan.ep > 1 else plan.tp)
     # One block on average: its weights for the forward pass, again for the backward pass, and its gradients.
@@ -70,12 +62,12 @@ def data_seconds(
     # Embedding and head stay from forward to backward. They are gathered before the first block and scattered after the
     # last, without overlap.
     ends = gather_seconds(group, share.ends * whole) + gather_seconds(group, share.ends * size, scatters=True)
-    if not software.shards_in_place:
+    if not work.software.shards_in_place:
         # Filling and emptying flat buffers reads and writes each weight in each pass, each gradient, and a separate
         # division of gradients once more.
         passes, gradient = (
             1 if plan.pp > 1 else 2,
-            (4 if software.divides_gradients or rates.cpu else 2) * size,
+            (4 if work.software.divides_gradients or rates.cpu else 2) * size,
         )
         gradients = (share.block_dense + share.block_experts) * gradient
         block += (2 * passes * (dense + sparse) + gradients) / rates.memory
@@ -99,9 +91,8 @@ def data_seconds(
 
 
 def _reduction_seconds(
-    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float,
-    software: Software,
-) -> float:  # fmt: skip
+    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, forward: float, backward: float
+) -> float:
     """Seconds per step of reducing gradients over replicas with unsharded weights, and of gathering updated ones."""
     group = group_of(rates, plan.replicas, plan.tp)
     alike = group_of(rates, max(1, plan.replicas * plan.tp // plan.ep), plan.ep)
@@ -110,7 +101,7 @@ def _reduction_seconds(
     for members, count in ((group, share.parameters - share.lone_experts), (alike, share.lone_experts)):
         parameters = share.learned * count
         calls = math.ceil(parameters * size / BUCKET_BYTES)
-        if plan.sharding == "ddp" or software.sums_whole:
+        if plan.sharding == "ddp" or work.software.sums_whole:
             reducing += reduce_seconds(members, parameters * size, calls)
         else:
             reducing += gather_seconds(members, parameters * size, calls, scatters=True)
@@ -156,14 +147,12 @@ def transfer_seconds(work: Workload, rates: Rates, plan: Plan) -> float:
     return transfer
 
 
-def update_seconds(
-    work: Workload, rates: Rates, plan: Plan, share: DeviceShare, software: Software = PENSTOCK
-) -> float:
+def update_seconds(work: Workload, rates: Rates, plan: Plan, share: DeviceShare) -> float:
     """Seconds per step of the update, on the device or in host memory, and of adding up gradients, unless products do;
     without the seconds of `owner_seconds`."""
     moved, added = share.updated * update_bytes(plan, orthogonal_share(work, plan)), 0.0
-    if not software.adds_in_products:
-        added = accumulation_bytes(plan, share, casts=software.casts_gradients)
+    if not work.software.adds_in_products:
+        added = accumulation_bytes(plan, share, casts=work.software.casts_gradients)
     if plan.offload == "optimizer":
         return moved / HOST_BYTES_PER_SECOND + added / rates.memory
     return (moved * (IN_PLACE if rates.cpu else 1.0) + added) / rates.memory

@@ -64,15 +64,14 @@ class _BiasInProduct(torch.autograd.Function):
 
 
 def _norm_case(variant: str, norm: Callable[..., Any], rows: int, features: int) -> Case:
-    def plain(x: Tensor, branch: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    def plain(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         s = x + branch
-        if len(weights) == 1:
-            return s, F.rms_norm(s, (features,), weights[0], 1e-5)
-        return s, F.layer_norm(s, (features,), weights[0], weights[1], 1e-5)
+        if bias is None:
+            return s, F.rms_norm(s, (features,), weight, 1e-5)
+        return s, F.layer_norm(s, (features,), weight, bias, 1e-5)
 
-    def fused(x: Tensor, branch: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        rms = len(weights) == 1
-        return add_norm(x, branch, weights[0], None if rms else weights[1], 1e-5, rms=rms)
+    def fused(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return add_norm(x, branch, weight, bias, 1e-5, rms=bias is None)
 
     def inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
         tokens = [torch.randn(rows, features).to(dtype) for _ in range(2)]

@@ -118,7 +118,7 @@ def whole_bytes(work: Workload, plan: Plan, share: DeviceShare) -> tuple[float, 
 def orthogonal_share(work: Workload, plan: Plan) -> float:
     """Share of the parameters on a device whose updates the optimizer orthogonalises."""
     elements = sum(count * op.batch * op.n * op.k for count, op in orthogonalised(work, plan))
-    return min(1.0, elements / (work.learned * work.parameters))
+    return min(1.0, elements / (work.learned * work.parameters)) if elements else 0.0
 
 
 def orthogonalised(work: Workload, plan: Plan) -> tuple[tuple[int, Op], ...]:

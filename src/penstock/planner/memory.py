@@ -212,8 +212,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     # adds the rows of the embedding to the gradient of the logits in place.
     whole_step = plan.compiles_whole
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
-    shared_table = sum(op.n for op in work.parts[0].backward if op.module == "shared_table")
-    added = shared_table * gradient * ((3 if standing else 2) - in_place)
+    added = work.shared_table * gradient * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, share))
     after = {"gradients": gradients, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after

@@ -347,6 +347,11 @@ class Workload:
         return sum(part.count * part.tensors for part in self.parts)
 
     @cached_property
+    def shared_table(self) -> int:
+        """Parameters of a table of embeddings that is used more than once, on one device; 0 where there is none."""
+        return sum(op.n for op in self.parts[0].backward if op.module == "shared_table")
+
+    @cached_property
     def model_flops(self) -> float:
         """FLOPs of forward and backward, attention in full: the numerator of MFU."""
         return sum(part.count * part.model_flops for part in (self.even or self).parts)

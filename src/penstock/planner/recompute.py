@@ -55,8 +55,8 @@ class Recompute(NamedTuple):
         """The recomputation of a plan; a budget chooses from the operators of `work`."""
         compiled = plan.compile != "none"
         if plan.recompute != "budget":
-            apart = work is not None and work.software.layers_apart
-            return cls(plan.recompute, 1 / plan.recompute_every, compiled, apart)
+            layers_apart = work is not None and work.software.layers_apart
+            return cls(plan.recompute, 1 / plan.recompute_every, compiled, layers_apart)
         assert work is not None
         chosen = choose(work, allowed_bytes(work, plan), compiled)
         return cls("budget", 1.0, compiled, chosen=chosen)

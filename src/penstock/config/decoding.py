@@ -22,7 +22,6 @@ from penstock.config.plan import Plan
 from penstock.errors import ConfigError
 
 Penalty = Annotated[float, Range(-2, 2)]
-Share = Annotated[float, Range(0, 1)]
 Bias = Annotated[
     str,
     Text(

@@ -97,7 +97,7 @@ class Product:
     """Kinds of devices that support it in training, where weights are also kept unrounded."""
     passes: tuple[ProductPass, ...] = ()
     """The products of training that use this format; the rest use the compute type."""
-    kept: Dtype | None = None
+    saved_inputs: Dtype | None = None
     """The format in which inputs are saved for the backward pass; None: the compute type."""
     clips: bool = False
     """Whether each layer's inputs have one scale with a learned limit."""
@@ -125,19 +125,19 @@ PRODUCTS: dict[Products, Product] = {
     ),
     "fp8_tensorwise": Product(
         weights="fp8", scales="tensorwise", capability=(8, 9), multiple=(16, 16), linears="blocks", trains=("cuda",),
-        passes=_ALL, kept="fp8"
+        passes=_ALL, saved_inputs="fp8"
     ),
     "int8": Product(
         weights="int8", scales="rowwise", devices=("cpu",), capability=(8, 0), trains=("cpu", "cuda"),
-        passes=("forward", "input"), kept="int8", splits=True
+        passes=("forward", "input"), saved_inputs="int8", splits=True
     ),
     "int8_all": Product(
-        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, kept="int8",
+        weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=_ALL, saved_inputs="int8",
         splits=True
     ),
     "int8_pact": Product(
         weights="int8", scales="rowwise", capability=(8, 0), trains=("cpu", "cuda"), passes=("forward", "input"),
-        kept="int8", clips=True, splits=True
+        saved_inputs="int8", clips=True, splits=True
     ),
     "int8_weights": Product(weights="int8", scales="rowwise", devices=("cpu",)),
     "int4": Product(weights="int4", scales="groups", devices=("cpu",), multiple=(32, 16)),

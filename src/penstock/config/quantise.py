@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, Range
+from penstock.config.convert import Checked, Count, Natural, NotNegative, Positive, Share
 from penstock.config.formats import StoredFormat
 
 Rounding = Literal["absmax", "mse", "gptq"]
@@ -33,7 +33,7 @@ class QuantiseOptions(Checked, where="quantise"):
     limit: Limit = "mse"
     """How calibration chooses the scale of `static` inputs: the largest magnitude, the 99.99th percentile, the least
     squared error, or the least relative entropy."""
-    smooth: Annotated[float, Range(0, 1)] = 0.0
+    smooth: Share = 0.0
     """Share of the inputs' range that is moved into the weights of linears after a norm (Xiao et al., ICML 2023, eq. 4:
     α); 0 changes nothing, 0.5 suits most models."""
     drop: NotNegative | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from penstock.config.convert import Checked, Count, Natural, Range, WordFactor
+from penstock.config.convert import Checked, Count, Natural, Range, Share, WordFactor
 from penstock.config.decoding import InferConfig
 
 SamplerName = Literal["ddim", "dpm", "euler"]
@@ -24,7 +24,7 @@ class Sampling(Checked, where="sampling"):
     guidance: Annotated[float, Range(0, 100)] = 1.0
     """Scale of classifier-free guidance (Ho & Salimans, 2022): 1 samples from the label's distribution; above 1 images
     are more typical and vary less."""
-    eta: Annotated[float, Range(0, 1)] = 0.0
+    eta: Share = 0.0
     """Share of the noise of DDPM's sampler that `ddim` adds in each step."""
     clip: Annotated[float, Range(0, 1e6)] = 1.0
     """Clamp of a denoised image in each step; 1 is for pixels in [−1, 1], 0: no clamp, as for latents."""

@@ -141,7 +141,7 @@ class OpTerms(NamedTuple):
     def kept(self) -> float:
         """Bytes per element of a linear layer's input that is kept for the backward pass."""
         row = PRODUCTS[self.products]
-        return BYTES[row.kept] if row.kept else self.product
+        return BYTES[row.saved_inputs] if row.saved_inputs else self.product
 
     @property
     def statistic(self) -> float:

@@ -42,7 +42,7 @@ class Backbone:
     must: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     unapplied: Sequence[str] = ()
     """Options for training only; a warning says that they are not applied."""
-    own: Sequence[str] = ("drop_path", "classifier", "class_token", "pool_norm")
+    stored_fields: Sequence[str] = ("drop_path", "classifier", "class_token", "pool_norm")
     """Our fields that config.json stores under `penstock`, because transformers has no option for them."""
     gate: str = ""
     """The option for a gated perceptron, if there is one."""
@@ -164,7 +164,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
         settings = {"classes": values.get("num_labels", 2), **settings, **one.classes[1]}
     elif inner.get("vision_use_head") is False:
         settings["classifier"] = "pooled"
-    settings |= {name: own[name] for name in one.own if isinstance(own, dict) and name in own}
+    settings |= {name: own[name] for name in one.stored_fields if isinstance(own, dict) and name in own}
     return from_dict(ViTConfig, settings, base=one.base, origin="config.json")
 
 
@@ -260,5 +260,5 @@ def _values(config: ViTConfig, one: Backbone) -> dict[str, Any]:
         **({"model_type": one.whole, "vision_config": tower} if classes and one.whole else tower),
         "id2label": {str(i): f"LABEL_{i}" for i in range(config.classes)},
         "label2id": {f"LABEL_{i}": i for i in range(config.classes)},
-        "penstock": {name: getattr(config, name) for name in one.own},
+        "penstock": {name: getattr(config, name) for name in one.stored_fields},
     }

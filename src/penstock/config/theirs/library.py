@@ -36,7 +36,7 @@ class WindowTurns:
     """Rotary base of blocks that attend to all tokens; an empty name: all have the library's rotary positions."""
     near_base: tuple[str, float] = ("", 0.0)
     """Rotary base of blocks with a window."""
-    last: bool = False
+    global_last: bool = False
     """Whether the last of n blocks attends to all tokens, not the first."""
     scale: tuple[str, int] | None = None
     """The option by whose square root scores are divided; none: the features of a head."""
@@ -74,7 +74,7 @@ class Library:
     """Whether models read from it are written as it again, although another computes the same."""
     last_token: tuple[str, ...] = ()
     """Options that name a token, written as the vocabulary's last, because transformers' defaults may be outside it."""
-    own: tuple[str, ...] = ()
+    stored_fields: tuple[str, ...] = ()
     """Our fields that config.json stores under `penstock`, because transformers has one value for all models."""
     default: str = ""
     """Activation if the option is absent."""

@@ -41,6 +41,15 @@ class _Ropes:
 
 
 _PLAIN = Rotary()
+_SCALINGS: dict[str, dict[str, tuple[str, float]]] = {
+    "linear": {}, "longrope": {},
+    "llama3": {"low": ("low_freq_factor", 1.0), "high": ("high_freq_factor", 4.0)},
+    "yarn": {
+        "low": ("beta_slow", 1.0), "high": ("beta_fast", 32.0), "mscale": ("mscale", 0.0),
+        "mscale_all": ("mscale_all_dim", 0.0),
+    },
+}  # fmt: skip
+"""For each rope_type, our fields besides the factor, with transformers' names and defaults."""
 _TURNING: dict[str, tuple[Any, Any]] = {
     "rope_theta": (Positive | None, None),
     "rope_scaling": (_Rope | None, None),
@@ -161,7 +170,7 @@ def _turning(
     needed: tuple[str, ...] = ("short_factor", "long_factor") if kind == "longrope" else ("factor",)
     if kind == "default":
         return plain
-    if kind not in ("linear", "llama3", "yarn", "longrope"):
+    if kind not in _SCALINGS:
         problems.append(
             f"config.json has rope_type {shown_value(kind)}; Penstock's rotary positions have default, linear, llama3, "
             "yarn and longrope."
@@ -175,14 +184,13 @@ def _turning(
             plain, scaling="longrope", factor=given.factor or max(1.0, positions / trained), trained=trained,
             short=given.short_factor or (), long=given.long_factor or (),
         )  # fmt: skip
-    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    fields: dict[str, Any] = {
+        ours: getattr(given, theirs) or default for ours, (theirs, default) in _SCALINGS[kind].items()
+    }
     return replace(
         plain, scaling=cast(Scaling, kind), factor=given.factor or 1.0,
         trained=trained if kind != "linear" else Rotary.trained,
-        low=getattr(given, low) or 1.0 if kind != "linear" else Rotary.low,
-        high=getattr(given, high) or (32.0 if kind == "yarn" else 4.0) if kind != "linear" else Rotary.high,
-        truncate=kind != "yarn" or given.truncate is not False,
-        mscale=given.mscale or 0.0, mscale_all=given.mscale_all_dim or 0.0,
+        truncate=kind != "yarn" or given.truncate is not False, **fields,
     )  # fmt: skip
 
 
@@ -219,7 +227,7 @@ def _by_turns(given: Any, library: Library, turns: WindowTurns, problems: list[s
             "scaled as in the other blocks, or not at all."
         )
     depth, every = given.num_hidden_layers, getattr(given, turns.every[0], turns.every[1])
-    offset = every - 1 if turns.last else 0
+    offset = every - 1 if turns.global_last else 0
     kinds = given.layer_types or tuple(_kind(i % every != offset) for i in range(depth))
     settings: dict[str, Any] = {"rotary": rotary, "window": None}
     if turns.scale is not None:
@@ -297,14 +305,9 @@ def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
         return {**values, "max_position_embeddings": round(rotary.factor * rotary.trained)}
     scaling: dict[str, Any] = {"rope_type": rotary.scaling, "factor": rotary.factor}
     if rotary.scaling != "linear":
-        low, high = (
-            ("low_freq_factor", "high_freq_factor")
-            if rotary.scaling == "llama3"
-            else ("beta_slow", "beta_fast")
-        )
-        scaling |= {"original_max_position_embeddings": rotary.trained, low: rotary.low, high: rotary.high}
+        scaling["original_max_position_embeddings"] = rotary.trained
     if not rotary.truncate:
         scaling["truncate"] = False
-    factors = {"mscale": rotary.mscale, "mscale_all_dim": rotary.mscale_all}
-    scaling |= {name: value for name, value in factors.items() if value}
+    names = ((ours, theirs) for ours, (theirs, _) in _SCALINGS[rotary.scaling].items())
+    scaling |= {theirs: value for ours, theirs in names if (value := getattr(rotary, ours))}
     return {**values, "rope_scaling": scaling}

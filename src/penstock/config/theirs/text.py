@@ -88,7 +88,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     problems += [
         f"config.json has {name} under penstock, which no {library.model_type} reads; remove it there."
         for name in ("output_bias", "balance")
-        if getattr(given.penstock, name) is not None and name not in library.own
+        if getattr(given.penstock, name) is not None and name not in library.stored_fields
     ]
     if problems:
         raise ConfigError(problems)
@@ -100,7 +100,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
         settings["saved_as"] = library.model_type
     if isinstance(library.base, EncoderConfig):
         settings |= _head(given, library, values)
-    own = {name: getattr(given.penstock, name) for name in _own(library)}
+    own = {name: getattr(given.penstock, name) for name in _stored_fields(library)}
     settings |= {name: value for name, value in own.items() if value is not None}
     settings.setdefault("sequence", settings.get("max_positions", 512))
     if both:
@@ -144,9 +144,9 @@ def _settings(given: Any, library: Library, problems: list[str]) -> dict[str, An
     return settings
 
 
-def _own(library: Library) -> list[str]:
+def _stored_fields(library: Library) -> list[str]:
     """Our fields that a config.json of this library stores under `penstock`."""
-    return [name for name in (*_OWN, *library.own) if hasattr(library.base, name)]
+    return [name for name in (*_OWN, *library.stored_fields) if hasattr(library.base, name)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +312,7 @@ def _written(config: TextConfig, library: Library) -> dict[str, Any]:
         values["id2label"] = {str(i): f"LABEL_{i}" for i in range(config.classes)}
         values["label2id"] = {f"LABEL_{i}": i for i in range(config.classes)}
         values["problem_type"] = _problem(config.classes)
-    values["penstock"] = {name: getattr(config, name) for name in _own(library)}
+    values["penstock"] = {name: getattr(config, name) for name in _stored_fields(library)}
     return values
 
 

@@ -252,7 +252,7 @@ def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Ten
     library = text_library(config)
     converted = to_library(state, config, library.names(config))
     tokens = converted.get("model.shared.weight")
-    if "output_bias" in library.own and not config.output_bias and tokens is not None:
+    if "output_bias" in library.stored_fields and not config.output_bias and tokens is not None:
         # Their model always has a bias. It is written with the table of tokens, because `state` may be one weight.
         converted["final_logits_bias"] = tokens.new_zeros(1, config.vocabulary)
     if isinstance(config, EncoderConfig) and config.head == "none":

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.boundary.weights import TensorInfo, read_header, read_weight_map
+from penstock.boundary.weights import TensorInfo, read_header, read_index
 from penstock.errors import CheckpointError
 
 
@@ -82,7 +82,7 @@ def test_an_index_names_safetensors_files_of_its_folder_only(tmp_path: Path, nam
     path = tmp_path / "index.json"
     path.write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(CheckpointError, match="not in its folder"):
-        read_weight_map(path, remedy="")
+        read_index(path, remedy="")
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": ["a"]}, {"weight_map": 3}])
@@ -90,4 +90,4 @@ def test_an_index_of_nothing_is_refused(tmp_path: Path, index: Any) -> None:
     path = tmp_path / "index.json"
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="names no files"):
-        read_weight_map(path, remedy="")
+        read_index(path, remedy="")

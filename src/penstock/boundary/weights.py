@@ -117,12 +117,6 @@ def _tensor(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
     return TensorInfo(dtype, tuple(shape)), (place[0], place[1])
 
 
-def read_weight_map(path: Path, *, remedy: str) -> dict[str, str]:
-    """The file of its folder that holds each tensor, from a `model.safetensors.index.json`. Raises as `read_index`."""
-    table: dict[str, str] = read_index(path, remedy=remedy)["weight_map"]
-    return table
-
-
 def read_index(path: Path, *, remedy: str) -> dict[str, Any]:
     """A `model.safetensors.index.json`, whose `weight_map` says which file of its folder holds each tensor.
 

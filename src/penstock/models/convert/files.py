@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.boundary.files import quoted
-from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_weight_map
+from penstock.boundary.weights import DTYPES, TensorInfo, read_header, read_index
 from penstock.config.theirs.read import read_json
 from penstock.errors import CheckpointError, ConfigError
 from penstock.tensorfile import INDEX, WEIGHTS
@@ -73,7 +73,7 @@ def _headers(path: Path) -> dict[Path, dict[str, TensorInfo]]:
 
 
 def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
-    places = read_weight_map(folder / INDEX, remedy=_REMEDY)
+    places: dict[str, str] = read_index(folder / INDEX, remedy=_REMEDY)["weight_map"]
     headers = {
         folder / name: read_header(folder / name, refused=_BROKEN, remedy=_REMEDY)
         for name in sorted(set(places.values()))

@@ -80,6 +80,12 @@ def cut() -> None:
     raise Cut
 
 
+def train_cut_at(config: RunConfig, step: int) -> None:
+    """Train until `step`, which ends the run without a chance to save."""
+    with pytest.raises(Cut):
+        train(config, callbacks=[At(step, cut)])
+
+
 def final_tensors(config: RunConfig) -> dict[str, torch.Tensor]:
     folder = Path(config.output) / "checkpoints" / f"step-{config.recipe.steps}"
     files = sorted(folder.glob("*.safetensors"))
@@ -100,8 +106,7 @@ def test_a_cut_run_resumes_bit_for_bit_under_every_plan(config: RunConfig, line:
     whole = replace(config, plan=plan, recipe=replace(config.recipe, ema_decay=0.9))
     train(whole)
     broken = replace(whole, output=f"{whole.output}-broken")
-    with pytest.raises(Cut):
-        train(broken, callbacks=[At(4, cut)])
+    train_cut_at(broken, 4)
     assert train(broken).resumed_at == 3
     assert losses_of(broken.output) == losses_of(whole.output)
     assert len(losses_of(whole.output)) == 8
@@ -213,8 +218,7 @@ def test_another_recipe_is_not_resumed_silently(config: RunConfig) -> None:
 
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default(config: RunConfig) -> None:
-    with pytest.raises(Cut):
-        train(config, callbacks=[At(4, cut)])
+    train_cut_at(config, 4)
     folder = Path(config.output) / "checkpoints"
     saved = checkpoint.load(folder / "step-3")
     older = {name: value for name, value in saved.config.items() if name != "init_from"}
@@ -227,8 +231,7 @@ def test_a_setting_newer_than_the_checkpoint_had_its_default(config: RunConfig) 
 def test_a_new_split_of_the_batch_resumes_and_is_said(
     config: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(Cut):
-        train(config, callbacks=[At(4, cut)])
+    train_cut_at(config, 4)
     assert train(replace(config, plan=Plan(micro_batch=8, accumulate=4))).resumed_at == 3
     assert "plan.micro_batch was 16 and is now 8." in caplog.text
 
@@ -245,8 +248,7 @@ def test_a_run_goes_on_with_another_plan(config: RunConfig, line: str, same: boo
     config = replace(config, model=replace(MODEL, dropout=0.0, drop_path=0.0))
     whole = replace(config, output=f"{config.output}-whole")
     train(whole)
-    with pytest.raises(Cut):
-        train(config, callbacks=[At(4, cut)])
+    train_cut_at(config, 4)
     plan = Plan.parse(f"micro_batch=16 accumulate=2 {line}")
     assert train(replace(config, plan=plan)).resumed_at == 3
     expected, got = losses_of(whole.output), losses_of(config.output)
@@ -306,8 +308,7 @@ def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for_once
     with pytest.raises(SavedRequeue, match="after step 4"):
         train(broken, callbacks=[At(4, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert ("evaluation", 4) not in events_of(broken.output)
-    with pytest.raises(Cut):
-        train(broken, callbacks=[At(6, cut)])
+    train_cut_at(broken, 6)
     train(broken)
 
     def told(config: RunConfig) -> list[Any]:
@@ -547,8 +548,7 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
     whole = replace(config, device="cuda", machine=None, recipe=replace(config.recipe, ema_decay=0.9))
     train(whole)
     broken = replace(whole, output=f"{whole.output}-broken")
-    with pytest.raises(Cut):
-        train(broken, callbacks=[At(4, cut)])
+    train_cut_at(broken, 4)
     train(broken)
     # Kernels on a GPU may add in another order from run to run; the generators and the data must be the same.
     torch.testing.assert_close(
@@ -559,8 +559,7 @@ def test_a_cut_run_resumes_on_a_gpu(config: RunConfig) -> None:
 def test_saving_in_the_background_changes_nothing_that_is_computed_or_saved(config: RunConfig) -> None:
     train(config)
     beside = replace(config, output=config.output + "-2", save_in_background=True)
-    with pytest.raises(Cut):
-        train(beside, callbacks=[At(4, cut)])
+    train_cut_at(beside, 4)
     folder = Path(beside.output) / "checkpoints"
     assert checkpoint.steps(folder) == [3]
     with pytest.raises(SavedRequeue):

@@ -142,6 +142,13 @@ LEGEND = (
 )
 
 
+_COLUMNS = {
+    "": 0, "tp": 0, "pp": 0, "dp": 0, "micro": 0, "virtual": 5, "sharding": 1, "recompute": 2, "s/step": 0, "MFU": 3,
+    "HFU": 3, "GiB": 0, "bubble": 6,
+}  # fmt: skip
+"""Columns of the table of layouts, and their ranks: see `Cell.rank`."""
+
+
 def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) -> Prediction | None:
     """The fastest layout that can be trained today."""
     runs = (layout for layout in result.predictions if not problems(layout.plan, model, machine, run=True))
@@ -166,25 +173,8 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
 
 def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     """The `top` fastest layouts."""
-    best, ranks = (
-        result.predictions[0],
-        {"virtual": 5, "sharding": 1, "recompute": 2, "MFU": 3, "HFU": 3, "bubble": 6},
-    )
-    names = (
-        "tp",
-        "pp",
-        "dp",
-        "micro",
-        "virtual",
-        "sharding",
-        "recompute",
-        "s/step",
-        "MFU",
-        "HFU",
-        "GiB",
-        "bubble",
-    )
-    heads = [Cell(name, rank=ranks.get(name, 0)) for name in ("", *names)]
+    best = result.predictions[0]
+    heads = [Cell(name, rank=rank) for name, rank in _COLUMNS.items()]
     heads.append(Cell(f"{rate_of(model, best)[1]}/s/GPU", rank=4))
     rows = []
     for rank, layout in enumerate(result.predictions[:top], 1):

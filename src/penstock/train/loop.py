@@ -43,6 +43,7 @@ from penstock.probe import resolve_device
 from penstock.probe.rates import measure_link
 from penstock.tasks import Task, task_of
 from penstock.tasks.task import Fullness
+from penstock.train import prepare
 from penstock.train.advice import memory_advice, naming_overflow, require_scale
 from penstock.train.callbacks import Callback
 from penstock.train.card import card
@@ -52,17 +53,6 @@ from penstock.train.lock import RunLock
 from penstock.train.loss_monitor import LossMonitor, PendingSteps
 from penstock.train.meters import HeadMeter, MemoryMeter, Speedometer
 from penstock.train.metrics import Records
-from penstock.train.prepare import (
-    Calendar,
-    fit_to_started_ranks,
-    learning_of,
-    machine_of,
-    prepare_folder,
-    report_unused,
-    require_start,
-    require_teacher,
-    with_teachers_vocabulary,
-)
 from penstock.train.profile import StepProfiler
 from penstock.train.resume import (
     Saves,
@@ -125,7 +115,7 @@ def train(
     require_startable(config, elastic=ELASTIC in os.environ)
     task = task_of(config.model, config.task, init_from=config.reads_like)
     output, device = Path(config.output), local_device(resolve_device(config.device))
-    config = fit_to_started_ranks(config)
+    config = prepare.fit_to_started_ranks(config)
     with (
         requests_to_stop() as stop,
         joined(config.plan, device, timeout=config.wait_seconds) as dims,
@@ -153,7 +143,7 @@ class _Run:
     config: RunConfig
     task: Task
     machine: Machine
-    calendar: Calendar
+    calendar: prepare.Calendar
     full: Fullness
     prediction: Prediction
 
@@ -169,10 +159,10 @@ class _Run:
         config = self.config
         stored = find_checkpoint(config, dims, resume=resume)
         if not stored:
-            require_start(config)
+            prepare.require_start(config)
         self._predict(train_source)
         if dims.main:
-            prepare_folder(self.output, config, train_source)
+            prepare.prepare_folder(self.output, config, train_source)
         self.saves = Saves(self.output / "checkpoints", config, dims)
 
         # The model, its samples, and the monitor of its losses.
@@ -209,15 +199,15 @@ class _Run:
 
     def _open(self, config: RunConfig) -> Source:
         """Open the training data, and set the sizes in `config` that follow from data and teacher."""
-        config = with_teachers_vocabulary(config)
+        config = prepare.with_teachers_vocabulary(config)
         self.task = task_of(config.model, config.task, init_from=config.reads_like)
         if self.dims.main:
-            report_unused(config, self.task)
+            prepare.report_unused(config, self.task)
         train_source = self.task.open(config.data, config.model, "train")
         self.val_source = self._validation(config)
         self.data = train_source.title
         self.config = replace(config, model=self.task.fit(config.model, train_source))
-        require_teacher(self.config, train_source)
+        prepare.require_teacher(self.config, train_source)
         return train_source
 
     def _predict(self, train_source: Source) -> None:
@@ -225,16 +215,16 @@ class _Run:
         here, so that unreadable data and weights are refused without waiting for that."""
         config, device = self.config, self.device
         # By one rank: ranks that measure at the same time disturb each other, and would predict differently.
-        self.machine = main_first(lambda: machine_of(config, device))
+        self.machine = main_first(lambda: prepare.machine_of(config, device))
         if config.plan.gpus > 1 and device.type == "cpu" and config.machine is None:
             self.machine = self.machine.linked(measure_link(device), config.plan.gpus)
         require(config.plan, config.model, self.machine, run=True)
-        self.calendar = Calendar(config, len(train_source))
+        self.calendar = prepare.Calendar(config, len(train_source))
         learning_rate(0, config.recipe, self.calendar.total)  # refuses a warm-up that does not fit
         self.full = self.task.fullness(train_source, config.model, config.plan.micro_batch)
         self.work: dict[str, Any] = {
             "model": self.full.model, "machine": self.machine, "plan": config.plan, "real": self.full.real,
-            "words": self.full.words, "learns": learning_of(config),
+            "words": self.full.words, "learns": prepare.learning_of(config),
         }  # fmt: skip
         """The work of a step, as the planner takes it."""
         self.prediction = predict(**self.work)

@@ -17,6 +17,7 @@ from penstock.config.convert import (
     Range,
     Ranks,
     Seed,
+    word,
 )
 from penstock.config.model import PRESETS, ModelConfig, changes, option_words
 from penstock.config.run import DataConfig
@@ -88,7 +89,8 @@ class LadderConfig(Checked):
 
 def data_words(data: DataConfig) -> list[str]:
     """Command-line options that select these data."""
-    return [words.replace("--data.source ", "--data ") for words in changes(DataConfig(), data, "data")]
+    options = {name: word(value) for name, value in changes(DataConfig(), data)}
+    return [f"--{'data' if name == 'source' else f'data.{name}'} {value}" for name, value in options.items()]
 
 
 def command_of(config: LadderConfig) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.boundary.files import shown
+from penstock.config.convert import word
 from penstock.config.model import changes, title
 from penstock.config.run import Recipe, RunConfig
 from penstock.config.tasks import TASKS, task_name
@@ -34,7 +35,7 @@ def card(
         "pipeline_tag": TASKS[task_name(config.model, config.task)].tag,
         "base_model": on_hub(base),
     }
-    recipe = " ".join(changes(Recipe(), config.recipe, "recipe")).replace("--recipe.", "")
+    recipe = " ".join(f"{name} {word(value)}" for name, value in changes(Recipe(), config.recipe))
     rows = {
         "model": f"{title(config.model)}, {parameters:,} parameters", "from": base and shown(base),
         "data": data, "steps": f"{steps:,} of {config.plan.global_batch} samples, seed {config.seed}",

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock import __version__
 from penstock.boundary.files import shown, write_text
+from penstock.config.convert import word
 from penstock.config.model import changes
 from penstock.report.figures import Bar, Line, lines, memory_bars
 from penstock.report.page import Cell, Picture, Section, Tile, page
@@ -35,6 +36,8 @@ _SHARE = 0.02
 _REFRESH = 5
 """Seconds after which a browser reloads the page of a running run."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_COMPARED = {"model", "task", "data", "recipe", "plan", "seed", "init_from"}
+"""Settings of runs in which they are compared."""
 _NOT_METRICS = {"step", "epoch", "samples", "seconds", "loss"}
 
 
@@ -245,13 +248,8 @@ def _differences(runs: Sequence[History]) -> Section:
         if type(config.model) is not type(first.model):
             words = f"model {run.start['model']}"
         else:
-            options = list[str]()
-            for part in ("model", "data", "recipe", "plan"):
-                options += changes(getattr(first, part), getattr(config, part), part)
-            for name in ("task", "seed", "init_from"):
-                if (value := getattr(config, name)) != getattr(first, name):
-                    options.append(f"--{name} {value}")
-            words = " ".join(options) or "nothing"
+            differences = [each for each in changes(first, config) if each[0].partition(".")[0] in _COMPARED]
+            words = " ".join(f"--{name} {word(value)}" for name, value in differences) or "nothing"
         rows.append(("", [Cell(run.name, words=True), Cell(words, words=True)]))
     heads = [Cell("run", words=True), Cell(f"differs from {runs[0].name} by", words=True)]
     return Section(title="Settings that differ", columns=heads, rows=rows)

@@ -42,10 +42,8 @@ class BackgroundSaver:
     def start(self, snapshot: Snapshot) -> None:
         """Copy `snapshot` and begin to save it; afterwards the caller may change what it holds.
 
-        Waits for the previous save.
-
-        Raises:
-            EnvironmentProblem, CheckpointError: the previous save failed; then `snapshot` is not saved.
+        Waits for the previous save. Raises EnvironmentProblem or CheckpointError if that failed; then `snapshot` is not
+        saved.
         """
         self.wait()
         parts = copied(take_apart(snapshot, self._coordinator.rank), self._copies)
@@ -57,11 +55,8 @@ class BackgroundSaver:
         return self._thread.busy
 
     def wait(self) -> Path | None:
-        """Wait for the save in flight. Returns the last checkpoint that was committed, if any.
-
-        Raises:
-            EnvironmentProblem, CheckpointError: the save failed.
-        """
+        """Wait for the save in flight. Returns the last checkpoint that was committed, if any. Raises
+        EnvironmentProblem or CheckpointError if it failed."""
         self._thread.wait()
         return self._saved
 

@@ -21,11 +21,9 @@ import re
 import shutil
 from pathlib import Path
 
-from torch import Tensor
-
 from penstock.boundary.files import own_file
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.index import Chunk, file_name, held_pieces, share_out, to_json
+from penstock.checkpoint.index import file_name, held_pieces, share_out, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
 from penstock.checkpoint.stages import together
@@ -135,11 +133,8 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
     document = together(parts.document, coordinator)
     index = share_out(coordinator.all(lambda: held_pieces(parts.pieces)))
 
-    def fetch(name: str, chunk: Chunk) -> Tensor:
-        return next(piece.values for piece in parts.pieces[name] if tuple(piece.offsets) == chunk.offsets)
-
     def own_files() -> dict[str, Written]:
-        files = write_chunks(temporary, index, world, fetch, rank=rank)
+        files = write_chunks(temporary, index, world, parts.pieces, rank=rank)
         documents: dict[str, object] = {}
         if parts.local:
             documents[file_name(LOCAL, rank, world, "json")] = parts.local

@@ -42,10 +42,8 @@ class Coordinator:
     def all(self, work: Callable[[], T]) -> list[T]:
         """Call `work` on every rank, and return all ranks' results on each.
 
-        `work` must not use collectives. Results and errors are pickled.
-
-        Raises:
-            RankProblem: one of several ranks failed; it holds the error of the lowest. A single process raises its own.
+        `work` must not use collectives. Results and errors are pickled. Raises RankProblem, with the error of the
+        lowest rank that failed, if one of several did; a single process raises its own error.
         """
         if self.group is None:
             return [work()]
@@ -65,11 +63,7 @@ class Coordinator:
         return [value for _, value in outcomes]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Call `work` on rank 0. All ranks get its result, or its error.
-
-        Raises:
-            RankProblem: as in `all`.
-        """
+        """Call `work` on rank 0. All ranks get its result, or its error. Raises as `all`."""
         if self.group is None:
             return work()
         result: T = self.all(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[assignment]

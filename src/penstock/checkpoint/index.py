@@ -70,10 +70,7 @@ class Held(NamedTuple):
 
 def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
     """The pieces of each tensor that this rank holds; empty pieces, such as those of 3 rows over 4 ranks, are left out.
-
-    Raises:
-        TypeError: a tensor has a dtype that checkpoints do not support.
-    """
+    Raises TypeError for a dtype that checkpoints do not support."""
     return {
         name: [
             Held(
@@ -91,11 +88,8 @@ def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
 
 def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
     """Assign each piece to a rank that writes it, given the pieces that each rank holds. A piece that several ranks
-    hold is written once, by the rank with the fewest bytes to write so far.
-
-    Raises:
-        ValueError: the ranks' pieces do not fill a tensor, or they hold different tensors under one name.
-    """
+    hold is written once, by the rank with the fewest bytes to write so far. Raises ValueError if the pieces do not fill
+    a tensor, or ranks hold different tensors under one name."""
     holders: dict[str, dict[Held, list[int]]] = {}
     for rank, pieces in enumerate(ranks):
         for name, held_pieces in pieces.items():
@@ -135,18 +129,19 @@ def read_index(path: Path, document: Mapping[str, Any], files: Iterable[str], wo
 
     Every chunk must be in a file that the manifest lists, with the dtype and shape that the index states. Every tensor
     must be filled exactly once. Every tensor in a file must be listed. So no more memory is ever allocated than there
-    are bytes on the disk.
-
-    Raises:
-        CheckpointError: one of these conditions is violated.
+    are bytes on the disk. Raises CheckpointError if one of these conditions is violated.
     """
-    headers = {name: read_header(path / name, remedy="") for name in files if name.endswith(".safetensors")}
-    unlisted = {(file, key) for file, header in headers.items() for key in header}
+    unlisted = {
+        (file, key): info
+        for file in files
+        if file.endswith(".safetensors")
+        for key, info in read_header(path / file, remedy="").items()
+    }
     index = {}
     for name, value in document.items():
         try:
             entry = _entry(value)
-            problem = _problem(name, entry, world, headers, unlisted)
+            problem = _problem(name, entry, world, unlisted)
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             problem = "is malformed"
         if problem:
@@ -172,24 +167,17 @@ def _entry(value: Any) -> Entry:
     return Entry(value["dtype"], whole(value["shape"]), chunks)
 
 
-def _problem(
-    name: str,
-    entry: Entry,
-    world: int,
-    headers: Mapping[str, Mapping[str, TensorInfo]],
-    unlisted: set[tuple[str, str]],
-) -> str | None:
-    """The fault of an entry, or None. Removes its chunks from `unlisted`."""
+def _problem(name: str, entry: Entry, world: int, unlisted: dict[tuple[str, str], TensorInfo]) -> str | None:
+    """The fault of an entry, or None. Removes its chunks from `unlisted`, the tensors of files by file and name."""
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) or chunk.rank >= world:
             return "is malformed"
         if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, entry.shape)):
             return "has a chunk beyond its shape"
         file, key = file_name(name.partition("/")[0], chunk.rank, world), key_of(name, entry, chunk)
-        info = headers.get(file, {}).get(key)
-        if info is None or (file, key) not in unlisted:
+        info = unlisted.pop((file, key), None)
+        if info is None:
             return f"names a chunk {quoted(key)} that {quoted(file)} does not hold"
-        unlisted.discard((file, key))
         if (info.dtype, info.shape) != (entry.dtype, chunk.sizes):
             return f"says {entry.dtype} {chunk.sizes} where {file} holds {info.dtype} {info.shape}"
     volume = sum(math.prod(chunk.sizes) for chunk in entry.chunks)

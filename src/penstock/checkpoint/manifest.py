@@ -51,11 +51,8 @@ def refusal(path: Path, reason: str) -> CheckpointError:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint directory `path`.
-
-    Raises:
-        CheckpointError: it is missing, damaged, for another step or of an unknown format.
-    """
+    """The manifest of the checkpoint directory `path`. Raises CheckpointError if it is missing, damaged, for another
+    step or of an unknown format."""
     refuse, file = partial(refusal, path), path / MANIFEST
     if file.is_symlink() or not file.is_file():
         raise refuse(f"{MANIFEST} is missing.{_foreign(path)}")
@@ -97,11 +94,8 @@ def _foreign(path: Path) -> str:
 
 
 def check_sizes(path: Path) -> Manifest:
-    """Check that the files of the checkpoint directory `path` exist and have the sizes that its manifest states.
-
-    Raises:
-        CheckpointError: naming the first file that is missing or has another size, or a pickle among them.
-    """
+    """Check that the files of the checkpoint directory `path` exist and have the sizes that its manifest states. Raises
+    CheckpointError naming the first file that is missing or has another size, or a pickle among them."""
     manifest = read_manifest(path)
     for name, written in manifest.files.items():
         file = path / name
@@ -118,10 +112,8 @@ def verify(path: Path, *, part: tuple[int, int] = (0, 1), keep_cached: bool = Tr
     """Check the files of the checkpoint directory `path` against its manifest: sizes first, then checksums.
 
     With `part` (i, n) only every n-th file, from the i-th on, is read for its checksum, so that n ranks split the work.
-    Each rank checks all sizes. With `keep_cached` false nothing large stays in the page cache.
-
-    Raises:
-        CheckpointError: naming the first file that is missing, or has another size or content.
+    Each rank checks all sizes. With `keep_cached` false nothing large stays in the page cache. Raises CheckpointError
+    naming the first file that is missing, or has another size or content.
     """
     manifest = check_sizes(path)
     # Largest first, so that the ranks' shares are about equal.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.checkpoint.commit import repair_latest, set_aside, steps
-from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
+from penstock.checkpoint.coordinator import RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, read_index
 from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, refusal, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, pieces_of
@@ -63,10 +63,8 @@ class Checkpoint:
         name (a weight, its average, the optimizer's moments), with the parameter's shape, is put on the parameter's
         device and, if that is a DTensor, into a DTensor of the same placements, of which only this rank's part is read.
         All other tensors, or all without `like`, are read whole to the CPU. If a rank holds a part of the model only,
-        `held` names the weights it needs; by default all are read. Not collective.
-
-        Raises:
-            CheckpointError: a file cannot be read.
+        `held` names the weights it needs; by default all are read. Not collective. Raises CheckpointError if a file
+        cannot be read.
         """
         with trusted(self.path):
             old = self._has_former_names()
@@ -237,11 +235,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def open_verified(path: Path, *, checksums: bool = True) -> Checkpoint:
     """Open the checkpoint directory `path` after verifying every byte; without `checksums` everything but the
-    checksums.
-
-    Raises:
-        CheckpointError: as in `verify`, or a file's content does not match its name.
-    """
+    checksums. Raises CheckpointError as `verify`, or if a file's content does not match its name."""
     with _readable(path):
         return _opened(path, verify(path) if checksums else check_sizes(path))
 
@@ -268,21 +262,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Snapshot:
-    """Read all of the checkpoint directory `path`, after verifying every byte.
-
-    Raises:
-        CheckpointError: as in `open_verified`.
-    """
+    """Read all of the checkpoint directory `path`, after verifying every byte. Raises as `open_verified`."""
     return open_verified(path).load()
-
-
-def open_together(path: Path) -> Checkpoint:
-    """Open the checkpoint directory `path`, whose bytes all ranks verify together.
-
-    Raises:
-        CheckpointError: it is refused or missing.
-    """
-    return _accepted(path, current_coordinator())
 
 
 def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
@@ -290,10 +271,8 @@ def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
     no checkpoint at all.
 
     Each refused one is logged. Once an older one has been accepted, it is renamed to `step-N.refused`, so that it is
-    not tried again. Collective with torch.distributed: the ranks split the work and get the same result.
-
-    Raises:
-        CheckpointError: there are checkpoints, but none can be trusted.
+    not tried again. Collective with torch.distributed: the ranks split the work and get the same result. Raises
+    CheckpointError if there are checkpoints, but none can be trusted.
     """
     coordinator = current_coordinator()
     refused: list[tuple[Path, CheckpointError]] = []
@@ -302,7 +281,7 @@ def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
             continue
         path = folder / f"step-{step}"
         try:
-            stored = _accepted(path, coordinator)
+            stored = open_together(path)
         except CheckpointError as problem:
             _log.warning("%s The checkpoint before it is tried.", problem)
             refused.append((path, problem))
@@ -318,8 +297,10 @@ def find(folder: Path, *, below: int | None = None) -> Checkpoint | None:
     return None
 
 
-def _accepted(path: Path, coordinator: Coordinator) -> Checkpoint:
-    """The checkpoint `path`, if every rank trusts it."""
+def open_together(path: Path) -> Checkpoint:
+    """Open the checkpoint directory `path`, whose bytes all ranks verify together. Raises CheckpointError, on all
+    ranks, if one refuses it."""
+    coordinator = current_coordinator()
     part = coordinator.rank, coordinator.world
     checkpoints: list[Checkpoint] = []
 

@@ -32,10 +32,7 @@ def folder_beside(run: Path, tokenizer: bool | None = None) -> Path:
 
 def candidates(path: Path, *, step: int | None = None) -> list[Path]:
     """The checkpoint directories that `path` refers to, newest first: itself, those in a folder, or those of a run.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    Raises ConfigError if there is none."""
     for folder in (path, path / "checkpoints"):
         matching = [n for n in reversed(steps(folder)) if step in (None, n)]
         if matching:
@@ -49,11 +46,8 @@ def candidates(path: Path, *, step: int | None = None) -> list[Path]:
 
 
 def open_newest(path: Path, *, step: int | None = None) -> Checkpoint:
-    """Open the newest of the `candidates` that verifies. Refused ones are logged and stay where they are.
-
-    Raises:
-        CheckpointError: none can be trusted. ConfigError: there is none.
-    """
+    """Open the newest of the `candidates` that verifies. Refused ones are logged and stay where they are. Raises
+    CheckpointError if none can be trusted, ConfigError if there is none."""
     *others, last = candidates(path, step=step)
     for candidate in others:
         try:
@@ -112,11 +106,8 @@ def export_model(
     branch: str | None = None,
 ) -> None:
     """Write a Hugging Face folder: one set of weights, or `state` instead, the model's configuration, and the run's
-    tokenizer; `branch` selects one branch of a model with several. All the weights are in memory.
-
-    Raises:
-        ConfigError: no such set. CheckpointError: they do not fit the model in the checkpoint's settings.
-    """
+    tokenizer; `branch` selects one branch of a model with several. All the weights are in memory. Raises ConfigError if
+    there is no such set, CheckpointError if the weights do not fit the model in the checkpoint's settings."""
     from penstock.models import create
     from penstock.models.convert import branch_of, fitted, require_as_large, require_theirs, save_pretrained
     from penstock.models.lora import merged
@@ -196,11 +187,9 @@ def _names(checkpoint: Checkpoint, which: str) -> list[str]:
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
     """The mean of each weight in fp32: summed and divided in fp64, and rounded once. Besides the sums, with 8 bytes per
     weight, one set is in memory. Integer tensors, such as frozen weights in few bits, are those of the last checkpoint.
+    Raises ConfigError if they are not of the same model, or have no such set.
 
     (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018; Vaswani et al., NeurIPS 2017, section 6.1.)
-
-    Raises:
-        ConfigError: they are not of the same model, or have no such set.
     """
     sums: dict[str, Tensor] = {}
     for checkpoint in checkpoints:
@@ -220,11 +209,7 @@ def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[s
 
 def export_average(path: Path, folder: Path, *, count: int, which: str = "weights") -> list[Checkpoint]:
     """Write the mean of the `count` newest checkpoints in `path` as a Hugging Face folder; return these checkpoints,
-    oldest first.
-
-    Raises:
-        ConfigError: there are fewer. CheckpointError: one of them cannot be trusted.
-    """
+    oldest first. Raises ConfigError if there are fewer, CheckpointError if one of them cannot be trusted."""
     if count < 2:
         raise ConfigError(f"--last is {count}, but a mean is of 2 checkpoints or more.")
     saved = candidates(path)

@@ -54,11 +54,8 @@ class Piece:
 
 
 def pieces_of(tensor: Tensor, local: Tensor | None = None) -> list[Piece]:
-    """This rank's parts of `tensor`, sharing its memory; for a DTensor `local` may replace its own local tensor.
-
-    Raises:
-        TypeError: it is a DTensor whose values are not final (a Partial placement).
-    """
+    """This rank's parts of `tensor`, sharing its memory; for a DTensor `local` may replace its own local tensor. Raises
+    TypeError for a DTensor whose values are not final (a Partial placement)."""
     if not isinstance(tensor, DTensor):
         return [Piece(tensor.detach(), tensor.shape, torch.Size([0] * tensor.ndim))]
     if any(placement.is_partial() for placement in tensor.placements):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.checkpoint.coordinator import Coordinator
@@ -30,7 +30,7 @@ def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for document in documents:
         for key, value in document.items():
             if key == "param_groups":
-                merged[key] = _groups(merged.get(key, []), value)
+                merged[key] = _groups([*merged.get(key, []), *value])
             elif isinstance(value, Mapping):
                 merged[key] = united([merged.get(key, {}), value])
             elif (
@@ -44,18 +44,14 @@ def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _groups(first: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Merge groups of parameters that have the same settings."""
-    groups = [dict(group) for group in first]
-    for group in more:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for merged in groups:
-            if {key: value for key, value in merged.items() if key != "params"} == settings:
-                merged["params"] = list(dict.fromkeys([*merged["params"], *group["params"]]))
-                break
-        else:
-            groups.append(dict(group))
-    return groups
+    merged: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        settings = json.dumps({**group, "params": None}, sort_keys=True)
+        one = merged.setdefault(settings, {**group, "params": []})
+        one["params"] = list(dict.fromkeys([*one["params"], *group["params"]]))
+    return list(merged.values())
 
 
 def only(document: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from penstock.checkpoint.index import Chunk, Index, file_name, key_of
 from penstock.checkpoint.snapshot import Piece
 from penstock.disk import Written, write_file
 from penstock.errors import CheckpointError
-from penstock.tensorfile import Pending, write_tensors
+from penstock.tensorfile import pending, write_tensors
 
 
 def write_json(path: Path, document: Any) -> Written:
@@ -31,28 +30,24 @@ def write_json(path: Path, document: Any) -> Written:
 
 
 def write_chunks(
-    folder: Path, index: Index, world: int, fetch: Callable[[str, Chunk], Tensor], *, rank: int
+    folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]], *, rank: int
 ) -> dict[str, Written]:
-    """Write the chunks that `index` assigns to rank `rank` of `world`: a file for each set.
-
-    `fetch` is called for each chunk just before it is written, so that one tensor at a time is in memory.
-    """
-    outgoing: dict[str, list[Pending]] = {}
+    """Write those of its `pieces` that `index` assigns to rank `rank` of `world`: a file for each set."""
+    files: dict[str, dict[str, Tensor]] = {}
     for name, entry in index.items():
         file = file_name(name.partition("/")[0], rank, world)
-        for chunk in (chunk for chunk in entry.chunks if chunk.rank == rank):
-            key, read = key_of(name, entry, chunk), partial(fetch, name, chunk)
-            outgoing.setdefault(file, []).append(Pending(key, entry.torch_dtype, chunk.sizes, read))
-    return {file: write_tensors(folder / file, tensors) for file, tensors in outgoing.items()}
+        values = {tuple(piece.offsets): piece.values for piece in pieces.get(name, ())}
+        for chunk in entry.chunks:
+            if chunk.rank == rank:
+                files.setdefault(file, {})[key_of(name, entry, chunk)] = values[chunk.offsets]
+    return {file: write_tensors(folder / file, pending(tensors)) for file, tensors in files.items()}
 
 
 def read_pieces(folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]]) -> None:
     """Fill `pieces` from the checkpoint directory `folder`.
 
-    Each rank reads what it needs without communication, so this is not collective.
-
-    Raises:
-        CheckpointError: a file cannot be read.
+    Each rank reads what it needs without communication, so this is not collective. Raises CheckpointError if a file
+    cannot be read.
     """
     readings: dict[Path, list[tuple[str, tuple[slice, ...], Tensor]]] = {}
     for name, parts in pieces.items():

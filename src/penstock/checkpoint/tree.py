@@ -21,11 +21,8 @@ from penstock.errors import CheckpointError
 
 
 def pack(tree: Any, prefix: str = "") -> tuple[Any, dict[str, Tensor]]:
-    """Split `tree` into a JSON document and its tensors, named by their path, such as `state.3.exp_avg`.
-
-    Raises:
-        TypeError: the tree has a value of another kind (our own bug: such state could not be restored).
-    """
+    """Split `tree` into a JSON document and its tensors, named by their path, such as `state.3.exp_avg`. Raises
+    TypeError for a value of another kind (our own bug: such state could not be restored)."""
     tensors: dict[str, Tensor] = {}
     return _pack(tree, prefix, tensors), tensors
 
@@ -61,11 +58,7 @@ def _join(path: str, key: object) -> str:
 
 
 def unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `pack`.
-
-    Raises:
-        CheckpointError: the document names a tensor that is missing.
-    """
+    """Undo `pack`. Raises CheckpointError if the document names a tensor that is missing."""
     if isinstance(document, list):
         return [unpack(item, tensors) for item in document]
     if not isinstance(document, dict):
@@ -103,10 +96,8 @@ def by_name(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's `state_dict()` with parameter names instead of torch's numbers.
 
     The names are each group's `param_names`: set by `parameter_groups`, and by torch if an optimizer is made from
-    `named_parameters()`. Entries other than `state` and `param_groups` are kept unchanged.
-
-    Raises:
-        ValueError: the names are missing, or two are the same.
+    `named_parameters()`. Entries other than `state` and `param_groups` are kept unchanged. Raises ValueError if names
+    are missing, or two are the same.
     """
     groups: list[dict[str, Any]] = []
     called: dict[Any, str] = {}
@@ -126,11 +117,8 @@ def by_name(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `by_name`, for the `load_state_dict` of the optimizer whose `state_dict()` is `current`.
-
-    Raises:
-        CheckpointError: the stored state is of other parameters, or has different settings within one group.
-    """
+    """Undo `by_name`, for the `load_state_dict` of the optimizer whose `state_dict()` is `current`. Raises
+    CheckpointError if the stored state is of other parameters, or has different settings within one group."""
     home = {name: group for group in stored["param_groups"] for name in group["params"]}
     plain = by_name(current)
     was, now = (_optimizer_of(each["param_groups"]) for each in (stored, plain))

@@ -222,10 +222,8 @@ def launch(
     `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks must resume by
     themselves, as `penstock train` does from the newest checkpoint that verifies. `tell` shows a line. With `replicas`
     the run's Plan is adapted to the number of ranks, as is always done if nodes may come and go. When this returns, or
-    is killed, it leaves no process.
-
-    Raises:
-        EnvironmentProblem: the other nodes did not come, or the node that serves the rendezvous was lost.
+    is killed, it leaves no process. Raises EnvironmentProblem if the other nodes did not come, or the node that serves
+    the rendezvous was lost.
     """
     with (
         temporary(None, "penstock-launch-") as folder,

@@ -114,9 +114,8 @@ def torch_itself() -> Finding:
     detail = f"{torch.__version__}, built with {built}"
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= _TORCH_FLOOR:
         return Finding("versions", "torch", "ok", detail, required=True)
-    return Finding(
-        "versions", "torch", "broken", detail, "pip install --upgrade 'torch>=2.11'", required=True
-    )
+    remedy = "pip install --upgrade 'torch>=2.11'"
+    return Finding("versions", "torch", "broken", detail, remedy, required=True)
 
 
 def extras() -> Iterator[Finding]:

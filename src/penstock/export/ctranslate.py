@@ -85,7 +85,7 @@ def _problems(source: Loaded, folder: Path) -> Iterator[str]:
         yield f"CTranslate2 converts models of transformers, which has none like this; choose --to {form}."
     elif not generates and source.model.graph.vision:
         yield "CTranslate2 converts text models; choose --to onnx."
-    for feature in dict.fromkeys(_unconverted(source.model.config)):
+    for feature in _unconverted(source.model.config):
         yield f"The export to CTranslate2 does not know {feature}; choose --to {_other_form(source)}."
     if generates and not source.ends:
         yield (
@@ -99,26 +99,26 @@ def _problems(source: Loaded, folder: Path) -> Iterator[str]:
         )
 
 
-def _unconverted(config: Any) -> Iterator[str]:
+def _unconverted(config: Any) -> list[str]:
     """Features of a model that CTranslate2's converter drops silently."""
-    all_stacks = stacks(config)
-    if any(stack.window is not None for stack in all_stacks):
-        yield "sliding windows"
-    if any(stack.sinks for stack in all_stacks):
-        yield "attention sinks"
-    if any(stack.latent for stack in all_stacks):
-        yield "attention with latents"
-    if any(stack.layers[0].norms_branches or stack.norm_zero_centred for stack in all_stacks):
-        yield "norms of what attention and MLP return, or of weights around zero"
-    if any(stack.qk_norm_whole for stack in all_stacks):
-        yield "norms over all heads"
-    rotary = [layer.rotary for stack in all_stacks if stack.positions == "rotary" for layer in stack.kinds]
-    if any(one is None or one.interleaved or one.share < 1 or one.scaling == "longrope" for one in rotary):
-        yield "rotary positions of some blocks, of a part of each head, of neighbours, or scaled pair by pair"
-    if any(stack.score_cap for stack in all_stacks) or getattr(config, "logit_cap", None):
-        yield "caps of scores or logits"
-    if len({stack.norm_eps for stack in all_stacks}) > 1:
-        yield "two norm_eps in one model"
+    every = stacks(config)
+    rotary = [layer.rotary for stack in every if stack.positions == "rotary" for layer in stack.kinds]
+    features = {
+        "sliding windows": any(stack.window is not None for stack in every),
+        "attention sinks": any(stack.sinks for stack in every),
+        "attention with latents": any(stack.latent for stack in every),
+        "norms of what attention and MLP return, or of weights around zero": any(
+            stack.layers[0].norms_branches or stack.norm_zero_centred for stack in every
+        ),
+        "norms over all heads": any(stack.qk_norm_whole for stack in every),
+        "rotary positions of some blocks, of a part of each head, of neighbours, or scaled pair by pair": any(
+            one is None or one.interleaved or one.share < 1 or one.scaling == "longrope" for one in rotary
+        ),
+        "caps of scores or logits": any(stack.score_cap for stack in every)
+        or getattr(config, "logit_cap", None),
+        "two norm_eps in one model": len({stack.norm_eps for stack in every}) > 1,
+    }
+    return [feature for feature, present in features.items() if present]
 
 
 def _other_form(source: Loaded) -> str:

@@ -74,7 +74,7 @@ def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tu
     _add_settings(writer, gguf, values)
     _add_tokenizer(writer, gguf, folder, config.vocabulary)
     names = gguf.get_tensor_name_map(arch, values.get("num_hidden_layers", values.get("n_layer")))
-    weights = dict(_weights(names, model, values))
+    weights = _weights(names, model, values)
     large, small = (getattr(gguf.GGMLQuantizationType, one) for one in (_TYPES[kind][0], "F32"))
     for key, tensor in weights.items():
         form = large if tensor.ndim > 1 and not (kind == "int8" and tensor.shape[-1] % 32) else small
@@ -193,11 +193,11 @@ def _cut_of(table: Mapping[str, Any]) -> str:
     )
 
 
-def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> dict[str, Tensor]:
     """All weights by llama.cpp's names, in fp32."""
     config: Any = model.config
     llama, gpt2 = values["model_type"] in ("llama", "mistral"), values["model_type"] == "gpt2"
-    weights = list[tuple[str, Tensor]]()
+    weights: dict[str, Tensor] = {}
     for one in text_pending({**model.state_dict()}, config):
         tied = one.name == "lm_head.weight" and values.get("tie_word_embeddings", gpt2)
         if tied or one.name.endswith((".attn.bias", ".masked_bias")):
@@ -211,9 +211,9 @@ def _weights(names: Any, model: Model, values: Mapping[str, Any]) -> list[tuple[
                 tensor = _interleaved(tensor, values[heads])
         if gpt2 and tensor.ndim == 2 and ".h." in f".{one.name}":
             tensor = tensor.T.contiguous()
-        weights.append((key, tensor))
+        weights[key] = tensor
     if values["rope"].get("rope_type") == "llama3":
-        weights.append(("rope_freqs.weight", _factors(model.graph.written[0].stack)))
+        weights["rope_freqs.weight"] = _factors(model.graph.written[0].stack)
     return weights
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -169,24 +168,19 @@ class Embedder:
 
 def _vectors(model: Any, kind: type[Input]) -> tuple[int, Callable[..., Tensor]] | None:
     """For inputs of a kind with a vector head: the maximum number of tokens of their run, and a function that returns
-    vectors of length 1. None without such a head."""
-    graph = model.graph
-    for head in graph.heads_of(VectorHead):
-        run = graph.run(head.run)
-        model_input = graph.input_of(run)
-        if isinstance(model_input, kind):
-            return run.max_tokens, partial(_compared, model, head, model_input.name)
-    return None
+    vectors of length 1, (B, E). None without such a head."""
+    runs = {head: model.graph.run(head.run) for head in model.graph.heads_of(VectorHead)}
+    inputs = {head: model.graph.input_of(run) for head, run in runs.items()}
+    head = next((head for head, one in inputs.items() if isinstance(one, kind)), None)
+    if head is None:
+        return None
 
+    def vectors(values: Tensor, lengths: Tensor | None = None, segments: None = None) -> Tensor:
+        more = {} if lengths is None else {"lengths": lengths}
+        outputs: Tensor = model(**{inputs[head].name: values}, **more)[head.name]
+        return F.normalize(outputs[:, : head.features], dim=1)
 
-def _compared(
-    model: Any, head: VectorHead, name: str, values: Tensor, lengths: Tensor | None = None,
-    segments: None = None,
-) -> Tensor:  # fmt: skip
-    """Vectors of length 1, (B, E), from a head, for the values of an input."""
-    more = {} if lengths is None else {"lengths": lengths}
-    vectors: Tensor = model(**{name: values}, **more)[head.name]
-    return F.normalize(vectors[:, : head.features], dim=1)
+    return runs[head].max_tokens, vectors
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from helpers.families import LATENT
 from penstock.config.layer import LayerSizes, Rotary
@@ -19,6 +20,15 @@ from penstock.models.model import Model
 from penstock.serve.led import Led
 
 WORDS = 60
+
+
+def logits_after(model: Model, text: Sequence[int], source: Sequence[int] = (), **given: Tensor) -> Tensor:
+    """Logits of the token that follows a text, by one pass without a cache; `source` is an encoder–decoder's."""
+    sides = (source, text) if model.graph.remembered else (text,)
+    with torch.no_grad():
+        return model(*(torch.tensor([list(side)]) for side in sides), **given)[0, -1]  # type: ignore[no-any-return]
+
+
 DECODERS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {"kv_heads": 2},

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.generation import BOTH, DECODERS, WORDS, Letters, tiny
+from helpers.generation import BOTH, DECODERS, WORDS, Letters, logits_after, tiny
 from helpers.models_of_strangers import chain
 from helpers.sweeps import sweep
 from penstock.config.decoding import Decoding
@@ -24,21 +23,12 @@ from penstock.decode.speculate import Chooser, _accept_or_draw
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
 from penstock.infer.text import Spelling, Stream
-from penstock.models.model import Model
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
 
 
 def generator(name: str, **given: Any) -> Generator:
     return Generator(tiny(name, **given), start=0, ends=())
-
-
-def logits_after(model: Model, ids: Sequence[int], source: Sequence[int] = ()) -> Tensor:
-    given = torch.tensor([list(ids)])
-    with torch.no_grad():
-        if model.graph.remembered:
-            return model(torch.tensor([list(source)]), given)[0, -1]  # type: ignore[no-any-return]
-        return model(given)[0, -1]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def made(name: str = "ddigits-tiny", **changes: Any) -> Any:
     return model.eval()
 
 
+def noise(seed: int, count: int) -> torch.Tensor:
+    """The noise from which images are made."""
+    chances = [np.random.default_rng([seed, number]) for number in range(count)]
+    return torch.from_numpy(np.stack([each.standard_normal((1, 8, 8), np.float32) for each in chances]))
+
+
 @pytest.fixture(scope="module", params=["mlp", "block"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A model with an expert for each third of the times, and its folder."""
@@ -74,10 +80,7 @@ def test_a_step_is_the_models_own_output_guided(mixture: tuple[Any, Path]) -> No
     model, _ = mixture
     generator = ImageGenerator(model)
     found = generator.sample([1, 2], sampler="ddim", steps=1, guidance=3.0, clip=0.0, seed=4)
-    x = torch.from_numpy(
-        np.stack([np.random.default_rng([4, n]).standard_normal((1, 8, 8), np.float32) for n in range(2)])
-    )
-    times = torch.ones(2, dtype=torch.float64)
+    x, times = noise(4, 2), torch.ones(2, dtype=torch.float64)
     with torch.no_grad():
         own, none = (
             model(x, times, classes, ranges_of(times, 3))
@@ -136,10 +139,7 @@ def test_texts_are_labels_of_a_model_that_reads_them() -> None:
         ImageGenerator(made()).sample([3], steps=1, word_weights=("seven=3",))
     # Guided away from the empty text, whose tokens are fewer.
     guided = generator.sample(["seven", "one"], sampler="ddim", steps=1, guidance=3.0, clip=0.0, seed=4)
-    x = torch.from_numpy(
-        np.stack([np.random.default_rng([4, n]).standard_normal((1, 8, 8), np.float32) for n in range(2)])
-    )
-    times = torch.ones(2, dtype=torch.float64)
+    x, times = noise(4, 2), torch.ones(2, dtype=torch.float64)
     with torch.no_grad():
         own, none = (
             model(images=x, times=times, **generator._arguments(labels))

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
+from helpers.generation import logits_after, tiny
 from helpers.generation import served as engine_makes
-from helpers.generation import tiny
 from helpers.routed import routed
 from helpers.served import served
 from penstock.cli import main
@@ -28,21 +27,12 @@ from penstock.infer.generator import Generator
 from penstock.infer.labels import TextLabels, labels_of
 from penstock.kernels.cross_entropy import IGNORED
 from penstock.models.convert import from_pretrained
-from penstock.models.model import Model
 from penstock.tasks.text import first_samples
 from penstock.tasks.translation import Translation
 
 ROWS = [[1, 2, 3], [4, 5, 6, 7, 8], [9], [1, 2, 3], [2, 9]]
 LABELS = ["0", "2", "1", "1", "0"]
 LANGUAGES = ("en", "sw", "yo")
-
-
-def logits_after(model: Model, source: list[int], text: list[int], label: str) -> Tensor:
-    tokens, routes = torch.tensor([text]), torch.tensor([int(label)])
-    with torch.no_grad():
-        if model.graph.remembered:
-            return model(torch.tensor([source]), tokens, routes=routes)[0]  # type: ignore[no-any-return]
-        return model(tokens, routes=routes)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["gpt", "marian-tiny"])
@@ -55,7 +45,7 @@ def test_a_label_chooses_the_experts_however_a_text_is_made(name: str) -> None:
         text = [0] if model.graph.remembered else list(row)
         begin = len(text)
         for _ in range(7):
-            text.append(int(logits_after(model, row, text, label)[-1].argmax()))
+            text.append(int(logits_after(model, text, row, routes=torch.tensor([int(label)])).argmax()))
         expected.append(tuple(text[begin:]))
     assert expected[0] != expected[3], "the label decides, where prompts are the same"
 

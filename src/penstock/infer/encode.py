@@ -53,8 +53,9 @@ class _Texts:
         self.dims, self.most = dims, most or opened.model.graph.runs[0].max_tokens
         set_switch(self.model, "padding", "remove")
 
-    def row(self, text: str | Sequence[int] | tuple[str, str]) -> tuple[list[int], int]:
-        """Token numbers of a text or a pair, truncated to the model's length, and where a pair's second text begins."""
+    def row(self, text: Any) -> tuple[list[int], int]:
+        """Token numbers of a text, a pair or token numbers, truncated to the model's length, and where a pair's second
+        text begins."""
         if not isinstance(text, str) and not (isinstance(text, tuple) and isinstance(text[0], str)):
             ids = list(text)[: self.most]
             return ids, len(ids)

@@ -116,7 +116,8 @@ def loaded(
     names, white = settings.get("id2label") or {}, settings.get("image_range")
     each = next(module.parameters()).element_size()
     return Loaded(
-        pooled_first=bool(folder) and _pooled_first(folder), model=module, tokenizer=tokenizer, start=start, ends=ends,
+        model=module, tokenizer=tokenizer, start=start, ends=ends,
+        pooled_first=_pooled_first(folder) if folder else False,
         usual=_usual(folder, dims) if folder and module.graph.generates else {}, labels=labels,
         classes=tuple(str(names[key]) for key in sorted(names, key=int)) if isinstance(names, dict) else (),
         languages=tuple(map(str, settings.get("languages") or ())),

@@ -184,16 +184,11 @@ class Machine(Checked, where="machine"):
 @cache
 def _datasheets() -> dict[str, tuple[Machine, tuple[str, ...]]]:
     """Each shipped Machine with the words that identify it in a device's name."""
-    machines: dict[str, tuple[Machine, tuple[str, ...]]] = {}
+    machines = {}
     for name, table in read_shipped("machines").items():
-        values: dict[str, Any] = {
-            "name": name,
-            "source": "datasheet",
-            "launch_seconds": ASSUMED_LAUNCH_SECONDS,
-        }
-        words = tuple(table["match"])
-        values |= {key: value for key, value in table.items() if key != "match"}
-        machines[name] = (from_dict(Machine, values, origin=f"machines.toml [{name}]"), words)
+        values = {"name": name, "source": "datasheet", "launch_seconds": ASSUMED_LAUNCH_SECONDS, **table}
+        words = tuple(values.pop("match"))
+        machines[name] = from_dict(Machine, values, origin=f"machines.toml [{name}]"), words
     return machines
 
 

@@ -92,8 +92,7 @@ def waterfall(
     `predicted` is drawn as a diamond, named `marked`; `heading` is written above and `notes` below. Raises ValueError
     without bars.
     """
-    baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
-    entries = [*baseline, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), *_others(bars, marked)]
+    entries = _entries(bars, Entry(parts[0], "--soft"), Entry(parts[1], "--accent"), marked=marked)
     rows = _bars(bars, x_label, entries, lambda value: f"{value:.2f}×", width, heading=heading, ruler=1.0)
     for note in notes:
         for line in wrap(note, width - 4, 13):
@@ -107,8 +106,7 @@ def memory_bars(
     bars: Sequence[Bar], *, title: str, x_label: str, kept: str = "kept", width: float = WIDE
 ) -> str:
     """Peak memory step by step, measured as bars and predicted as diamonds. `kept` names the bars of that state."""
-    baseline = [_BASELINE] if any(bar.state == "baseline" for bar in bars) else []
-    entries = [*baseline, Entry(kept, "--accent"), *_others(bars)]
+    entries = _entries(bars, Entry(kept, "--accent"))
     description = "; ".join(f"{bar.label} {bar.value:.3g}" for bar in bars)
     return _bars(bars, x_label, entries, number, width).svg(title, description)
 
@@ -126,16 +124,15 @@ def difference_bars(
     return drawn.svg(title, description)
 
 
-def _others(bars: Sequence[Bar], marked: str = "predicted") -> list[Entry]:
-    """Legend entries for bars that were not kept, for the states that occur."""
+def _entries(bars: Sequence[Bar], *kept: Entry, marked: str = "predicted") -> list[Entry]:
+    """The legend: the baseline, the entries of `kept` bars, and those of other states that occur."""
     states = {bar.state for bar in bars}
-    entries = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
-    states_shown = [entry for state, entry in entries.items() if state in states]
-    return (
-        [*states_shown, Entry(marked, "--mark", "diamond")]
-        if any(bar.predicted is not None for bar in bars)
-        else states_shown
-    )
+    others = {"unproven": _UNPROVEN, "offered": _OFFERED, "not kept": _UNKEPT}
+    diamond = [Entry(marked, "--mark", "diamond")] if any(bar.predicted is not None for bar in bars) else []
+    return [
+        *([_BASELINE] if "baseline" in states else []), *kept,
+        *(entry for state, entry in others.items() if state in states), *diamond,
+    ]  # fmt: skip
 
 
 class _Rows(Chart):

@@ -25,11 +25,9 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
     problems = list(_shape_problems(name, ranks, micro_batches, chunks))
     if problems:
         raise ConfigError(problems)
-    if name == "gpipe":
-        return _gpipe(ranks, micro_batches)
     if name == "zb-h1":
         return _zb_h1(ranks, micro_batches)
-    return _interleaved(ranks, micro_batches, chunks)
+    return _interleaved(ranks, micro_batches, chunks, forwards_first=name == "gpipe")
 
 
 def schedule_of(plan: Plan, micro_batches: int | None = None) -> Schedule:
@@ -49,23 +47,13 @@ def _shape_problems(name: str, ranks: int, micro_batches: int, chunks: int) -> I
             yield f"A schedule's {field} must be a whole number of at least 1, but it is {count!r}."
 
 
-def _gpipe(ranks: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al., NeurIPS 2019; order of the backwards as in torch)."""
-    every = range(micro_batches)
-    return Schedule(
-        tuple(
-            (*(Action(rank, "F", i) for i in every), *(Action(rank, "B", i) for i in every))
-            for rank in range(ranks)
-        )
-    )
-
-
-def _interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
+def _interleaved(ranks: int, micro_batches: int, chunks: int, *, forwards_first: bool) -> Schedule:
     """1F1B over `chunks` model chunks per rank, which divides the bubble by `chunks` (Narayanan et al., SC 2021,
     §2.2.2).
 
     With one chunk it is 1F1B with a flush (§2.2.1, PipeDream-flush): each backward runs as early as possible, so at
-    most min(p − r, m) micro-batches are held.
+    most min(p − r, m) micro-batches are held. With `forwards_first` too it is GPipe, all forwards and then all
+    backwards (Huang et al., NeurIPS 2019; order of the backwards as in torch).
 
     Micro-batches go through the chunks in groups. The paper needs a multiple of `ranks` micro-batches and
     makes every group `ranks` long. Here the groups are as equal as possible, and none is shorter than `ranks`
@@ -79,7 +67,7 @@ def _interleaved(ranks: int, micro_batches: int, chunks: int) -> Schedule:
             _alternate(
                 _chunked(rank, ranks, "F", range(chunks), groups),
                 _chunked(rank, ranks, "B", range(chunks - 1, -1, -1), groups),
-                _warm_up(rank, ranks, chunks, groups[0], total),
+                total if forwards_first else _warm_up(rank, ranks, chunks, groups[0], total),
             )
             for rank in range(ranks)
         )

@@ -20,8 +20,8 @@ def main() -> int:
         code = run()
         if os.environ.get("WORLD_SIZE", "1") != "1" or "penstock.launch.meeting" in sys.modules:
             # All work is done and files are closed. In an orderly exit gloo's threads may abort, and the launcher would
-            # see a signal instead of the code: 4 to 6 of 10 runs of torch 2.13 on a CPU. So may an agent's that wait
-            # for a store.
+            # see a signal instead of the code: 4 to 6 of 10 runs of torch 2.13 on a CPU. An agent's threads that wait
+            # for a store may abort, too.
             if script:  # its threads and exit functions may still save
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()

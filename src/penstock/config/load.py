@@ -204,8 +204,13 @@ class _Node:
             elif dataclasses_of(kinds[key]):
                 for part in given:
                     self._merge_child(key, kinds[key], part, layer, path)
-            elif self._merge_value(key, kinds[key], value, layer, path):
-                given_here.append(key)
+            else:
+                try:
+                    self.values[key] = convert(value, kinds[key], text=layer.text)
+                    given_here.append(key)
+                except BadValue as bad:
+                    self.refused = True
+                    layer.wrong(bad.sentence(path + key))
         self._settle_pairs(given_here, layer, path)
 
     def _settle_pairs(self, given: Sequence[str], layer: _Layer, path: str) -> None:
@@ -230,16 +235,6 @@ class _Node:
             layer.wrong(bad.sentence(f"{path}family"))
         elif families[value] is not self.cls:
             self.cls, self.base, self.values, self.children = families[value], None, {}, {}
-
-    def _merge_value(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> bool:
-        """Set the value of a field; False if the field cannot hold it."""
-        try:
-            self.values[key] = convert(value, kind, text=layer.text)
-        except BadValue as bad:
-            self.refused = True
-            layer.wrong(bad.sentence(f"{path}{key}"))
-            return False
-        return True
 
     def _merge_child(self, key: str, kind: Any, value: Any, layer: _Layer, path: str) -> None:
         none = isinstance(value, str) and value.lower() in NONE_WORDS and accepts_none(kind)
@@ -381,11 +376,9 @@ def _dump_value(value: Any) -> str:
         return '"none"'
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, float):
-        # The shortest form that reads back to the same bits; TOML spells inf and nan as Python does.
+    if isinstance(value, int | float):
+        # A float in the shortest form that reads back to the same bits; TOML spells inf and nan as Python does.
         return repr(value)
-    if isinstance(value, int):
-        return str(value)
     if isinstance(value, list):
         return f"[{', '.join(_dump_value(entry) for entry in value)}]"
     return json.dumps(value, ensure_ascii=False)  # JSON's escapes are valid TOML

@@ -1,4 +1,5 @@
-"""One process, or several ranks, that runs a script under some settings and takes steps on request. Free of torch."""
+"""One process, or several ranks, that runs a script under some settings, takes steps on request and reports facts. Free
+of torch."""
 
 from __future__ import annotations
 
@@ -101,32 +102,25 @@ class ScriptCommand:
         return [*(launcher if self.procs > 1 else []), "-m", "penstock", "run", *options, *named]
 
 
-@dataclass(slots=True)
 class ScriptProcess:
-    """The script under one line of settings. `seed` is added to the seeds that it sets."""
+    """The script under one line of settings."""
 
-    command: ScriptCommand
-    line: str
-    seed: int
-    log: Path
-    timeout: float
-    """Longest wait in seconds for an answer."""
-    losses: list[float | None] = field(init=False, default_factory=list)
-    """Loss of each step so far, on the first rank."""
-    memory: int | None = field(init=False, default=None)
-    """Peak bytes on a GPU so far; None on a CPU."""
-    steps: int = field(init=False, default=0)
-    _process: subprocess.Popen[bytes] = field(init=False)
-    _links: dict[int, JsonLink] = field(init=False, default_factory=dict)
-    """Connections by rank."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, command: ScriptCommand, line: str, seed: int, log: Path, timeout: float) -> None:
+        """`seed` is added to the seeds that the script sets; `timeout` is the longest wait in seconds for an answer."""
+        self.command, self.log, self.timeout = command, log, timeout
+        self.losses: list[float | None] = []
+        """Loss of each step so far, on the first rank."""
+        self.memory: int | None = None
+        """Peak bytes on a GPU so far; None on a CPU."""
+        self.steps = 0
+        self._links: dict[int, JsonLink] = {}
+        """Connections by rank."""
         key = secrets.token_hex(8)
-        with socket.create_server(("127.0.0.1", 0)) as server, self.log.open("wb") as log:
-            options = ["--plan", self.line, "--watch", f"{server.getsockname()[1]}:{key}:{self.seed}"]
+        with socket.create_server(("127.0.0.1", 0)) as server, log.open("wb") as output:
+            options = ["--plan", line, "--watch", f"{server.getsockname()[1]}:{key}:{seed}"]
             self._process = subprocess.Popen(
-                [sys.executable, *self.command.words(*options)],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                [sys.executable, *command.words(*options)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name not in _OVERRULED} | _QUIET,
             )  # fmt: skip
             try:

@@ -7,7 +7,6 @@ Only the settings that a line names are applied; everything else stays as in the
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,20 +29,15 @@ APPLIED = (*settings_for(SCRIPT), "optimizer", "host_memory")
 """Settings that can be applied to a script from outside: to its models, to its process, and to its optimizers."""
 
 
-@dataclass(slots=True)
 class ScriptSwitches:
     """The settings that a Plan's line names, to be applied to the models and optimizers of a script.
 
     Raises ConfigError for a setting that only the script itself can make, and for settings that contradict each other.
     """
 
-    line: str
-    plan: Plan = field(init=False)
-    named: frozenset[str] = field(init=False)
-    _held: ExitStack = field(init=False, default_factory=ExitStack)
-
-    def __post_init__(self) -> None:
-        self.plan, self.named = Plan.parse(self.line), Plan.named(self.line)
+    def __init__(self, line: str) -> None:
+        self.line, self.plan, self.named = line, Plan.parse(line), Plan.named(line)
+        self._held = ExitStack()
         problems = [
             f"plan.{name} cannot be applied to a script from outside, which decides that itself; penstock run accepts "
             f"{', '.join(APPLIED)}."

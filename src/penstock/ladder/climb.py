@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -140,20 +140,20 @@ class _Climb(Course):
         best, path = search.path(best, self._until("apart" if not others else "path", weighing=True))
         if space.computes_otherwise(best):
             self.losses.measure(best.setting)
-        for setting in (first, *(step.setting for _, step in path)):
+        steps = [step.setting for step in path.values()]
+        for setting in (first, *steps):
             self.account.weigh(setting)
         self.phase = "apart"
         refusal = functools.partial(Rung.refusal, situation=self.situation)
         offer = Greedy(self.account, self.situation, best.setting, refusal, self.config.seed)
-        offered_on = [name for name, _ in path]
+        offered_on = [*path]
         offer.climb(others, self._until("apart"))
         self.phase = "race"
-        steps = [step.setting for _, step in path]
         self.last_race([first, best.setting, offer.best], steps, self._until("race"))
         # Never recommend a Plan that all rounds together do not show to be faster; a shorter path may be.
         while path and not arena.faster(best.setting, first):
-            path = path[:-1]
-            best = path[-1][1] if path else space.first
+            path.popitem()
+            best = [space.first, *path.values()][-1]
             if space.computes_otherwise(best):
                 self.losses.measure(best.setting)
         return self._report(rungs, control, best, path, offer, offered_on)
@@ -184,17 +184,17 @@ class _Climb(Course):
         if phase in ("search", "top"):
             needed += self.search.path_seconds()
         elif weighing:
-            needed += self.search.weighing_seconds()
+            needed += self.search.path_seconds(built=True)
         return self.start + min(UNTIL[phase] * self.budget, self.budget - needed)
 
     # The report
 
-    def _kept(self, best: Candidate, path: Sequence[tuple[str, Candidate]]) -> list[RungResult]:
+    def _kept(self, best: Candidate, path: Mapping[str, Candidate]) -> list[RungResult]:
         """Results of the best Plan's rungs in the order of the path, first those without a step of their own on it."""
         search = self.search
         results: list[RungResult] = []
         before = search.space.first
-        for name, step in path:
+        for name, step in path.items():
             result = self.account.result(search.space.rungs[name], step.setting)
             corrected = search.before.get(step.setting)
             forecast = self.account.forecast(step.setting, before.setting, corrected=corrected)
@@ -208,7 +208,7 @@ class _Climb(Course):
             worth = None if without is None else self.account.ratio(best.setting, without.setting)
             results.append(replace(result, worth=worth))
             before = step
-        for name in sorted(best.rungs - {name for name, _ in path}):
+        for name in sorted(best.rungs - path.keys()):
             reason = "it could not be built without a rung that comes after it"
             result = self.account.result(search.space.rungs[name], best.setting)
             results.insert(0, replace(result, status="unproven", reason=reason))
@@ -272,7 +272,7 @@ class _Climb(Course):
         rungs: Sequence[Rung],
         control: Control | None,
         best: Candidate,
-        path: Sequence[tuple[str, Candidate]],
+        path: Mapping[str, Candidate],
         offer: Greedy,
         offered_on: Sequence[str],
     ) -> LadderReport:

@@ -11,7 +11,7 @@ import heapq
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.ladder.arena import Arena, failure
@@ -378,20 +378,18 @@ class Search:
         idle = [c for c in near if c in away and verdict(c) != "slower" and gain(c) > -IDLE]
         return max(faster or agreed or idle, key=self.speed, default=None)
 
-    def path_seconds(self) -> float:
-        """Seconds to build the path to the best, run its steps one round together, and measure their memory."""
-        settings = self._path_settings()
+    def path_seconds(self, *, built: bool = False) -> float:
+        """Seconds to measure the memory of each setting on the path to the best and, unless they are built, to build
+        them and run one round."""
+        settings = self._settings_of(self.space.path(self.best, self._sure_speed))
         weighing = sum(map(self.arena.turn_seconds, settings))
-        return sum(map(self.arena.building, settings)) + self.arena.round_of(settings) + weighing
+        return (
+            weighing
+            if built
+            else weighing + self.arena.round_of(settings) + sum(map(self.arena.building, settings))
+        )
 
-    def weighing_seconds(self) -> float:
-        """Seconds to measure the memory of each setting on that path."""
-        return sum(map(self.arena.turn_seconds, self._path_settings()))
-
-    def _path_settings(self) -> list[Setting]:
-        return self._settings_of(self.space.path(self.best, self._sure_speed))
-
-    def path(self, best: Candidate, end: float) -> tuple[Candidate, list[tuple[str, Candidate]]]:
+    def path(self, best: Candidate, end: float) -> tuple[Candidate, dict[str, Candidate]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn, and the candidate that
         they lead to: rungs without a measured gain are left out, unless the best is surely faster with them."""
         path = self._walked(best, end)
@@ -412,12 +410,10 @@ class Search:
             and self.arena.verdict_of(best.setting, without.setting) == "faster"
         )
 
-    def _simpler(
-        self, best: Candidate, path: Sequence[tuple[str, Candidate]], end: float
-    ) -> Candidate | None:
+    def _simpler(self, best: Candidate, path: Mapping[str, Candidate], end: float) -> Candidate | None:
         """The best without its rungs that are not proven; None if all are, if it could not be measured, or if it is
         surely slower."""
-        steps = zip(path, [self.space.first, *(step for _, step in path)], strict=False)
+        steps = zip(path.items(), [self.space.first, *path.values()], strict=False)
         idle = {
             name
             for (name, step), before in steps
@@ -440,19 +436,19 @@ class Search:
         ratio = self.arena.ratio(candidate.setting, over.setting)
         return ratio is not None and ratio.rounds >= FEWEST
 
-    def _walked(self, best: Candidate, end: float) -> list[tuple[str, Candidate]]:
+    def _walked(self, best: Candidate, end: float) -> dict[str, Candidate]:
         """The steps to a candidate, built and raced for half of the time until `end`. Steps that cannot be built are
         left out. If time is short, steps are not tried one by one before all take turns."""
         path = self.space.path(best, self._sure_speed)
         for _ in range(3 * len(path)):
-            self.arena.keep = {self.arena.baseline, *(step.setting for _, step in path)}
-            unseen = [s for _, s in path if s.key not in self.measured and s not in self.failures]
+            self.arena.keep = set(self._settings_of(path))
+            unseen = [s for s in path.values() if s.key not in self.measured and s not in self.failures]
             if not unseen:
                 break
             looks = sum(map(self._cost, unseen)) + self.path_seconds() < end - time.perf_counter()
             self.try_out(unseen[0], [best], int(looks))
             path = self.space.path(best, self._sure_speed)  # the measurement may change the order
-        path = [(name, step) for name, step in path if step.key in self.measured]
+        path = {name: step for name, step in path.items() if step.key in self.measured}
         settings = self._settings_of(path)
         self.arena.keep = set(settings)
         self.arena.clear()
@@ -461,10 +457,10 @@ class Search:
         self._race_steps(path, _halfway(end))
         return path
 
-    def _settings_of(self, path: Sequence[tuple[str, Candidate]]) -> list[Setting]:
-        return [self.arena.baseline, *(step.setting for _, step in path)]
+    def _settings_of(self, path: Mapping[str, Candidate]) -> list[Setting]:
+        return [self.arena.baseline, *(step.setting for step in path.values())]
 
-    def _race_steps(self, path: Sequence[tuple[str, Candidate]], end: float) -> None:
+    def _race_steps(self, path: Mapping[str, Candidate], end: float) -> None:
         """Let all settings of a path take turns until each step, and the whole, is decided."""
         settings = self._settings_of(path)
         pairs = list(zip(settings[1:], settings[:-1], strict=True))

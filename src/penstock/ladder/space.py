@@ -128,22 +128,22 @@ class Space:
         """The candidate with a rung added, replacing the rung of the same choice, if that is legal."""
         return self.at(self.replaced(of.key, rung))
 
-    def path(self, to: Candidate, speed: Callable[[Candidate], float]) -> list[tuple[str, Candidate]]:
+    def path(self, to: Candidate, speed: Callable[[Candidate], float]) -> dict[str, Candidate]:
         """Order in which to climb from the baseline to a candidate: rungs, each with the candidate that it leads to.
 
         Of the rungs that gain at this point the lowest on the ladder comes first; if none gains yet, because it only
         pays together with another, the one that loses least. Rungs that are not legal yet wait.
         """
-        here, path = self.first, []
+        here, path = self.first, dict[str, Candidate]()
         left = sorted(to.rungs, key=lambda name: self.rungs[name].place)
         while left:
             steps = [(name, step) for name in left if (step := self.with_one(here, name)) is not None]
             if not steps:  # some are only legal together
-                path.append((left[-1], to))
+                path[left[-1]] = to
                 break
             gains = [(name, step) for name, step in steps if speed(step) > 1.005 * speed(here)]
             name, here = gains[0] if gains else max(steps, key=lambda step: speed(step[1]))
-            path.append((name, here))
+            path[name] = here
             left.remove(name)
         return path
 

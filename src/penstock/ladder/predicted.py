@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
 
-from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, title
-from penstock.config.plan import SWITCHES, Plan
+from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder.rung import Rung, Setting, Situation
 from penstock.ladder.rungs import all_rungs
@@ -34,7 +31,7 @@ class PredictedRung:
     to_previous: float
     """Speedup over the setting before: in samples per second, or in FLOP/s if the rung changes the sample itself."""
     to_baseline: float
-    kept: bool
+    kept: bool = False
     """Whether later rungs build on it. Rungs that change results are each tried on top of the best, and not kept."""
     share: float = 0.0
     """Share of the total gain, in logarithms; 0 for a rung that is not kept."""
@@ -56,12 +53,8 @@ def predicted_climb(
             choices.setdefault(rung.alternatives, []).append(rung)
     for rungs in choices.values():
         climb.choose(rungs)
-    climb.rungs += [
-        predicted
-        for rung in all_rungs()
-        if not (rung.searched or rung.twin)
-        for predicted in climb.tried(rung, kept=False)
-    ]
+    others = [climb.on_top(rung) for rung in all_rungs() if not (rung.searched or rung.twin)]
+    climb.rungs += [predicted for _, predicted in filter(None, others)]
     whole = math.log(climb.prediction.samples_per_second / climb.rungs[0].prediction.samples_per_second)
     return [
         replace(r, share=math.log(r.to_previous) / whole if whole and r.kept else 0.0) for r in climb.rungs
@@ -79,44 +72,44 @@ class _PredictedClimb:
         ruled_by = machine if machine.device != "other" else replace(machine, device="cuda")
         self.situation = Situation(
             machine=ruled_by, micro_batch=self.setting.plan.micro_batch, procs=gpus,
-            switches={name: get_args(field_types(Plan)[name]) for name in SWITCHES},
             holds=lambda setting: predict(setting.model or model, machine, setting.plan).fits,
         )  # fmt: skip
         first = PredictedRung(
             name="baseline", title=f"baseline {self.prediction.peak_name}", change=self.setting.plan.line(),
-            prediction=self.prediction, to_previous=1.0, to_baseline=1.0, kept=False,
+            prediction=self.prediction, to_previous=1.0, to_baseline=1.0,
         )  # fmt: skip
         self.rungs = [first]
 
     def choose(self, rungs: list[Rung]) -> None:
         """Keep the fastest of rungs that exclude each other, if it pays."""
-        tried = [(step, rung) for rung in rungs for step in self.tried(rung, kept=True)]
-        fitting = [
-            (step, rung) for step, rung in tried if step.prediction.fits and step.to_previous >= LEAST_GAIN
+        steps = [
+            (setting, step)
+            for setting, step in filter(None, map(self.on_top, rungs))
+            if step.prediction.fits and step.to_previous >= LEAST_GAIN
         ]
-        if fitting:
-            best, rung = max(fitting, key=lambda pair: pair[0].to_previous)
-            self.setting, self.prediction = rung.apply(self.setting, self.situation), best.prediction
-            self.rungs.append(best)
+        if steps:
+            self.setting, best = max(steps, key=lambda pair: pair[1].to_previous)
+            self.prediction = best.prediction
+            self.rungs.append(replace(best, kept=True))
 
-    def tried(self, rung: Rung, *, kept: bool) -> Iterator[PredictedRung]:
-        """Predict a rung on top of the setting reached; yields nothing if it cannot be applied or changes nothing."""
+    def on_top(self, rung: Rung) -> tuple[Setting, PredictedRung] | None:
+        """A rung on top of the setting reached, as predicted; None if it cannot be applied or changes nothing."""
         if rung.refusal(self.setting, self.situation) is not None:
-            return
+            return None
         setting = rung.apply(self.setting, self.situation)
         assert setting.model is not None
         if setting == self.setting:
-            return
+            return None
         try:
             prediction = predict(setting.model, self.machine, setting.plan)
         except ConfigError:
-            return
-        first, before = self.rungs[0].prediction, self.prediction
-        yield PredictedRung(
+            return None
+        speed, first = _speed(rung, prediction), self.rungs[0].prediction
+        step = PredictedRung(
             name=rung.name, title=rung.title, change=_change(self.setting, setting), prediction=prediction,
-            to_previous=_speed(rung, prediction) / _speed(rung, before), kept=kept,
-            to_baseline=_speed(rung, prediction) / _speed(rung, first),
+            to_previous=speed / _speed(rung, self.prediction), to_baseline=speed / _speed(rung, first),
         )  # fmt: skip
+        return setting, step
 
 
 def _speed(rung: Rung, one: Prediction) -> float:

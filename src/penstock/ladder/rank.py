@@ -18,26 +18,26 @@ import torch
 from penstock.config.plan import Plan
 from penstock.ladder.measure import Bench, side_by_side
 from penstock.ladder.own import subject_of
-from penstock.ladder.team import Answer, Hello
+from penstock.ladder.team import Failure, Hello
 from penstock.parallel.join import joined, local_device
 
 
 def main() -> None:
     """Serve until the connection closes. Exits by `_exit`, because gloo's threads may abort in an orderly exit."""
-    connection: Connection[Answer, Any] = Connection(int(sys.argv[1]))
+    connection: Connection[Any, Any] = Connection(int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)  # else the climb could not notice that this rank has ended
     tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, tasks), daemon=True).start()
     try:
         _serve(connection, tasks)
     except BaseException as error:  # noqa: BLE001  # whatever it is, the climb reports it
-        connection.send(Answer.of(error))
+        connection.send(Failure.of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
-def _read(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -> None:
+def _read(connection: Connection[Any, Any], tasks: queue.SimpleQueue[Any]) -> None:
     try:
         while True:
             tasks.put(connection.recv())
@@ -45,7 +45,7 @@ def _read(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) ->
         os._exit(0)
 
 
-def _serve(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -> None:
+def _serve(connection: Connection[Any, Any], tasks: queue.SimpleQueue[Any]) -> None:
     """Join the other ranks and answer requests. Any failure ends this rank, because the others wait for it."""
     hello = tasks.get()
     assert isinstance(hello, Hello)
@@ -56,10 +56,10 @@ def _serve(connection: Connection[Answer, Any], tasks: queue.SimpleQueue[Any]) -
     with joined(Plan(dp=hello.config.procs), device) as dims, side_by_side():
         subject.rank = dims.rank
         bench = Bench(subject)
-        connection.send(Answer())
+        connection.send(None)
         while True:
             do, arguments = tasks.get()
-            connection.send(Answer(bench.ask(do, *arguments)[0]))
+            connection.send(bench.ask(do, *arguments)[0])
 
 
 if __name__ == "__main__":

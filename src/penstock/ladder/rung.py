@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.config import rules
 from penstock.config.formats import HalfDtype
+from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import SWITCHES, Plan, effect_of
 from penstock.errors import ConfigError
 from penstock.ladder.result import Results
+
+_TYPES = field_types(Plan)
+ALL_SWITCHES: Mapping[str, tuple[str, ...]] = {name: get_args(_TYPES[name]) for name in SWITCHES}
+"""All values of the Plan's `SWITCHES`, which Penstock's own models support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +54,7 @@ class Situation:
     """Samples in a micro-batch of the baseline."""
     splittable: bool = True
     """Whether the batch can be enlarged: always with our data, with a user's batch if its samples are known."""
-    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    switches: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ALL_SWITCHES)
     """Values of the Plan's `SWITCHES` that the model supports."""
     padding_share: float = 0.0
     """Share of padding among a batch's tokens."""

@@ -11,23 +11,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.build import Built, build
-from penstock.config.kinds import field_types
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig, option_words, title, vocabulary_of
-from penstock.config.plan import SWITCHES, Plan
+from penstock.config.plan import Plan
 from penstock.config.recipes import JOBS, plan_option
 from penstock.config.run import Recipe
 from penstock.config.tasks import TaskName
 from penstock.cpu import kind_of, this_cpu
 from penstock.data import Loader
 from penstock.data.source import Source
-from penstock.ladder.rung import Setting, Situation
+from penstock.ladder.rung import ALL_SWITCHES, Setting, Situation
 from penstock.ladder.settings import LadderConfig, data_words
 from penstock.models import create
 from penstock.models.draw import seeded
@@ -41,12 +40,8 @@ from penstock.tasks.text import WordTask, tokenizer_of
 
 BATCH = {"cpu": 8, "cuda": 64}
 """Default samples per step of the baseline."""
-
-
 BATCH_TOKENS = {"cpu": 1024, "cuda": 32768}
 """Default tokens per step of a baseline that reads text."""
-
-
 LOOKED_AT = 32
 """Number of batches among which a typical one is chosen."""
 
@@ -70,7 +65,7 @@ class Subject(ABC):
     # Facts that rungs may depend on: see `Situation`.
     procs: int = 1
     splittable: bool = True
-    switches: Mapping[str, tuple[str, ...]] = {name: get_args(field_types(Plan)[name]) for name in SWITCHES}
+    switches: Mapping[str, tuple[str, ...]] = ALL_SWITCHES
     padding_share = 0.0
     groupable = False
     packable = False

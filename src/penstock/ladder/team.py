@@ -46,19 +46,30 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A rank's result, or its failure."""
+class Failure:
+    """The answer of a rank that failed: name, message and traceback of its exception, and when it was raised."""
 
-    result: Any = None
-    failed: tuple[str, str, str, float] | None = None
-    """Name, message and traceback of the exception, and when it was raised."""
+    name: str
+    message: str
+    trace: str
+    time: float
 
     @classmethod
-    def of(cls, error: BaseException) -> Answer:
+    def of(cls, error: BaseException) -> Failure:
         """The answer of a rank that raises `error`. Lack of memory has several exception types; ours replaces them."""
         name = "OutOfMemory" if ran_out_of_memory(error) else type(error).__name__
-        trace = "".join(traceback.format_exception(error))
-        return cls(failed=(name, str(error), trace, time.time()))
+        return cls(name, str(error), "".join(traceback.format_exception(error)), time.time())
+
+    def as_error(self, rank: int, output: str) -> Exception:
+        """The error as an exception of this process: our own errors by type, lack of memory as our own too."""
+        kind = getattr(errors, self.name, None)
+        if isinstance(kind, type) and issubclass(kind, PenstockError):
+            return kind(f"On rank {rank}: {self.message}")
+        lines = self.message.strip().splitlines()
+        error = RuntimeError(f"rank {rank}: {self.name}: {lines[0] if lines else '(no message)'}")
+        for note in filter(None, (self.trace, output)):
+            error.add_note(note)
+        return error
 
 
 class Team:
@@ -130,7 +141,7 @@ class Team:
     def _answers(self) -> list[Any]:
         deadline = time.monotonic() + ANSWER_SECONDS
         waiting = {member.connection: member for member in self._members}
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Any] = {}
         while waiting:
             ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -138,18 +149,18 @@ class Team:
             for peer in ready:
                 member = waiting.pop(peer)  # type: ignore[call-overload]
                 answers[member.rank] = answer = member.answer()
-                if answer.failed:
+                if isinstance(answer, Failure):
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failed = [(answer.failed[-1], rank) for rank, answer in answers.items() if answer.failed]
-        if failed:
-            _, rank = min(failed)
-            raise as_error(answers[rank], rank, self._members[rank].last_output())
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        if failures:
+            rank = min(failures, key=lambda rank: failures[rank].time)
+            raise failures[rank].as_error(rank, self._members[rank].last_output())
         if waiting:
             silent = sorted(member.rank for member in waiting.values())
             raise EnvironmentProblem(
                 f"Ranks {silent} of {len(self._members)} did not answer within {ANSWER_SECONDS:g} s and were ended."
             )
-        return [answers[rank].result for rank in range(len(self._members))]
+        return [answers[rank] for rank in range(len(self._members))]
 
 
 class _Member:
@@ -161,16 +172,15 @@ class _Member:
         self._process, own_end = ranks.start("penstock.ladder.rank", rank, log=log, defaults=defaults)
         self.connection: connection.Connection[Any, Any] = connection.Connection(own_end.detach())
 
-    def answer(self) -> Answer:
+    def answer(self) -> Any:
         """The rank's message; if it has ended, a failure."""
         try:
-            answer: Answer = self.connection.recv()
+            return self.connection.recv()
         except (EOFError, OSError):
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             # A rank that died is the first failure (time 0): its end breaks the connections of the others.
-            return Answer(failed=("Died", f"it {how}", "", 0.0))
-        return answer
+            return Failure("Died", f"it {how}", "", 0.0)
 
     def last_output(self) -> str:
         """The end of the rank's output."""
@@ -185,18 +195,3 @@ class _Member:
 def threads_of(procs: int) -> int:
     """Threads of each of `procs` processes: its share of this process's threads."""
     return max(1, torch.get_num_threads() // procs)
-
-
-def as_error(answer: Answer, rank: int, output: str) -> Exception:
-    """The rank's error as an exception of this process: our own errors by type, lack of memory as our own too."""
-    assert answer.failed is not None
-    name, message, trace, _ = answer.failed
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, PenstockError):
-        return kind(f"On rank {rank}: {message}")
-    lines = message.strip().splitlines()
-    error = RuntimeError(f"rank {rank}: {name}: {lines[0] if lines else '(no message)'}")
-    for note in (trace, output):
-        if note:
-            error.add_note(note)
-    return error

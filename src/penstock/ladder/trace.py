@@ -112,9 +112,8 @@ class _SavedBytes:
     def __init__(self, model: nn.Module) -> None:
         self.bytes = 0
         self._seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        self._alive: list[
-            Tensor
-        ] = []  # keeps saved tensors alive, so that no address is reused while counting
+        self._alive: list[Tensor] = []
+        """The saved tensors, kept alive so that no address is reused while counting."""
 
     def release(self) -> None:
         """Release saved tensors once all are counted: backward frees them as it goes."""
@@ -140,11 +139,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.forward = True
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.penstock.linear_cross_entropy.default:
             with self, _Parts():  # type: ignore[no-untyped-call]  # one operator, but several products
@@ -307,11 +302,7 @@ class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes -= size
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tensors(out):

@@ -76,7 +76,7 @@ def notebook(report: LadderReport) -> str:
 def picture(report: LadderReport) -> str:
     """The rungs that pay, as a standalone SVG file for a README or a slide."""
     text = f"{report.title}: {report.speedup:.2f}× the speed with the same results"
-    if report.nearest is not None or not report.same_results.rungs:
+    if not report.same_results.rungs:
         text = f"{report.title}: {beyond_words(report.nearest)} on this machine"
     if report.fastest is not None:
         text += f", {report.fastest.speedup.value:.2f}× with others"
@@ -102,7 +102,7 @@ def _lead(report: LadderReport) -> str:
     paying = f"{paid} of them pay and leave results as they are"
     if not tried:
         paying = f"so {stays(report)}"
-    elif not paid and report.nearest is None:
+    elif not paid and report.same_results.rungs:
         count = len(report.same_results.rungs)
         paying = f"none pays beyond the noise by itself, but the {count} of the Plan together do"
     return f"Training on {_where(report)}: {searched}{tried} optimisations measured, {paying}."
@@ -113,7 +113,7 @@ def _tiles(report: LadderReport) -> list[Tile]:
     best, first, same = report.best, report.baseline, report.same_results
     tiles = [
         Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
-        if same.rungs and report.nearest is None
+        if same.rungs
         else Tile(value="1.00×", words=f"{plain(report)}: {beyond_words(report.nearest)}", lead=True)
     ]
     if report.fastest is not None:

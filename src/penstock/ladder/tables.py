@@ -119,11 +119,9 @@ def stays(report: LadderReport) -> str:
 
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
     """A Plan's speedup, the Plan itself, and its effect on the loss."""
+    if not chosen.rungs:
+        return nothing_words(report)
     gain = chosen.speedup
-    if report.nearest is not None and chosen is report.same_results:
-        return nothing_words(report, report.nearest)
-    if chosen is report.same_results and not chosen.rungs:
-        return f"{beyond_words(None)}, so {stays(report)}."
     predicted = "" if chosen.predicted is None else f", predicted {chosen.predicted:.2f}×"
     speed = "the baseline's speed" if report.script is None else "the speed of the script as it is"
     words = f"{times(gain)} {speed} ({gain.low:.2f} to {gain.high:.2f}){predicted}. "
@@ -153,8 +151,11 @@ def beyond_words(nearest: Nearest | None) -> str:
     return f"nothing beyond ±{math.ceil(1000 * nearest.width) / 10:.1f} %"
 
 
-def nothing_words(report: LadderReport, nearest: Nearest) -> str:
+def nothing_words(report: LadderReport) -> str:
     """Words and advice if no Plan is faster than the baseline beyond the noise."""
+    nearest = report.nearest
+    if nearest is None:
+        return f"{beyond_words(None)}, so {stays(report)}."
     best, others_busy = nearest.ratio, report.others_busy
     climb = "climb" if report.script is None else "tuning"
     words = (

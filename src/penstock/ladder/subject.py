@@ -9,7 +9,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -77,9 +77,11 @@ class Subject(ABC):
         def holds(setting: Setting) -> bool:
             return predict_workload(self.workload(setting), machine, setting.plan).fits
 
-        names = (one.name for one in fields(Situation) if hasattr(self, one.name))
-        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
-        return Situation(machine=machine, micro_batch=self.first.plan.micro_batch, holds=holds, **facts)
+        return Situation(
+            machine=machine, micro_batch=self.first.plan.micro_batch, holds=holds, procs=self.procs,
+            splittable=self.splittable, switches=self.switches, padding_share=self.padding_share,
+            groupable=self.groupable, packable=self.packable, unpacked_padding=self.unpacked_padding,
+        )  # fmt: skip
 
     @abstractmethod
     def build(self, setting: Setting, seed: int) -> Built:

@@ -23,7 +23,7 @@ from penstock.ladder.own import path_of, redrawn
 from penstock.ladder.rung import Setting
 from penstock.ladder.settings import LadderConfig
 from penstock.ladder.subject import Configured
-from penstock.ladder.team import Failure, Team
+from penstock.ladder.team import RankFailure, Team
 
 SHORT: dict[str, Any] = {"rounds": 2, "round_seconds": 0.01, "loss_steps": 0, "device": "cpu", "procs": 2}
 TINY = ["--model.width", "48", "--model.depth", "2", "--model.heads", "2", "--model.mlp_width", "96"]
@@ -179,7 +179,7 @@ def test_processes_that_are_killed_are_told_and_started_again() -> None:
 
 def test_errors_of_ranks_keep_their_kind() -> None:
     def told(error: Exception) -> Exception:
-        return Failure.of(error).as_error(1, "said")
+        return RankFailure.of(error).as_error(1, "said")
 
     assert isinstance(told(torch.OutOfMemoryError("CUDA out of memory.")), OutOfMemory)
     assert isinstance(told(RuntimeError("DefaultCPUAllocator: can't allocate memory")), OutOfMemory)

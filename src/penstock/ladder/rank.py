@@ -18,7 +18,7 @@ import torch
 from penstock.config.plan import Plan
 from penstock.ladder.measure import Bench, side_by_side
 from penstock.ladder.own import subject_of
-from penstock.ladder.team import Failure, Hello
+from penstock.ladder.team import Hello, RankFailure
 from penstock.parallel.join import joined, local_device
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         _serve(connection, tasks)
     except BaseException as error:  # noqa: BLE001  # whatever it is, the climb reports it
-        connection.send(Failure.of(error))
+        connection.send(RankFailure.of(error))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

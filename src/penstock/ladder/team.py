@@ -46,7 +46,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RankFailure:
     """The answer of a rank that failed: name, message and traceback of its exception, and when it was raised."""
 
     name: str
@@ -55,7 +55,7 @@ class Failure:
     time: float
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> RankFailure:
         """The answer of a rank that raises `error`. Lack of memory has several exception types; ours replaces them."""
         name = "OutOfMemory" if ran_out_of_memory(error) else type(error).__name__
         return cls(name, str(error), "".join(traceback.format_exception(error)), time.time())
@@ -149,9 +149,9 @@ class Team:
             for peer in ready:
                 member = waiting.pop(peer)  # type: ignore[call-overload]
                 answers[member.rank] = answer = member.answer()
-                if isinstance(answer, Failure):
+                if isinstance(answer, RankFailure):
                     deadline = min(deadline, time.monotonic() + GRACE)
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, RankFailure)}
         if failures:
             rank = min(failures, key=lambda rank: failures[rank].time)
             raise failures[rank].as_error(rank, self._members[rank].last_output())
@@ -180,7 +180,7 @@ class _Member:
             code = self._process.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             # A rank that died is the first failure (time 0): its end breaks the connections of the others.
-            return Failure("Died", f"it {how}", "", 0.0)
+            return RankFailure("Died", f"it {how}", "", 0.0)
 
     def last_output(self) -> str:
         """The end of the rank's output."""

@@ -187,18 +187,13 @@ def test_an_activation_takes_the_time_that_was_measured_of_its_function() -> Non
     assert seconds_of("gpt2", fused, **quick) == pytest.approx(1 / rates["fused_silu"])
 
 
-def test_an_operator_of_a_training_step_costs_what_was_measured_of_it() -> None:
-    machine = replace(CPU, operator_seconds=20e-6)
-    work = _work(ONE_COPY, ONE_COPY, tensors=3)
-    seconds = _seconds(work, machine, Plan(optimizer="fused", accumulate=5))
-    assert seconds["launch"] == pytest.approx(5 * 2 * 20e-6 + (3 * 12 + 150) * 1e-6)
-
-
-def test_pointwise_work_takes_its_traffic_and_its_launches() -> None:
-    seconds = _seconds(_work(ONE_COPY, ONE_COPY), CPU, Plan(optimizer="fused", accumulate=5))
+@pytest.mark.parametrize(("operator", "tensors"), [(0.0, 0), (20e-6, 3)])
+def test_pointwise_work_takes_its_traffic_and_its_launches(operator: float, tensors: int) -> None:
+    machine, plan = replace(CPU, operator_seconds=operator), Plan(optimizer="fused", accumulate=5)
+    seconds = _seconds(_work(ONE_COPY, ONE_COPY, tensors=tensors), machine, plan)
     assert seconds["pointwise"] == pytest.approx(5 * 2 * 4000 / 10e9)
     # Each micro-batch launches both operators; an update takes its time even of no tensors.
-    assert seconds["launch"] == pytest.approx((5 * 2 + 150) * 1e-6)
+    assert seconds["launch"] == pytest.approx(5 * 2 * (operator or 1e-6) + (tensors * 12 + 150) * 1e-6)
 
 
 def test_a_gpu_hides_launches_behind_work() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from penstock.planner.cost import run_words, watt_hours
@@ -18,22 +18,23 @@ SHOWN = 8
 
 
 def times(predictions: Sequence[Prediction]) -> Section:
-    """Section on where each layout's time goes."""
-    title, figure = "Where the time goes", "Time of one step by part"
-    return _stacked(predictions, title, figure, "s", lambda one: one.seconds, SECOND_WORDS)
+    """Section on where each layout's time goes, a bar for each of the fastest."""
+    stacks = [Stack(label=_label(i, one), parts=one.seconds) for i, one in enumerate(predictions[:SHOWN], 1)]
+    bars = partial(stacked_bars, stacks, title="Time of one step by part", unit="s", words=SECOND_WORDS)
+    return Section(title="Where the time goes", figures=[bars])
 
 
 def memories(predictions: Sequence[Prediction], limit: float | None = None) -> Section:
     """Section on where each layout's memory goes; `limit` in bytes is a device's room."""
-    words = "On the fullest device."
+    text, gib = "On the fullest device.", None if limit is None else limit / GIB
     if limit is not None:
-        words += " The limit leaves room for the context, libraries and the allocator."
-        limit /= GIB
-    title, figure = "Where the memory goes", "Memory by part"
-    return _stacked(
-        predictions, title, figure, "GiB", lambda one: {name: size / GIB for name, size in one.memory.items()},
-        MEMORY_WORDS, text=words, limit=limit,
-    )  # fmt: skip
+        text += " The limit leaves room for the context, libraries and the allocator."
+    stacks = [
+        Stack(label=_label(i, one), parts={name: size / GIB for name, size in one.memory.items()})
+        for i, one in enumerate(predictions[:SHOWN], 1)
+    ]
+    bars = partial(stacked_bars, stacks, title="Memory by part", unit="GiB", limit=gib, words=MEMORY_WORDS)
+    return Section(title="Where the memory goes", text=text, figures=[bars])
 
 
 def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vision: bool) -> Section:
@@ -107,15 +108,3 @@ def _label(rank: int, one: Prediction) -> str:
     budget = f" {p.budget:g} GiB" if p.recompute == "budget" else ""
     words += [f"recompute {p.recompute}{budget}"] * (p.recompute != "none")
     return f"{rank}: {', '.join(words)}"
-
-
-def _stacked(
-    predictions: Sequence[Prediction], title: str, figure: str, unit: str,
-    parts: Callable[[Prediction], Mapping[str, float]], words: Mapping[str, str], *, text: str = "",
-    limit: float | None = None,
-) -> Section:  # fmt: skip
-    """A section with a bar for each of the fastest layouts."""
-    ranked = enumerate(predictions[:SHOWN], 1)
-    stacks = [Stack(label=_label(rank, one), parts=parts(one)) for rank, one in ranked]
-    bars = partial(stacked_bars, stacks, title=figure, unit=unit, limit=limit, words=words)
-    return Section(title=title, text=text, figures=[bars])

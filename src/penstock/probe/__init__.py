@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import cast
 
@@ -20,7 +21,6 @@ from torch import distributed
 
 from penstock.config.machine import (
     GemmSample,
-    KernelSample,
     Machine,
     cache_path,
     cached_machine,
@@ -123,10 +123,10 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
 
 def _best_of(first: Machine, second: Machine) -> Machine:
     """Each figure of a CPU from the better of two measurements: other programs can only slow it down."""
-    gemm = {(s.dtype, s.form, s.m, s.n, s.k): s for s in sorted(first.gemm + second.gemm, key=_rate)}
-    kernels = {
-        (s.name, s.dtype, s.tokens, s.features): s for s in sorted(first.kernels + second.kernels, key=_rate)
-    }
+    products = sorted(first.gemm + second.gemm, key=attrgetter("flops_per_second"))
+    others = sorted(first.kernels + second.kernels, key=attrgetter("per_second"))
+    gemm = {(s.dtype, s.form, s.m, s.n, s.k): s for s in products}
+    kernels = {(s.name, s.dtype, s.tokens, s.features): s for s in others}
     best = _best_rates(gemm.values())
     return replace(
         second, peak_flops=second.peak_flops | best, achievable_flops=second.achievable_flops | best,
@@ -145,10 +145,6 @@ def _best_rates(samples: Iterable[GemmSample]) -> dict[str, float]:
         if sample.plain:
             best[sample.dtype] = max(best.get(sample.dtype, 0.0), sample.flops_per_second)
     return best
-
-
-def _rate(sample: GemmSample | KernelSample) -> float:
-    return sample.flops_per_second if isinstance(sample, GemmSample) else sample.per_second
 
 
 def _was_busy(kept: Machine, where: torch.device) -> bool:

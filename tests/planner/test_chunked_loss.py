@@ -22,7 +22,6 @@ MODEL = DecoderConfig(width=32, depth=1, heads=2, mlp_width=64, vocabulary=8192,
 CPU = replace(load_machine("a100-80g"), device="cpu", kernels=(), gemm=())
 
 
-@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize(
     ("precision", "tied"),
     [

@@ -27,7 +27,6 @@ QWEN = replace(
 )  # fmt: skip
 
 
-@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize(
     ("recipe", "line", "within"),
     [(LORA, "micro_batch=4 optimizer=fused", 0.05), (LORA, "micro_batch=2 accumulate=2 optimizer=contiguous", 0.08),
@@ -47,7 +46,6 @@ def test_the_memory_of_what_learns_is_that_of_a_step(recipe: Recipe, line: str, 
     assert predict(MODEL, CPU, plan).memory_bytes > 1.2 * measured
 
 
-@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize(
     "recipe", sweep([Recipe(), LORA, Recipe(lora=Lora(rank=8, base="int8_weights")), INT4], [INT4])
 )
@@ -65,7 +63,6 @@ def test_recomputed_blocks_under_autocast_take_what_a_step_takes(recipe: Recipe)
         assert predicted.memory["working"] > 0
 
 
-@pytest.mark.usefixtures("no_scratch_memory")
 @pytest.mark.parametrize("words", [512, 2048])
 @pytest.mark.parametrize("recipe", [Recipe(), LORA])
 def test_an_update_of_one_tensor_after_the_other_holds_what_is_predicted(recipe: Recipe, words: int) -> None:

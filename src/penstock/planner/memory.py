@@ -174,35 +174,32 @@ def memory(
 def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: bool) -> dict[str, float]:
     """Bytes in addition to weights and states at the worst of three moments: when the backward pass begins, when it is
     in the first block, and when it has ended."""
-    numerics = numerics_of(plan)
-    reduced_gradient, gradient = BYTES[numerics.reduction], BYTES[numerics.gradients]
-    shards = plan.replicas
-    activations = worst_stage(work, plan)
-    buckets = 0.0
+    numerics, alone = numerics_of(plan), plan.replicas == 1
+    # Bytes per parameter on average, because frozen ones have no gradients.
+    reduced, unreduced = share.learned * BYTES[numerics.reduction], share.learned * BYTES[numerics.gradients]
+    activations, buckets, at_hand = worst_stage(work, plan), 0.0, 0.0
     # Gradients that were freed after the last step are allocated as activations are freed.
     standing = _outlive(plan)
-    if share.gathers or (shards > 1 and plan.sharding == "zero2"):
-        gradients = share.sharded * reduced_gradient
+    if share.gathers or (not alone and plan.sharding == "zero2"):
+        gradients = share.sharded * reduced
         # A GPU's allocator keeps the blocks of the last step's shards, which are too small for activations.
         standing = standing or not (share.gathers and cpu)
         if share.gathers and plan.pp > 1:
             # A stage accumulates unsharded gradients, and reduces them once.
-            gradients += share.parameters * reduced_gradient
-    elif plan.sharding == "ddp" or shards == 1:
-        gradients = share.parameters * (reduced_gradient if standing else gradient)
-        if shards > 1 and not standing:
+            gradients += share.parameters * reduced
+    elif alone or plan.sharding == "ddp":
+        gradients = share.parameters * (reduced if standing else unreduced)
+        if not (alone or standing):
             # Replicas reduce gradients in buckets, which are held in addition to the gradients.
-            buckets = share.parameters * reduced_gradient
+            buckets = share.parameters * reduced
     else:
-        gradients, standing = share.parameters * reduced_gradient, True
+        gradients, standing = share.parameters * reduced, True
     if plan.offload == "optimizer" and share.gathers:
         gradients = 0.0
-    gathered, at_hand = of_states.whole_bytes(work, plan, share)[2] if share.gathers else 0.0, 0.0
+    gathered = of_states.whole_bytes(work, plan, share)[2] if share.gathers else 0.0
     if share.gathers and plan.pp == 1:
         # The unsharded gradients of one block, and those of the previous block, which are being reduced.
-        block = (share.block_dense + share.block_experts) / work.pieces
-        at_hand = block * (gradient + reduced_gradient)
-    gradients, buckets, at_hand = (share.learned * size for size in (gradients, buckets, at_hand))
+        at_hand = (share.block_dense + share.block_experts) / work.pieces * (unreduced + reduced)
     begun = activations | {
         "gradients": gradients if standing else 0.0, "whole_gradients": at_hand, "gathered_weights": gathered,
         "temporary": 0.0, "buckets": buckets,
@@ -212,7 +209,7 @@ def _moments(work: Workload, plan: Plan, share: of_states.DeviceShare, *, cpu: b
     # adds the rows of the embedding to the gradient of the logits in place.
     whole_step = plan.compiles_whole
     in_place = 2 if whole_step and cpu else int(not whole_step or plan.loss == "chunked")
-    added = work.shared_table * gradient * ((3 if standing else 2) - in_place)
+    added = work.shared_table * BYTES[numerics.gradients] * ((3 if standing else 2) - in_place)
     temporary = max(added, _temporary(work, plan, share))
     after = {"gradients": gradients, "temporary": temporary, "buckets": buckets}
     ended = dict.fromkeys(begun, 0.0) | after

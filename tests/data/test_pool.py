@@ -6,7 +6,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import closing
 from itertools import islice
+from threading import Timer
 
 import numpy as np
 import psutil
@@ -16,7 +18,7 @@ from helpers.sources import Imports, Raises, Sleeps
 from penstock.config.run import DataConfig
 from penstock.data import image_loader, open_source
 from penstock.data.loader import Loader
-from penstock.data.pool import Pool
+from penstock.data.pool import Pool, Request
 from penstock.errors import DataError
 
 
@@ -37,17 +39,15 @@ def digits_in(workers: int, batch: int = 8) -> Loader:
 
 def test_requests_come_back_in_order_and_whole() -> None:
     source = open_source(DataConfig(), split="train", channels=3)
-    requests = [np.arange(n, n + 1 + n % 7) for n in range(12)]
-    pool = Pool(source, batch=8, workers=3, depth=12)
-    try:
-        for request in requests:
-            pool.submit(request)
-        for request in requests:
-            pixels, reading = pool.receive()
-            np.testing.assert_array_equal(pixels, source.read(request)[0])
-            np.testing.assert_array_equal(reading.ids, request)
-    finally:
-        pool.close()
+    requests = [Request(ids, ids) for ids in (np.arange(n, n + 1 + n % 7) for n in range(12))]
+    with (
+        closing(Pool(source, batch=8, workers=3, depth=5)) as pool,
+        closing(pool.read(iter(requests))) as batches,
+    ):
+        for wanted, (request, pixels, reading) in zip(requests, batches, strict=True):
+            assert request is wanted
+            np.testing.assert_array_equal(pixels, source.read(request.ids)[0])
+            np.testing.assert_array_equal(reading.ids, request.ids)
 
 
 def test_large_batches_do_not_clog_the_pipes() -> None:
@@ -80,15 +80,11 @@ def test_a_killed_worker_is_named_at_once() -> None:
 
 
 def test_a_worker_killed_while_reading_is_named() -> None:
-    pool = Pool(Sleeps(), batch=4, workers=2, depth=2)
-    try:
-        pool.submit(np.arange(2))
-        time.sleep(0.5)
-        os.kill(pids(pool)[0], signal.SIGKILL)
-        with pytest.raises(DataError, match=rf"data worker 0 \(process {pids(pool)[0]}\) was killed"):
-            pool.receive()
-    finally:
-        pool.close()
+    with closing(Pool(Sleeps(), batch=4, workers=2, depth=2)) as pool:
+        pid = pids(pool)[0]
+        Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+        with pytest.raises(DataError, match=rf"data worker 0 \(process {pid}\) was killed"):
+            next(pool.read(iter([Request(np.arange(2), np.arange(2))])))
 
 
 def test_closing_does_not_wait_for_slow_workers() -> None:

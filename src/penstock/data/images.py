@@ -60,27 +60,22 @@ class PrepareImages:
         if source.size < image_size and not source.scalable:
             words = "%s stores images of %d pixels, fewer than the %d of the model: they are enlarged."
             log.warning(words, source.name, source.size, image_size)
-        self.image_size = image_size
-        self.classes = classes
-        self.augment = augment
-        self.seed = seed
-        self._crop_share = source.crop_share
-        self._labels = source.labels
-        self._transform = source.transform
+        self.source, self.image_size, self.classes = source, image_size, classes
+        self.augment, self.seed = augment, seed
 
     def __call__(self, host: HostBatch, device: torch.device) -> Batch:
         """Copy to the device and augment there, on the current stream, waiting for nothing."""
         images = host.samples.to(device, non_blocking=True)
-        targets = to_device(self._labels[host.ids], device)
+        targets = to_device(self.source.labels[host.ids], device)
         if self.augment is None:
-            images = center_batch(images, image_size=self.image_size, crop_share=self._crop_share)
+            images = center_batch(images, image_size=self.image_size, crop_share=self.source.crop_share)
         else:
             images, targets = augment_batch(
                 images, targets, self.augment, image_size=self.image_size, classes=self.classes, seed=self.seed,
                 positions=host.positions,
             )  # fmt: skip
-        if self._transform is not None:
-            images, targets = apply(self._transform, images, targets, training=self.augment is not None)
+        if self.source.transform is not None:
+            images, targets = apply(self.source.transform, images, targets, training=self.augment is not None)
         return Batch(images, targets, host.ids)
 
 

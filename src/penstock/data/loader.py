@@ -12,9 +12,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.containers import tensors
-from penstock.data.pool import Pool, Reader
+from penstock.data.pool import Pool, Reader, Request
 from penstock.data.sampler import Stream, padding_share
 from penstock.data.source import ImageSource, Source, Tally
 from penstock.errors import ConfigError, DataError
@@ -236,17 +235,13 @@ class Loader:
         return batch
 
 
-_Request = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""A batch to be read: sample numbers, and their positions in the stream."""
-
-
 class _ReadAhead:
     """Reads requests in a thread, a few batches ahead of their use, in order.
 
     It has no reference to the Loader, so that a Loader without users is collected, and stops reading.
     """
 
-    def __init__(self, reader: Reader, requests: Iterator[_Request], *, pin: bool) -> None:
+    def __init__(self, reader: Reader, requests: Iterator[Request], *, pin: bool) -> None:
         self._reader = reader
         self._requests = requests
         self._pin = pin
@@ -272,22 +267,15 @@ class _ReadAhead:
             self._thread.join()
 
     def _run(self) -> None:
-        in_flight: deque[_Request] = deque()
         try:
-            while not self._stopped.is_set():
-                while len(in_flight) < DEPTH and (request := next(self._requests, None)) is not None:
-                    self._reader.submit(request[0])
-                    in_flight.append(request)
-                if not in_flight:
-                    self._put(None)
-                    return
-                samples, reading = self._reader.receive()
-                _, positions = in_flight.popleft()
-                self._put(HostBatch(as_tensor(samples, pin=self._pin), reading.ids, positions, reading.bad))
+            with closing(self._reader.read(self._requests)) as batches:
+                for request, samples, (ids, bad) in batches:
+                    self._put(HostBatch(as_tensor(samples, pin=self._pin), ids, request.positions, bad))
+                    if self._stopped.is_set():
+                        return
+            self._put(None)
         except BaseException as error:  # noqa: BLE001 - handed over whole to the consumer, who raises it
             self._put(error)
-        finally:
-            self._reader.discard()
 
     def _put(self, item: HostBatch | BaseException | None) -> None:
         while not self._stopped.is_set():
@@ -315,7 +303,7 @@ def _close(reader: Reader, reading: _ReadAhead | None = None) -> None:
 
 def _requests(
     stream: Stream, position: int, batch: int, rank: int, world: int, *, endless: bool
-) -> Iterator[_Request]:
+) -> Iterator[Request]:
     """This rank's slices of the global batches from `position` on."""
     while endless or position < stream.samples:
         start, stop = position + rank * batch, position + (rank + 1) * batch
@@ -324,7 +312,7 @@ def _requests(
             if start >= stop:
                 return
         positions = np.arange(start, stop)
-        yield stream.ids(start, stop) if endless else positions, positions
+        yield Request(stream.ids(start, stop) if endless else positions, positions)
         position += batch * world
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
+from collections.abc import Generator, Iterator
 from itertools import pairwise
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any, NamedTuple
@@ -46,38 +47,31 @@ class _Room:
         return slots * batch * (8 + sample.itemsize)
 
 
-class _InFlight(NamedTuple):
-    """A batch that is being read, and the workers that read a part of it."""
+class Request(NamedTuple):
+    """A batch to be read: the numbers of its samples, and their positions in the stream."""
 
-    slot: int
-    samples: int
-    workers: list[_Worker]
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+Batches = Generator[tuple[Request, NDArray[Any], ReadResult], None, None]
+"""Batches that were read, each with its request. The samples are only valid until the next batch is requested."""
 
 
 class Reader:
-    """Reads batches of up to `batch` samples, in the order of requests, in the thread that receives them."""
+    """Reads batches of up to `batch` samples in the thread that iterates over them."""
 
     def __init__(self, source: Source, batch: int) -> None:
-        self._source = source
-        self._requests: deque[NDArray[np.int64]] = deque()
-        self._out = np.empty(batch, source.sample)
+        self._source, self._out = source, np.empty(batch, source.sample)
 
-    def submit(self, indices: NDArray[np.int64]) -> None:
-        """Request a batch of these samples."""
-        self._requests.append(indices)
-
-    def receive(self) -> tuple[NDArray[Any], ReadResult]:
-        """The oldest batch that was requested. Its samples are only valid until the next call."""
-        indices = self._requests.popleft()
-        out = self._out[: len(indices)]
-        return out, self._source.read_into(indices, out)
-
-    def discard(self) -> None:
-        """Drop batches that were requested and not received."""
-        self._requests.clear()
+    def read(self, requests: Iterator[Request]) -> Batches:
+        """The batches of these requests, in order. Close it before the next call."""
+        for request in requests:
+            out = self._out[: len(request.ids)]
+            yield request, out, self._source.read_into(request.ids, out)
 
     def abort(self) -> None:
-        """Release a thread that waits in `receive`. Called from another thread. Here a batch is read to its end."""
+        """Release a thread that waits for a batch. Called from another thread. Here a batch is read to its end."""
 
     def close(self) -> None:
         """End the reader, which nobody may be using."""
@@ -92,40 +86,54 @@ class Pool(Reader):
                 f"The source class {type(source).__name__} is defined in the script itself, where data workers cannot "
                 "find it. Move it into a module, or set data.workers to 0."
             )
-        slots = depth + 1
-        self._file = _shared_file(_Room.bytes(slots, batch, source.sample))
-        self._room = _Room(self._file.fileno(), slots, batch, source.sample)
-        self._free = deque(range(slots))
-        self._in_flight: deque[_InFlight] = deque()
-        self._shown: int | None = None
-        """The slot that was returned last. It is free again when the next one is asked for."""
+        self._slots = depth
+        self._file = _shared_file(_Room.bytes(depth, batch, source.sample))
+        self._room = _Room(self._file.fileno(), depth, batch, source.sample)
         self._workers: list[_Worker] = []
         try:
             for number in range(workers):
                 self._workers.append(_Worker(number, self._file.fileno()))
             for worker in self._workers:
-                worker.send((source, slots, batch, str(worker)))
+                worker.send((source, depth, batch, str(worker)))
         except BaseException:
             self.close()
             raise
 
-    def submit(self, indices: NDArray[np.int64]) -> None:
-        slot = self._free.popleft()
-        self._room.ids[slot, : len(indices)] = indices
-        edges = np.linspace(0, len(indices), len(self._workers) + 1).astype(int).tolist()
+    def read(self, requests: Iterator[Request]) -> Batches:
+        free = deque(range(self._slots))
+        in_flight: deque[tuple[int, Request, list[_Worker]]] = deque()
+        try:
+            while True:
+                while free and (request := next(requests, None)) is not None:
+                    slot = free.popleft()
+                    in_flight.append((slot, request, self._submit(slot, request.ids)))
+                if not in_flight:
+                    return
+                slot, request, workers = in_flight.popleft()
+                bad = self._receive(workers)
+                rows = (slot, slice(len(request.ids)))
+                yield request, self._room.samples[rows], ReadResult(self._room.ids[rows].copy(), bad)
+                free.append(slot)
+        finally:
+            for *_, workers in in_flight:
+                with contextlib.suppress(DataError, OSError):  # OSError: the pipes have been closed
+                    self._receive(workers)
+
+    def _submit(self, slot: int, ids: NDArray[np.int64]) -> list[_Worker]:
+        """Request the samples `ids` from the workers that are returned."""
+        self._room.ids[slot, : len(ids)] = ids
+        edges = np.linspace(0, len(ids), len(self._workers) + 1).astype(int).tolist()
         busy = [(worker, *part) for worker, part in zip(self._workers, pairwise(edges)) if part[0] < part[1]]
-        self._in_flight.append(_InFlight(slot, len(indices), [worker for worker, *_ in busy]))
         for worker, start, stop in busy:
             worker.send((slot, slice(start, stop)))
+        return [worker for worker, *_ in busy]
 
-    def receive(self) -> tuple[NDArray[Any], ReadResult]:
-        if self._shown is not None:
-            self._free.append(self._shown)
-        request = self._in_flight.popleft()
-        self._shown = request.slot
+    @staticmethod
+    def _receive(workers: list[_Worker]) -> tuple[tuple[str, str], ...]:
+        """The bad samples of a batch that these workers read. Raises DataError."""
         bad: list[tuple[str, str]] = []
         failures: list[str] = []
-        for worker in request.workers:  # all of them, because each has an answer in its pipe
+        for worker in workers:  # all of them, because each has an answer in its pipe
             answer = worker.receive()
             if isinstance(answer, str):
                 failures.append(answer)
@@ -133,13 +141,7 @@ class Pool(Reader):
                 bad += answer
         if failures:
             raise DataError(failures[0])
-        rows = (request.slot, slice(request.samples))
-        return self._room.samples[rows], ReadResult(self._room.ids[rows].copy(), tuple(bad))
-
-    def discard(self) -> None:
-        while self._in_flight:
-            with contextlib.suppress(DataError, OSError):  # OSError: the pipes have been closed
-                self.receive()
+        return tuple(bad)
 
     def abort(self) -> None:
         for worker in self._workers:

@@ -131,6 +131,7 @@ def chrf(sums: Sequence[float]) -> float:
     return float(100 * (1 + _BETA**2) * precision * recall / (_BETA**2 * precision + recall))
 
 
+@functools.cache
 def has_bleu() -> bool:
     """Whether the package sacrebleu is installed."""
     return importlib.util.find_spec("sacrebleu") is not None

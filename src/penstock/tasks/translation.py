@@ -43,10 +43,8 @@ class Translation(WordTask):
     ranked_by = ("chrf", "loss")
     shown = ("exact {exact_match:.2%}", "chrF {chrf:.1f}", "BLEU {bleu:.1f}", *WordTask.shown)
 
-    def __init__(self, init_from: str | None = None) -> None:
-        super().__init__(init_from)
-        self._tokenizer: Tokenizer | None = None
-        self._bleu = scores.has_bleu()
+    _tokenizer: Tokenizer
+    """Set by `prepare`."""
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         source, target = (token_input.length for token_input in model.graph.inputs)
@@ -78,7 +76,6 @@ class Translation(WordTask):
         return source, target, ones, *routed
 
     def assess(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        assert self._tokenizer is not None  # `prepare` made the batch
         sums = self.tally(model(*batch.inputs), batch)
         written = self._texts(self._translated(model, batch))
         references = self._texts(batch.inputs[3])
@@ -96,7 +93,6 @@ class Translation(WordTask):
 
     def _translated(self, model: nn.Module, batch: TextBatch) -> Tensor:
         """Translations, each up to 1.5 times as long as its reference; ranks that share weights step together."""
-        assert self._tokenizer is not None
         source, _, lengths, targets = batch.inputs[:4]
         limits = (targets != IGNORED).sum(1) * 3 // 2 + 1
         steps = batch.most if sharded(model) else min(batch.most, int(limits.max()))
@@ -108,13 +104,11 @@ class Translation(WordTask):
 
     def _texts(self, tokens: Tensor) -> list[str]:
         """Texts of tokens (B, N) up to their end token."""
-        tokenizer = self._tokenizer
-        assert tokenizer is not None
-        return [tokenizer.decode(_until(row, tokenizer.end)) for row in tokens.tolist()]
+        return [self._tokenizer.decode(_until(row, self._tokenizer.end)) for row in tokens.tolist()]
 
     def _more(self, written: str, reference: str) -> list[int]:
         counts = [int(written == reference), *scores.chrf_sums(written, reference)]
-        return [*counts, *scores.bleu_sums(written, reference)] if self._bleu else counts
+        return [*counts, *scores.bleu_sums(written, reference)] if scores.has_bleu() else counts
 
     def metrics(self, samples: int, sums: Sequence[float]) -> dict[str, float]:
         results = super().metrics(samples, sums)

@@ -117,11 +117,14 @@ class Universal(NextToken):
         return weights * sums / batch.counts.clamp(min=1.0).to(sums.dtype)
 
     def _sums(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:
-        """(3,), the summed loss of each head."""
-        losses = {name: value if value.dim() == 0 else value.float() for name, value in outputs.items()}
-        if (kind := losses.get("kind")) is not None:
-            assert batch.labels is not None
-            losses["kind"] = F.cross_entropy(kind, batch.labels, ignore_index=IGNORED, reduction="sum")
+        """(3,), the summed loss of each head, which returns that, or logits."""
+        targets = _targets(batch)
+        losses = {
+            name: F.cross_entropy(value.float(), targets[name], ignore_index=IGNORED, reduction="sum")
+            if value.dim()
+            else value
+            for name, value in outputs.items()
+        }
         none = next(iter(losses.values())).new_zeros(())
         return torch.stack([losses.get(name, none) for name in HEADS])
 
@@ -136,20 +139,11 @@ class Universal(NextToken):
 
     def tally(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:  # type: ignore[override]
         """For each head: summed loss, number of targets, hits, and weight times samples; then the bytes."""
-        losses, hits = dict(outputs), batch.counts.new_zeros(3)
-        words = _word_targets(batch)
-        targets = {"masked": words.get("masked"), "kind": batch.labels}
+        hits, targets = batch.counts.new_zeros(3), _targets(batch)
         for place, name in enumerate(HEADS):
-            target = targets.get(name)
-            if name in losses and target is not None and losses[name].dim() > 1:
-                hits[place] = (losses[name].argmax(-1) == target).sum()
-        if "masked" in losses and losses["masked"].dim() > 1:
-            target = targets["masked"]
-            assert target is not None
-            losses["masked"] = F.cross_entropy(
-                losses["masked"].float(), target, ignore_index=IGNORED, reduction="sum"
-            )
-        sums = self._sums(losses, batch).double()
+            if name in outputs and outputs[name].dim():
+                hits[place] = (outputs[name].argmax(-1) == targets[name]).sum()
+        sums = self._sums(outputs, batch).double()
         weights = sums.new_tensor(batch.weights) * len(batch)
         return torch.cat([sums, batch.counts, hits, weights, sums.new_tensor([batch.bytes])])
 
@@ -172,6 +166,11 @@ def _word_targets(batch: UniversalBatch) -> dict[str, Tensor]:
     """The targets of each head over words."""
     named = (value for value in batch.inputs if isinstance(value, dict))
     return next(value for value in named if not value.keys().isdisjoint(HEADS))
+
+
+def _targets(batch: UniversalBatch) -> dict[str, Any]:
+    """The targets of each head."""
+    return {**_word_targets(batch), "kind": batch.labels}
 
 
 class PrepareUniversal:

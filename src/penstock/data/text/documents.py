@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from penstock.boundary.files import open_regular, printable, quoted, shown, visible_files
 from penstock.boundary.packages import package
@@ -35,6 +34,8 @@ _ROWS = 256
 _GROUP_BYTES = 8 << 30
 """Most bytes of a group of rows, with all columns expanded; a larger group is not read."""
 _TOO_LONG = 16 << 20
+_PARQUET_FAILURES = (OSError, ValueError, KeyError, IndexError, TypeError, NotImplementedError, MemoryError)
+"""Exceptions that pyarrow raises on broken files."""
 
 
 def files_of(path: str) -> list[Path]:
@@ -105,10 +106,8 @@ def _rows(path: Path, suffix: str, columns: TextColumns) -> Iterator[RowOrBad]:
 
 def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
     """Read a text file as one document, in pieces that end with a line."""
-    where = shown(path)
-    begun = False
-    pieces: list[str] = []
-    size, first = 0, 1
+    where, pieces = shown(path), list[str]()
+    begun, size, first = False, 0, 1
     for line in read_lines(path, _DESCRIPTION, encoding=encoding):
         if line.problem:
             yield Bad(where, line.number, line.problem)
@@ -118,10 +117,9 @@ def _document(path: Path, encoding: str) -> Iterator[RowOrBad]:
             pieces, size, first, begun = [], 0, line.number, True
         pieces.append(line.text + "\n")
         size += len(line.text) + 1
-    if size or begun:
-        text = "".join(pieces)
-        if begun or text.strip():
-            yield TextRow((text,), None, where, first)
+    text = "".join(pieces)
+    if begun or text.strip():
+        yield TextRow((text,), None, where, first)
 
 
 def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
@@ -207,7 +205,13 @@ def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
                 raw, memory_map=False, pre_buffer=False, thrift_string_size_limit=1 << 20
             )
             names = columns.among([str(name) for name in file.schema_arrow.names], where)
-            _check_groups(file)
+            # Statistics of columns are not read: if these are broken, pyarrow 26 ends the process.
+            for group in range(file.metadata.num_row_groups):
+                size = file.metadata.row_group(group).total_byte_size
+                if not 0 <= size <= _GROUP_BYTES:
+                    raise ValueError(
+                        f"a group of rows claims {size:,} bytes, and at most {_GROUP_BYTES:,} are read"
+                    )
             for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False):
                 for row in batch.to_pylist():
                     values = [without_nulls(value_in(row, name)) for name in names]
@@ -216,22 +220,6 @@ def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
                         yield Bad(where, number, f"it holds a text of more than {_TOO_LONG:,} characters")
                     else:
                         yield row_of(values, names, columns, where, number)
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-            NotImplementedError,
-            MemoryError,
-        ) as error:
+        except _PARQUET_FAILURES as error:
             why = " ".join(printable(str(error)).split())[:300].rstrip(".") or type(error).__name__
             yield Bad(where, number + 1, f"the file cannot be read further: {why}")
-
-
-def _check_groups(file: Any) -> None:
-    """Check the stated sizes of row groups, but not statistics of columns: if these are broken, pyarrow 26 crashes."""
-    for group in range(file.metadata.num_row_groups):
-        size = file.metadata.row_group(group).total_byte_size
-        if not 0 <= size <= _GROUP_BYTES:
-            raise ValueError(f"a group of rows claims {size:,} bytes, and at most {_GROUP_BYTES:,} are read")

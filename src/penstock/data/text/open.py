@@ -24,14 +24,9 @@ TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 TOKENIZER_FOLDER = "tokenizer"
 """Where a pack keeps its tokenizer."""
 _MADE_OF = (
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-    marian.SOURCE,
+    "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", marian.SOURCE,
     marian.TARGET,
-)
+)  # fmt: skip
 """Files of which transformers makes a tokenizer where there is no `tokenizer.json`."""
 
 
@@ -156,17 +151,8 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetch(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    files = (
-        *_FILES,
-        TEMPLATE_FILE,
-        TOOL_TEMPLATE_FILE,
-        *_MADE_OF,
-        marian.SECOND_TABLE,
-        "*.model",
-        "merges.txt",
-        "config.json",
-    )
-    folder = hub_folder(name, files, enough=_is_complete)
+    more = (TEMPLATE_FILE, TOOL_TEMPLATE_FILE, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
+    folder = hub_folder(name, (*_FILES, *_MADE_OF, *more), enough=_is_complete)
     if folder is None:
         raise ConfigError(
             f"{quoted(name)} on the Hugging Face hub holds no tokenizer, or a part of Marian's without the rest. Check "

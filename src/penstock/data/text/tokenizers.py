@@ -192,24 +192,20 @@ class Bytes(Tokenizer):
         return [*(letters[byte] for byte in range(256)), *self.WORDS, *extra]
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
-        specials = {word: number for number, word in enumerate(self.words()) if number >= 256}
-        return [self._marked(text, specials) for text in texts]
-
-    @staticmethod
-    def _marked(text: str, specials: Mapping[str, int]) -> tuple[Numbers, list[tuple[int, int]]]:
-        numbers, places, at = [], [], 0
-        for piece in re.split(_SPECIAL_OF_BYTES, text):
-            if piece in specials:
-                numbers.append(specials[piece])
-                places.append((at, at + len(piece)))
-                at += len(piece)
-                continue
-            for letter in piece:
-                raw = letter.encode("utf-8", "replace")
-                numbers += raw
-                places += [(at, at + 1)] * len(raw)
-                at += 1
-        return np.array(numbers, np.int32), places
+        specials = {word: [number] for number, word in enumerate(self.words()) if number >= 256}
+        encoded = []
+        for text in texts:
+            numbers: list[int] = []
+            places: list[tuple[int, int]] = []
+            at = 0
+            for piece in re.split(_SPECIAL_OF_BYTES, text):
+                for unit in [piece] if piece in specials else piece:
+                    own = specials.get(unit, unit.encode("utf-8", "replace"))
+                    numbers += own
+                    places += [(at, at + len(unit))] * len(own)
+                    at += len(unit)
+            encoded.append((np.array(numbers, np.int32), places))
+        return encoded
 
     def save(self, folder: Path, rows: int = 0) -> None:
         """Raises EnvironmentProblem without the package tokenizers, whose format this is."""

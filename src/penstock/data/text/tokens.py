@@ -92,18 +92,14 @@ class _SplitText:
         self._starts = np.concatenate([[0], np.cumsum(segments[:, 1] - segments[:, 0])])
         self.size = int(self._starts[-1])
 
-    def documents(self) -> NDArray[np.int64]:
-        """How many tokens each document has."""
-        ends = self.part.index["end"][:, -1].astype(np.int64)
-        bounds = np.unique(np.concatenate([[0], ends, self._segments.ravel()]))
-        begins, segment = bounds[:-1], np.searchsorted(self._segments[:, 0], bounds[:-1], side="right") - 1
-        inside = (segment >= 0) & (begins < self._segments[segment, 1])
-        return np.asarray(np.diff(bounds)[inside], np.int64)
-
     def pieces(self, length: int, stride: int) -> NDArray[np.int64]:
         """The start and the number of tokens, (P, 2), of windows that restart with each document. A window without any
         token that the previous one lacks is left out."""
-        documents = self.documents()
+        ends = self.part.index["end"][:, -1].astype(np.int64)
+        bounds = np.unique(np.concatenate([[0], ends, self._segments.ravel()]))
+        lefts, segment = bounds[:-1], np.searchsorted(self._segments[:, 0], bounds[:-1], side="right") - 1
+        inside = (segment >= 0) & (lefts < self._segments[segment, 1])
+        documents = np.diff(bounds)[inside]  # their tokens
         begins = np.cumsum(documents) - documents
         counts = np.maximum(0, -(-(documents - (length - stride)) // stride))
         which = np.repeat(np.arange(len(documents)), counts)

@@ -11,7 +11,6 @@ Shapes: B pairs, whose texts are the rows 2i (chosen) and 2i + 1 (rejected) of a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -56,11 +55,9 @@ class Preferences(ConversationTask):
 
     def beside(self, reference: Callable[..., Tensor], beta: float = 0.1) -> Self:
         """A copy of the task with a reference and β; a reference that is a module is changed in place."""
-        task = copy.copy(self)
-        task.reference, task.beta = reference, beta
         if isinstance(reference, nn.Module):
             reference.eval().requires_grad_(False)
-        return task
+        return self.changed(reference=reference, beta=beta)
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:
         (length,) = (token_input.length for token_input in model.graph.inputs)

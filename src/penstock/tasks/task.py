@@ -115,14 +115,16 @@ class Task(ABC):
 
     def taught_by(self, teacher: Callable[[Task, nn.Module, Any], Tensor]) -> Self:
         """A copy of the task with a teacher, which evaluations do not use."""
-        taught = copy.copy(self)
-        taught.teacher = teacher
-        return taught
+        return self.changed(teacher=teacher)
 
     def among(self, peers: Peers) -> Self:
         """A copy of the task for a rank with these peers."""
+        return self.changed(peers=peers)
+
+    def changed(self, **attributes: Any) -> Self:
+        """A copy of the task with other values of these attributes."""
         task = copy.copy(self)
-        task.peers = peers
+        vars(task).update(attributes)
         return task
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:

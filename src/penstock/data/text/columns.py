@@ -116,20 +116,18 @@ class TextColumns:
         usual = USUAL_COLUMNS[self.form]
         if self.form in ("single", "pair") and not self.shape.labels:
             usual = tuple(columns[: self.count] for columns in usual)
-        choices = [self.wanted] if self.wanted else usual
-        for columns in choices:
-            if self.form in CHATS and {name.partition(".")[0] for name in columns} <= set(names):
-                return list(columns)
-            if len(columns) >= self.count and {name.partition(".")[0] for name in columns} <= set(names):
-                return list(columns[: self.count])
+        is_chat = self.form in CHATS
+        for columns in [self.wanted] if self.wanted else usual:
+            there = {name.partition(".")[0] for name in columns} <= set(names)
+            if there and (is_chat or len(columns) >= self.count):
+                return list(columns if is_chat else columns[: self.count])
         needed = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
         if self.form == "chat":
             needed = "messages, or of a question and its answer"
         elif self.form == "preferences":
             needed = "chosen and rejected, with a prompt or without"
-        problem = f"has no known columns of {needed}"
-        if self.wanted:
-            problem = f"lacks {', '.join(map(quoted, self.wanted))}"
+        wanted = ", ".join(map(quoted, self.wanted))
+        problem = f"lacks {wanted}" if wanted else f"has no known columns of {needed}"
         message = f"{path} {problem}; its columns are {quoted(', '.join(names), 300)}."
         if len(names) == 1 and (parts := {c: names[0].count(c) for c in ";\t|," if c in names[0]}):
             likely = max(parts, key=lambda c: parts[c])
@@ -137,7 +135,7 @@ class TextColumns:
             raise DataError(
                 f"{message} If its cells are separated by {quoted(likely)}, set data.separator to {quoted(word)}."
             )
-        if self.form in CHATS:
+        if is_chat:
             raise DataError(f"{message} Name them with data.columns.")
         numbers = ",".join(map(str, range(1, self.count + 1)))
         raise DataError(

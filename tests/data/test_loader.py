@@ -130,11 +130,6 @@ def test_ranks_share_the_global_batch() -> None:
         torch.testing.assert_close(torch.cat([one.images for one in parts]), whole.images, rtol=0, atol=1e-5)
 
 
-def test_accumulation_sees_the_same_samples() -> None:
-    small, large = take(loader(batch=8), 4), take(loader(batch=32), 1)
-    np.testing.assert_array_equal(np.concatenate([batch.ids for batch in small]), large[0].ids)
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_is_one_pass_in_order(workers: int) -> None:
     source = digits("val")

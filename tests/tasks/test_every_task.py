@@ -104,22 +104,20 @@ def _two(task: Task, model: ModelConfig, split: Split) -> Source:
     return Rows({"first": (SHORT, 16), "second": (LONG, 16)})
 
 
-def _chats(task: Task, model: ModelConfig, split: Split) -> Source:
-    file = cache_folder() / "chats.jsonl"
-    rows = [{"prompt": f"{n}+{n % 7}", "completion": str(n + n % 7)} for n in range(200)]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return task.open(DataConfig(source=f"text:{file}"), model, split)
+def _of_rows(*rows: dict[str, str]) -> Callable[[Task, ModelConfig, Split], Source]:
+    def opened(task: Task, model: ModelConfig, split: Split) -> Source:
+        file = cache_folder() / f"{type(task).__name__}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("\n".join(map(json.dumps, rows)))
+        return task.open(DataConfig(source=f"text:{file}"), model, split)
+
+    return opened
 
 
-def _preferences(task: Task, model: ModelConfig, split: Split) -> Source:
-    file = cache_folder() / "preferences.jsonl"
-    rows = [
-        {"prompt": f"{n}+{n % 7}", "chosen": str(n + n % 7), "rejected": f"{n % 4}"} for n in range(9, 209)
-    ]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return task.open(DataConfig(source=f"text:{file}"), model, split)
+_chats = _of_rows(*({"prompt": f"{n}+{n % 7}", "completion": str(n + n % 7)} for n in range(200)))
+_preferences = _of_rows(
+    *({"prompt": f"{n}+{n % 7}", "chosen": str(n + n % 7), "rejected": f"{n % 4}"} for n in range(9, 209))
+)
 
 
 def _far_reference() -> Any:

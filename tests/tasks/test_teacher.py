@@ -57,17 +57,18 @@ KINDS: dict[str, tuple[ModelConfig, Task]] = {
 SHARE, WARMTH = 0.3, 2.5
 
 
-def _wider(model: Any) -> Any:
-    """A teacher for a student: of the same inputs and outputs."""
+def _sized(model: Any, **sizes: int) -> Any:
+    """A model of the same inputs and outputs."""
     if isinstance(model, Seq2SeqConfig):
-        return replace(model, encoder=Stack(**SIZES | {"width": 32}), decoder=Stack(**SIZES | {"width": 32}))
-    return replace(model, width=32, depth=2)
+        stack = Stack(**SIZES | sizes)
+        return replace(model, encoder=stack, decoder=stack)
+    return replace(model, **sizes)
 
 
 def _teacher(model: ModelConfig, folder: Path) -> Recipe:
     """A recipe with a teacher of weights that are large enough to have an opinion."""
     torch.manual_seed(7)
-    teacher = create(_wider(model))
+    teacher = create(_sized(model, width=32, depth=2))
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(2.0)
@@ -128,14 +129,6 @@ def _by_hand(kind: str, built: Built, teacher: nn.Module, batch: Any) -> Tensor:
     return (1 - SHARE) * hard + SHARE * WARMTH**2 * (q * (q.log() - p.log())).sum(1).mean()
 
 
-def _deep(model: Any, depth: int) -> Any:
-    if isinstance(model, Seq2SeqConfig):
-        return replace(
-            model, encoder=Stack(**SIZES | {"depth": depth}), decoder=Stack(**SIZES | {"depth": depth})
-        )
-    return replace(model, depth=depth)
-
-
 def _student(
     kind: str, model: ModelConfig, teacher: nn.Module, folder: Path, **shares: float
 ) -> tuple[Recipe, Built, Any, Any, tuple[Any, ...]]:
@@ -171,7 +164,7 @@ def _blocks(model: Any, run: Any) -> Any:
 def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: Path) -> None:
     model, task = KINDS[kind]
     recipe, built, teacher, batch, inputs = _student(
-        kind, _deep(model, 2), create(_deep(model, 4)), tmp_path / "teacher", teacher_hidden=2.0
+        kind, _sized(model, depth=2), create(_sized(model, depth=4)), tmp_path / "teacher", teacher_hidden=2.0
     )
     parts = []
     for run in teacher.graph.runs:
@@ -186,10 +179,10 @@ def test_outputs_of_blocks_are_compared_at_the_same_depth(kind: str, tmp_path: P
     expected = task(built.model, batch) + 2.0 * torch.stack(parts).mean()
     _require_loss(built, batch, expected, rtol=None, atol=None)
     with pytest.raises(ConfigError, match="use a shallower student"):
-        build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
+        build(_sized(model, depth=5), Plan(), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match="padding=keep"):
-        build(_deep(model, 2), Plan(padding="remove"), recipe=recipe, loss=task)
-    save_pretrained(create(_wider(model)), tmp_path / "teacher")
+        build(_sized(model, depth=2), Plan(padding="remove"), recipe=recipe, loss=task)
+    save_pretrained(create(_sized(model, width=32, depth=2)), tmp_path / "teacher")
     with pytest.raises(ConfigError, match="use a student of the same width"):
         build(model, Plan(), recipe=recipe, loss=task)
 
@@ -205,7 +198,7 @@ def _relations(model: Any, inputs: tuple[Any, ...], run: Any) -> list[Tensor]:
 def test_relations_of_tokens_are_compared(kind: str, tmp_path: Path) -> None:
     """With a teacher of twice the width and heads."""
     model, task = KINDS[kind]
-    wide: Any = _wider(model)
+    wide: Any = _sized(model, width=32, depth=2)
     if not isinstance(model, Seq2SeqConfig):
         wide = replace(wide, heads=4)
     torch.manual_seed(3)
@@ -274,12 +267,12 @@ def test_scores_of_attention_are_compared_at_the_same_depth(kind: str, tmp_path:
     model, task = (ROTARY, NextToken()) if kind == "rotary" else KINDS[kind]
     kind = "next token" if kind == "rotary" else kind
     torch.manual_seed(3)
-    wide = create(_deep(_wider(model), 4))
+    wide = create(_sized(model, width=32, depth=4))
     with torch.no_grad():
         for parameter in wide.parameters():
             parameter.mul_(5.0)  # so that scores are far from zero
     recipe, built, teacher, batch, inputs = _student(
-        kind, _deep(model, 2), wide, tmp_path / "teacher", teacher_scores=3.0
+        kind, _sized(model, depth=2), wide, tmp_path / "teacher", teacher_scores=3.0
     )
     parts = []
     for run in teacher.graph.runs:
@@ -297,7 +290,7 @@ def test_scores_of_attention_are_compared_at_the_same_depth(kind: str, tmp_path:
     with pytest.raises(ConfigError, match="compile=none"):
         build(model, Plan(compile="blocks"), recipe=recipe, loss=task)
     with pytest.raises(ConfigError, match=r"teacher_scores .* use a shallower student"):
-        build(_deep(model, 5), Plan(), recipe=recipe, loss=task)
+        build(_sized(model, depth=5), Plan(), recipe=recipe, loss=task)
     if not isinstance(model, Seq2SeqConfig):
         with pytest.raises(
             ConfigError, match=r"head by head, but the heads of \w+\.blocks\.0 are 1.*teacher_attention"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
 import logging
 import lzma
 import re
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,11 @@ from penstock.data.splits import split_files
 from penstock.data.text.build import Bad, RowOrBad, Shape, TextRow
 from penstock.data.text.columns import TextColumns
 from penstock.data.text.documents import files_of, read_files
+from penstock.data.text.rows import open_rows
 from penstock.data.text.sources import TextPacking, pack_text
-from penstock.errors import ConfigError, DataError
+from penstock.data.text.tokenizers import Bytes
+from penstock.data.text.tokens import open_tokens
+from penstock.errors import ConfigError, DataError, EnvironmentProblem
 
 DOCUMENTS = TextColumns("document", (), Shape(form="documents"))
 PAIRS = TextColumns("pair", (), Shape(form="rows", fields=2, labels=True))
@@ -170,8 +173,6 @@ def test_what_another_encoding_lacks_ends_the_file(tmp_path: Path) -> None:
 
 
 def _peak_of(action: object) -> int:
-    import tracemalloc
-
     tracemalloc.start()
     action()  # type: ignore[operator]
     peak = tracemalloc.get_traced_memory()[1]
@@ -299,8 +300,6 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.errors import EnvironmentProblem
-
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'penstock\[hf\]'"):
         found(tmp_path / "a.parquet")
@@ -322,11 +321,6 @@ def test_bad_rows_are_left_out_up_to_one_percent(tmp_path: Path, caplog: pytest.
 
 def test_a_dataset_that_was_saved_and_one_that_streams(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    from penstock.config.run import DataConfig
-    from penstock.data.text.rows import open_rows
-    from penstock.data.text.tokenizers import Bytes
-    from penstock.data.text.tokens import open_tokens
-
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
     )
@@ -337,9 +331,7 @@ def test_a_dataset_that_was_saved_and_one_that_streams(tmp_path: Path) -> None:
     assert source.classes == ("bad", "good")
     folder = tmp_path / "files"
     folder.mkdir()
-    out = io.StringIO()
-    out.write("".join(f'{{"text": "text {n}"}}\n' for n in range(300)))
-    (folder / "train.jsonl").write_text(out.getvalue())
+    (folder / "train.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(300)))
     data = DataConfig(source=f"hf:{folder}", streaming=True, limit=40)
     tokens = open_tokens(data, Bytes(), "train", length=8)
     assert tokens.tokens == 10 * 7 + 30 * 8 - (10 * 7 + 30 * 8) // 20

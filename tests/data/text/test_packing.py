@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -68,16 +70,12 @@ def test_a_bpe_is_trained_on_request_and_found_in_the_pack(tmp_path: Path) -> No
 def test_rows_are_packed_too(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_text("premise\thypothesis\tlabel\n" + "a b\tc\tyes\nd\te f\tno\n" * 150)
     pack_text(f"pairs:{tmp_path}/t.tsv", tmp_path / "packed")
-    source = open_rows(
-        DataConfig(source=f"pack:{tmp_path / 'packed'}"), Bytes(), "train", form="pair", length=16
-    )
-    assert source.classes == ("no", "yes")
+    data = DataConfig(source=f"pack:{tmp_path / 'packed'}")
+    assert open_rows(data, Bytes(), "train", form="pair", length=16).classes == ("no", "yes")
     with pytest.raises(ConfigError, match="has 2 texts in a row, and this task takes 1"):
-        open_rows(
-            DataConfig(source=f"pack:{tmp_path / 'packed'}"), Bytes(), "train", form="single", length=16
-        )
+        open_rows(data, Bytes(), "train", form="single", length=16)
     with pytest.raises(ConfigError, match="holds rows, and this task takes documents"):
-        open_tokens(DataConfig(source=f"pack:{tmp_path / 'packed'}"), Bytes(), "train", length=8)
+        open_tokens(data, Bytes(), "train", length=8)
 
 
 def test_a_changed_token_is_noticed_where_it_is_read(tmp_path: Path) -> None:
@@ -103,8 +101,6 @@ def test_a_changed_token_is_noticed_where_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    import zlib
-
     target = tmp_path / "packed"
     pack_text(f"text:{corpus(tmp_path / 'c', 1000)}", target)
     raw = bytearray((target / "train.tokens").read_bytes())
@@ -113,8 +109,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
     checks = zlib.crc32(raw).to_bytes(4, "little")
     (target / "train.checks").write_bytes(checks)
     manifest = json.loads((target / "manifest.json").read_text())
-    import hashlib
-
     manifest["parts"][0]["checks"]["sha256"] = hashlib.sha256(checks).hexdigest()
     (target / "manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -95,22 +95,18 @@ def _streams(source: Path) -> _Streams:
         raise DataError(f"{source} does not exist, so there is nothing to pack.")
     if tars := shards_of(source):
         parts = split_files(tars, str(source))
-        names = ("train", "val") if len(parts) == 2 else ("",)
-        return {name: (None, _from_tars(part)) for name, part in zip(names, parts)}
-    train, val = split_folders(source)
-    folders = {"": train} if val is None else {"train": train, "val": val}
-    if all(shards_of(folder) for folder in folders.values()):
-        return {split: (None, _from_tars(shards_of(folder))) for split, folder in folders.items()}
+        shards = dict(zip(("train", "val") if len(parts) == 2 else ("",), parts))
+    else:
+        train, val = split_folders(source)
+        folders = {"": train} if val is None else {"train": train, "val": val}
+        shards = {split: shards_of(folder) for split, folder in folders.items()}
+    if all(shards.values()):
+        return {split: (None, chain.from_iterable(map(read_tar, files))) for split, files in shards.items()}
     if val is None:
         listings = {"": list_classes(train)}
     else:
         listings = {"train": list_split(source, "train"), "val": list_split(source, "val")}
     return {split: (listing.classes, _from_folder(listing)) for split, listing in listings.items()}
-
-
-def _from_tars(shards: Iterable[Path]) -> Iterator[Sample]:
-    for shard in shards:
-        yield from read_tar(shard)
 
 
 def _from_folder(listing: Listing) -> Iterator[SampleOrBad]:
@@ -180,7 +176,7 @@ def _write(
     root.mkdir(parents=True, exist_ok=True)
     records = accepted()
     for first in records:
-        content = shard(itertools.chain([first], records))
+        content = shard(chain([first], records))
         shards.append(write_part(root, f"shard-{len(shards):05d}.bin", content))
     if not rows:
         raise DataError("There is no image to pack. Check the source.")

@@ -224,17 +224,13 @@ class PackedPart:
         tokens, raw, checks = self._maps
         width = self._type.itemsize
         first, last = start * width // BLOCK_BYTES, -(-stop * width // BLOCK_BYTES)
-        if not self._checked[first:last].all():
-            for block in range(first, last):
-                at = block * BLOCK_BYTES
-                if not self._checked[block]:
-                    if zlib.crc32(raw[at : at + BLOCK_BYTES]) != checks[block]:
-                        raise BadSample(
-                            f"{shown(self._path)} at byte {at:,}",
-                            "it changed since it was packed: its checksum is wrong",
-                        )
-                    self._check_vocabulary(tokens[at // width : (at + BLOCK_BYTES) // width], at)
-                    self._checked[block] = True
+        for block in (first + np.flatnonzero(~self._checked[first:last])).tolist():
+            at = block * BLOCK_BYTES
+            if zlib.crc32(raw[at : at + BLOCK_BYTES]) != checks[block]:
+                why = "it changed since it was packed: its checksum is wrong"
+                raise BadSample(f"{shown(self._path)} at byte {at:,}", why)
+            self._check_vocabulary(tokens[at // width : (at + BLOCK_BYTES) // width], at)
+            self._checked[block] = True
         return tokens[start:stop]
 
     def _check_vocabulary(self, tokens: NDArray[Any], at: int) -> None:

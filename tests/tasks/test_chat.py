@@ -27,12 +27,6 @@ from penstock.tasks.text import first_samples
 
 ASKED = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
 SMALL = DecoderConfig(width=16, depth=2, heads=2, mlp_width=32, sequence=160, vocabulary=368)
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 THINKING = (
     "{% for m in messages %}<{{ m.role }}>"
     "{% if m.role == 'assistant' and loop.last %}[thinks]{% endif %}{{ m.content }}\n{% endfor %}"
@@ -118,40 +112,6 @@ def test_a_conversation_that_teaches_nothing_or_too_much_is_refused(
 def test_a_template_from_outside_reaches_only_the_messages(text: str) -> None:
     with pytest.raises(ConfigError, match="chat template does not take these messages: "):
         Template(text, {}).text(ASKED)
-
-
-def test_numbers_and_answers_are_those_of_transformers(tmp_path: Path) -> None:
-    """By a tokenizer with merges and special tokens, and a template with transformers' own mark of answers."""
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    library = tokenizers.Tokenizer(tokenizers.models.BPE())
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=specials,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    library.train_from_iterator(
-        ["user\nhello there", "assistant\nhello yourself, user"] * 40, trainer=trainer
-    )
-    told: Any = {"eos_token": "<|im_end|>", "chat_template": CHATML}
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **told)
-    theirs.save_pretrained(tmp_path)
-    ours = in_folder(tmp_path)
-    assert ours.chat_template == CHATML
-    messages = [
-        {"role": "system", "content": "Be\n\nkind, ünd brief."},
-        {"role": "user", "content": "\nhello"},
-        {"role": "assistant", "content": "  hello yourself"},
-        {"role": "user", "content": "there"},
-        {"role": "assistant", "content": "user"},
-    ]
-    wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    (whole,) = ChatWriter(Template(CHATML, ours.spelled()), ours.special_words()).write(messages)
-    ((ids, places),) = ours.encode_marked([whole.text])
-    assert ids.tolist() == list(wanted["input_ids"])
-    assert [int(inside) for inside in within(places, whole.answers)] == list(wanted["assistant_masks"])
 
 
 def test_groups_hold_every_row_once_and_no_more_than_fits() -> None:

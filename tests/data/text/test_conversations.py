@@ -24,6 +24,11 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assist
 ASKS = '{% if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}'
 TURN = "{{ '<|im_start|>' + m.role + '\\n' }}{{ m.content }}{{ '<|im_end|>\\n' }}"
 CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + ASKS
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}{% endfor %}" + ASKS
+)
 FULL = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>"
     "{{ m.role }}\n{% if m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}{{ m.content or '' }}"
@@ -149,6 +154,20 @@ def test_token_numbers_are_those_of_transformers(
     ((ids, places),) = ours.encode_marked([whole.text])
     assert ids.tolist() == list(wanted)
     assert any(within(places, whole.answers))
+
+
+def test_answers_are_those_that_transformers_marks(folder: Path) -> None:
+    ours, theirs = _with(folder, MARKED)
+    messages = [
+        {"role": "system", "content": "Be\n\nkind, ünd brief."},
+        *_pair("\nhello", "  hello yourself"),
+        *_pair("there", "user"),
+    ]
+    wanted = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    (whole,) = ChatWriter(Template(MARKED, ours.spelled()), ours.special_words()).write(messages)
+    ((ids, places),) = ours.encode_marked([whole.text])
+    assert ids.tolist() == list(wanted["input_ids"])
+    assert [int(inside) for inside in within(places, whole.answers)] == list(wanted["assistant_masks"])
 
 
 def test_a_call_of_a_tool_is_learned_in_every_form(tmp_path: Path) -> None:

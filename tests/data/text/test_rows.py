@@ -76,18 +76,6 @@ def test_translations_end(tmp_path: Path) -> None:
     assert (rows["source_length"][0], rows["target_length"][0]) == (4, 5)
 
 
-def test_rows_that_share_their_first_text_stay_together(tmp_path: Path) -> None:
-    lines = [f"premise {n // 3}\thypothesis {n}\t{n % 3}" for n in range(900)]
-    (tmp_path / "all.tsv").write_text("premise\thypothesis\tlabel\n" + "\n".join(lines))
-    sides = []
-    for split in ("train", "val"):
-        rows = read(opened(f"pairs:{tmp_path}", "pair", split, length=64))
-        sides.append({T.decode(row["tokens"][: row["segment"]].tolist()) for row in rows})
-    assert not sides[0] & sides[1]
-    assert len(sides[0] | sides[1]) == 300
-    assert 5 < len(sides[1]) < 40
-
-
 def test_number_words_hold_whole_numbers_out() -> None:
     pytest.importorskip("num2words")
     train, val = (

@@ -50,12 +50,9 @@ class Template:
     ) -> str:
         """Render messages; with `answer`, up to where the model's next answer begins. As in transformers, fields
         without a value are left out, and reasoning has all of its names. Raises ConfigError if it refuses them."""
-        values = {
-            "messages": [_with_all_names(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-        }
-        return render(self.source, {**values, "add_generation_prompt": answer, **self._specials})
+        named = [_with_all_names(message) for message in messages]
+        values = {"messages": named, "tools": tools, "documents": None, "add_generation_prompt": answer}
+        return render(self.source, {**values, **self._specials})
 
     def writes(
         self, name: str, messages: Sequence[Mapping[str, Any]], tools: list[Any] | None = None

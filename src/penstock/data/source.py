@@ -89,30 +89,26 @@ class Source(ABC):
         DataError."""
         ids = np.array(indices, np.int64)
         bad: list[tuple[str, str]] = []
-        for row, index in enumerate(indices):
-            ids[row] = self._load_or_replace(int(index), out[row], bad)
-        return ReadResult(ids, tuple(bad))
-
-    def _load_or_replace(self, index: int, out: Any, bad: list[tuple[str, str]]) -> int:
-        candidate = index
-        for attempt in range(100):
-            try:
-                self.load(candidate, out)
-            except BadSample as error:
-                if self.bad_samples == "fail":
-                    raise DataError(
-                        f"The sample {error.path} cannot be read: {error.why}. Repair or remove it, or set "
-                        f"{self.policy} to 'skip' to read another in its place (up to 1 % of the set)."
-                    ) from error
-                bad.append((error.path, error.why))
-                word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
-                candidate = int(word % np.uint64(len(self)))
+        for row, index in enumerate(ids.tolist()):
+            for attempt in range(100):
+                try:
+                    self.load(int(ids[row]), out[row])
+                    break
+                except BadSample as error:
+                    if self.bad_samples == "fail":
+                        raise DataError(
+                            f"The sample {error.path} cannot be read: {error.why}. Repair or remove it, or set "
+                            f"{self.policy} to 'skip' to read another in its place (up to 1 % of the set)."
+                        ) from error
+                    bad.append((error.path, error.why))
+                    word = words(REPLACE, index, counters=np.array([attempt], np.uint64))[0]
+                    ids[row] = int(word % np.uint64(len(self)))
             else:
-                return candidate
-        raise DataError(
-            f"100 samples of {self.name} in a row cannot be read, the last of them {bad[-1][0]}: "
-            f"{bad[-1][1]}. Check that the data set is complete and mounted."
-        )
+                raise DataError(
+                    f"100 samples of {self.name} in a row cannot be read, the last of them {bad[-1][0]}: "
+                    f"{bad[-1][1]}. Check that the data set is complete and mounted."
+                )
+        return ReadResult(ids, tuple(bad))
 
 
 class ImageSource(Source):

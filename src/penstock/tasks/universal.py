@@ -182,17 +182,16 @@ class PrepareUniversal:
         self.graph = graph = model.graph
         self.seed, self.size = seed, bytes_per_token
         self.understood, self.orders = graph.padded, graph.classes is not None
-        self.segments = any(item.segments > 1 for item in graph.inputs)
+        self.segments = self.orders and any(item.segments > 1 for item in graph.inputs)
         self.end, self.separator = tokenizer.end, tokenizer.separator
         self.before = int(tokenizer.classify is not None)
-        self.tokens = graph.inputs[0].length
+        self.room = graph.inputs[0].length - self.before - (self.separator is not None)
+        """Tokens of a text, in which words are hidden, between the special tokens around it."""
         self.weights = (model.next_weight, model.words_weight, model.classes_weight)
-        self.continued: float = model.continued if mixes else 1.0
-        self.masked: float = model.masked if mixes else 1.0
+        self.continued, self.masked = (model.continued, model.masked) if mixes else (1.0, 1.0)
         prefix = graph.inputs[0].prefix if mixes else 0.0
-        self._next = (
-            None if graph.writer is None else PrepareNextToken(self.end, 0.0, prefix=prefix, seed=seed)
-        )
+        following = PrepareNextToken(self.end, 0.0, prefix=prefix, seed=seed)
+        self._next = None if graph.writer is None else following
         self._hide = PrepareMasked(tokenizer, seed) if self.understood else None
 
     def __call__(self, host: HostBatch, device: torch.device) -> UniversalBatch:
@@ -233,14 +232,13 @@ class PrepareUniversal:
     def _texts(self, windows: Tokens, positions: NDArray[np.int64]) -> tuple[Tokens, NDArray[np.int64]]:
         """Texts (B, L) of windows, in which words will be hidden, and the order of their halves, (B,): half of the
         texts are swapped at random, and texts with the end of a document have no target."""
-        around = self.before + (self.separator is not None)
         if not self.orders:
-            return windows[:, : self.tokens - around], np.zeros(0, np.int64)
-        half = (self.tokens - around - 1) // 2
+            return windows[:, : self.room], np.zeros(0, np.int64)
+        half = (self.room - 1) // 2
         first, second = windows[:, :half], windows[:, half : 2 * half]
         swapped = uniforms(self.seed, SWAP, counters=positions, columns=1) < 0.5  # (B, 1)
         between = np.full((len(windows), 1), self.separator, windows.dtype)
-        rest = np.full((len(windows), self.tokens - around - 1 - 2 * half), PADDING, windows.dtype)
+        rest = np.full((len(windows), self.room - 1 - 2 * half), PADDING, windows.dtype)
         sides = (np.where(swapped, second, first), between, np.where(swapped, first, second), rest)
         orders = swapped[:, 0].astype(np.int64)
         if self.end is not None:
@@ -249,10 +247,10 @@ class PrepareUniversal:
 
     def _segments(self, hidden: Tensor) -> Tensor | None:
         """Which tokens belong to a text's second half, (B, N)."""
-        if not (self.segments and self.orders):
+        if not self.segments:
             return None
-        half = (self.tokens - self.before - (self.separator is not None) - 1) // 2
-        second: Tensor = torch.arange(hidden.shape[1], device=hidden.device) > self.before + half
+        end = self.before + (self.room - 1) // 2
+        second: Tensor = torch.arange(hidden.shape[1], device=hidden.device) > end
         return second.long().expand_as(hidden)
 
 

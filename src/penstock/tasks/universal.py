@@ -188,7 +188,8 @@ class PrepareUniversal:
         self.room = graph.inputs[0].length - self.before - (self.separator is not None)
         """Tokens of a text, in which words are hidden, between the special tokens around it."""
         self.weights = (model.next_weight, model.words_weight, model.classes_weight)
-        self.continued, self.masked = (model.continued, model.masked) if mixes else (1.0, 1.0)
+        self.continued: float = model.continued if mixes else 1.0
+        self.masked: float = model.masked if mixes else 1.0
         prefix = graph.inputs[0].prefix if mixes else 0.0
         following = PrepareNextToken(self.end, 0.0, prefix=prefix, seed=seed)
         self._next = None if graph.writer is None else following

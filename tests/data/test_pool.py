@@ -18,7 +18,7 @@ from helpers.sources import Imports, Raises, Sleeps
 from penstock.config.run import DataConfig
 from penstock.data import image_loader, open_source
 from penstock.data.loader import Loader
-from penstock.data.pool import Pool, Request
+from penstock.data.pool import Pool, SampleRequest
 from penstock.errors import DataError
 
 
@@ -39,7 +39,7 @@ def digits_in(workers: int, batch: int = 8) -> Loader:
 
 def test_requests_come_back_in_order_and_whole() -> None:
     source = open_source(DataConfig(), split="train", channels=3)
-    requests = [Request(ids, ids) for ids in (np.arange(n, n + 1 + n % 7) for n in range(12))]
+    requests = [SampleRequest(ids, ids) for ids in (np.arange(n, n + 1 + n % 7) for n in range(12))]
     with (
         closing(Pool(source, batch=8, workers=3, depth=5)) as pool,
         closing(pool.read(iter(requests))) as batches,
@@ -84,7 +84,7 @@ def test_a_worker_killed_while_reading_is_named() -> None:
         pid = pids(pool)[0]
         Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
         with pytest.raises(DataError, match=rf"data worker 0 \(process {pid}\) was killed"):
-            next(pool.read(iter([Request(np.arange(2), np.arange(2))])))
+            next(pool.read(iter([SampleRequest(np.arange(2), np.arange(2))])))
 
 
 def test_closing_does_not_wait_for_slow_workers() -> None:

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.containers import tensors
-from penstock.data.pool import Pool, Reader, Request
+from penstock.data.pool import Pool, Reader, SampleRequest
 from penstock.data.sampler import Stream, padding_share
 from penstock.data.source import ImageSource, Source, Tally
 from penstock.errors import ConfigError, DataError
@@ -241,7 +241,7 @@ class _ReadAhead:
     It has no reference to the Loader, so that a Loader without users is collected, and stops reading.
     """
 
-    def __init__(self, reader: Reader, requests: Iterator[Request], *, pin: bool) -> None:
+    def __init__(self, reader: Reader, requests: Iterator[SampleRequest], *, pin: bool) -> None:
         self._reader = reader
         self._requests = requests
         self._pin = pin
@@ -303,7 +303,7 @@ def _close(reader: Reader, reading: _ReadAhead | None = None) -> None:
 
 def _requests(
     stream: Stream, position: int, batch: int, rank: int, world: int, *, endless: bool
-) -> Iterator[Request]:
+) -> Iterator[SampleRequest]:
     """This rank's slices of the global batches from `position` on."""
     while endless or position < stream.samples:
         start, stop = position + rank * batch, position + (rank + 1) * batch
@@ -312,7 +312,7 @@ def _requests(
             if start >= stop:
                 return
         positions = np.arange(start, stop)
-        yield Request(stream.ids(start, stop) if endless else positions, positions)
+        yield SampleRequest(stream.ids(start, stop) if endless else positions, positions)
         position += batch * world
 
 

@@ -47,14 +47,14 @@ class _Room:
         return slots * batch * (8 + sample.itemsize)
 
 
-class Request(NamedTuple):
+class SampleRequest(NamedTuple):
     """A batch to be read: the numbers of its samples, and their positions in the stream."""
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
 
 
-Batches = Generator[tuple[Request, NDArray[Any], ReadResult], None, None]
+Batches = Generator[tuple[SampleRequest, NDArray[Any], ReadResult], None, None]
 """Batches that were read, each with its request. The samples are only valid until the next batch is requested."""
 
 
@@ -64,7 +64,7 @@ class Reader:
     def __init__(self, source: Source, batch: int) -> None:
         self._source, self._out = source, np.empty(batch, source.sample)
 
-    def read(self, requests: Iterator[Request]) -> Batches:
+    def read(self, requests: Iterator[SampleRequest]) -> Batches:
         """The batches of these requests, in order. Close it before the next call."""
         for request in requests:
             out = self._out[: len(request.ids)]
@@ -99,9 +99,9 @@ class Pool(Reader):
             self.close()
             raise
 
-    def read(self, requests: Iterator[Request]) -> Batches:
+    def read(self, requests: Iterator[SampleRequest]) -> Batches:
         free = deque(range(self._slots))
-        in_flight: deque[tuple[int, Request, list[_Worker]]] = deque()
+        in_flight: deque[tuple[int, SampleRequest, list[_Worker]]] = deque()
         try:
             while True:
                 while free and (request := next(requests, None)) is not None:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from penstock.config.machine import Machine, ProductForm
 from penstock.planner.constants import DEFAULT
 from penstock.planner.price import form_of
-from penstock.planner.rates import ONEDNN, products_in
+from penstock.planner.rates import ONEDNN, SPECIAL, products_in
 
 WORTH = 1.05
 """oneDNN multiplies a shape that it was measured to multiply so many times as fast as MKL."""
@@ -34,13 +34,7 @@ def library_obstacle(machine: Machine) -> str | None:
     if machine.device != "cpu" or ONEDNN not in machine.peak_flops:
         return f"{machine.name} has no measured rates of oneDNN beside those of MKL"
     faster = onednn_choice(machine)
-    passes: dict[str, ProductForm] = {
-        "ragged": "forward",
-        "vocabulary": "forward",
-        "vocabulary_input": "input",
-    }
-    passes |= {"vocabulary_weight": "weight", "forward": "forward", "input": "input", "weight": "weight"}
-    measured = [s for s in machine.gemm if s.dtype == "fp32" and s.form in passes]
-    if any(faster(s.m, s.n, s.k, passes[s.form]) for s in measured):
+    measured = [s for s in machine.gemm if s.dtype == "fp32" and s.plain]
+    if any(faster(s.m, s.n, s.k, SPECIAL.get(s.form, s.form)) for s in measured):
         return None
     return "MKL is as fast as oneDNN in all measured products of linear layers"

@@ -46,7 +46,7 @@ def step_bytes(model: DecoderConfig, plan: Plan, recipe: Recipe | None = None) -
     built = build(model, plan, loss=NextToken(), recipe=recipe or Recipe())
     tokens = torch.randint(0, model.vocabulary, (plan.micro_batch, model.sequence))
     inputs = (tokens, None, tokens)
-    batch = TextBatch(inputs=inputs, ids=tokens[:, 0].numpy(), tokens=1, count=torch.tensor(512.0))
+    batch = TextBatch(inputs=inputs, ids=tokens[:, 0].numpy(), tokens=1, count=tokens.numel())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.backends.mkldnn, "enabled", False)
         for _ in range(2):

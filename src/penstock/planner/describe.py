@@ -40,7 +40,7 @@ def describe(
     `penstock.planner.loads.unevenness`. `storing` says how weights are stored for inference; None is a training step.
     """
     if isinstance(device, Machine):
-        device, avx512, kind = device.device, device.avx512, device.kind
+        avx512, kind, device = device.avx512, device.kind, device.device
     numerics = numerics_of(plan)
     product = BYTES[numerics.compute]
     terms = OpTerms(

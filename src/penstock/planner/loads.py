@@ -126,7 +126,7 @@ class LoadRecord:
                 "output folder."
             )
         try:
-            windows = [Window(*_each(int, [one["until"]]), _rows(one["counts"])) for one in tree["windows"]]
+            windows = [Window(_each(int, [one["until"]])[0], _rows(one["counts"])) for one in tree["windows"]]
             counts = tuple(map(_rows, tree["counts"]))
             return cls(_each(str, tree["layers"]), _each(str, tree["labels"]), counts, tuple(windows))
         except (KeyError, TypeError) as problem:

@@ -116,7 +116,7 @@ def require_script(path: Path | str) -> None:
 
 
 def require_module(name: str) -> None:
-    """Raise ConfigError where there is no such package; what is in it is not looked at, for that would import it."""
+    """Raise ConfigError if there is no such package. Its modules are not looked up, because that would import it."""
     package, places = name.partition(".")[0], [os.getcwd(), *sys.path]
     if package not in sys.builtin_module_names and not PathFinder.find_spec(package, places):
         raise ConfigError(

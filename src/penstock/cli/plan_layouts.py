@@ -69,7 +69,7 @@ def _answer(config: PlanConfig, machine: Machine, line: str | None, gpus: int) -
 
 
 def _compare(config: PlanConfig, machine: Machine, lines: Mapping[str, str]) -> None:
-    """The best layout of each line, by what was asked for, beside the best of all."""
+    """Show the best layout that each line allows, beside the best of all."""
     named_lines = {BEST: config.base, **lines}
     choices = {name: _answer(config, machine, line, config.devices) for name, line in named_lines.items()}
     best = choices[BEST]

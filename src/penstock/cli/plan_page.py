@@ -158,7 +158,7 @@ def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) ->
 def costs_of(
     config: PlanConfig, one: Prediction, machine: Machine, price: float | None = None
 ) -> dict[str, float]:
-    """`costs` of a layout, by the length and the prices that the settings name; `price` replaces that of an hour."""
+    """`costs` of a layout, with the run's length and the prices in the settings; `price` replaces the hourly price."""
     price = config.price if price is None else price
     terms = RunTerms(samples=config.samples(), price=price, grams_per_kwh=config.grams_per_kwh)
     return costs(one, machine, terms)

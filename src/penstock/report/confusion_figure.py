@@ -30,7 +30,7 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, w
             share = count / total if total else 0.0
             color = "--c0" if row == column else "--bad"
             shade = f"color-mix(in srgb, var({color}) {round(8 + 80 * share) if count else 3}%, var(--card))"
-            tip = f"{name} taken for {names[column]}: {count:,} of {total:,} ({share:.0%})"
+            tip = f"{name} predicted as {names[column]}: {count:,} of {total:,} ({share:.0%})"
             x = chart.x(column)
             chart.box(x, y, x + side - 1, y + side - 1, fill=shade, tip=tip)
             if count and side >= text_width(f"{count}", SMALL) + 4:

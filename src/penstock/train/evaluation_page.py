@@ -58,8 +58,8 @@ def classes_section(table: Sequence[Mapping[str, Any]]) -> Section:
     rows = [("strong" if row is mean else "", _cells(row)) for row in (*table, mean)]
     return Section(
         title="By class", columns=heads, rows=rows,
-        text="Precision is the share of what was taken for a class that is of it; recall the share of a class that was "
-        "found. F1 is their harmonic mean.",
+        text="Precision is the share of samples predicted as a class that belong to it; recall the share of a class's "
+        "samples that were predicted as it. F1 is their harmonic mean.",
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def confusion_section(report: Mapping[str, Any]) -> Section | None:
     wrong = matrix * (1 - np.eye(len(matrix), dtype=matrix.dtype))
     order = np.argsort(wrong, axis=None, kind="stable")[::-1][:_CONFUSIONS]
     pairs = [divmod(int(place), len(names)) for place in order if wrong.flat[place]]
-    heads = [Cell("true", words=True), Cell("taken for", words=True), Cell("samples"), Cell("of the class")]
+    heads = [Cell("true", words=True), Cell("predicted", words=True), Cell("samples"), Cell("of the class")]
     rows = [
         ("", [Cell(names[true], words=True), Cell(names[taken], words=True), Cell(f"{wrong[true, taken]:,}"),
               Cell(f"{wrong[true, taken] / matrix[true].sum():.1%}")])
@@ -94,7 +94,7 @@ def confusion_section(report: Mapping[str, Any]) -> Section | None:
     ]  # fmt: skip
     return Section(
         title="Most frequent confusions", columns=heads, rows=rows,
-        text="" if rows else "No sample was taken for another class.",
+        text="" if rows else "Every sample was predicted as its own class.",
     )  # fmt: skip
 
 

@@ -49,7 +49,8 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
         return torch.zeros(())
     if any(sharing(gradient) is not None for gradient in gradients):
         return whole_norm(gradients, grad_norm)
-    gradients = [_real(gradient) for gradient in gradients]
+    # A complex gradient has the norm of its real and imaginary parts.
+    gradients = [torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients]
     if len(gradients) == 1:
         return _norm(gradients[0])
     first = gradients[0].device
@@ -61,11 +62,6 @@ def grad_norm(gradients: Sequence[Tensor]) -> Tensor:
         dtype = torch.float64 if wide else torch.float32
         norms = list(torch._foreach_norm(list(gradients), 2, dtype=dtype))
     return vector_norm(torch.stack([norm.to(first, non_blocking=True) for norm in norms]))
-
-
-def _real(gradient: Tensor) -> Tensor:
-    """A complex gradient as its real and imaginary parts, which have the same norm."""
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def _norm(gradient: Tensor) -> Tensor:
@@ -281,14 +277,11 @@ def begin_momentum(optimizer: Optimizer) -> None:
     skipped step: an overflow in the first step leaves uninitialised memory. Starting from zeros, the first step has the
     same result, except with dampening; see `spoils_momentum`.
     """
-    if not isinstance(optimizer, SGD):
-        return
-    for group in optimizer.param_groups:
-        if not group["momentum"] or not group["fused"] or group["dampening"]:
-            continue
-        for parameter in group["params"]:
-            if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["momentum"] and group["fused"] and not group["dampening"]:
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
 
 
 @cache

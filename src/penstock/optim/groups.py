@@ -39,7 +39,12 @@ def parameter_groups(
     model without trainable parameters, or one whose blocks, or their widths, are needed but cannot be found.
     """
     require("recipe.layer_decay", layer_decay, PositiveShare)
-    anatomy = _anatomy(model, required=layer_decay != 1.0 or lr_width is not None or matrices)
+    try:
+        anatomy: Anatomy | None = anatomy_of(model)
+    except ConfigError:
+        if layer_decay != 1.0 or lr_width is not None or matrices:
+            raise
+        anatomy = None
     linears = _block_matrices(uncompiled(model), anatomy) if anatomy and (lr_width or matrices) else {}
     widths = _widths(uncompiled(model), anatomy, linears) if anatomy and lr_width else {}
     listed = getattr(model, "no_weight_decay", None)
@@ -169,12 +174,3 @@ def _widths(model: nn.Module, anatomy: Anatomy, linears: dict[str, str]) -> dict
             "lr_width out."
         )
     return widths
-
-
-def _anatomy(model: nn.Module, *, required: bool) -> Anatomy | None:
-    try:
-        return anatomy_of(model)
-    except ConfigError:
-        if required:
-            raise
-        return None

@@ -146,7 +146,7 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
         ]
         if described.graph.classes is not None:
             for source in sources:
-                _match_classes(source, _names_in(folder))
+                _match_classes(source, folder)
         evaluation = evaluate_source(
             task, model, sources, batch=config.batch, device=device, workers=config.data.workers
         )
@@ -209,21 +209,19 @@ def _beside_reference(task: Preferences, config: EvaluateConfig, device: torch.d
     return task.beside(reference, config.preference_beta)
 
 
-def _names_in(folder: Path) -> tuple[str, ...]:
-    """Names of the classes in a folder's configuration; empty if there are none or only numbers."""
-    named = settings_in(folder).get("id2label") or {}
-    names = tuple(str(named[key]) for key in sorted(named, key=int)) if isinstance(named, dict) else ()
-    return () if all(map(_NUMBERED.fullmatch, names)) else names
-
-
 def _classes_of(source: Source) -> tuple[str, ...]:
     return tuple(getattr(source, "classes", None) or ())
 
 
-def _match_classes(source: Source, names: tuple[str, ...]) -> None:
-    """Give the source's classes the numbers of `names`, the model's classes. Raises ConfigError if it has others."""
+def _match_classes(source: Source, folder: Path) -> None:
+    """Give the source's classes the numbers that they have in the model's folder, unless classes there have only
+    numbers. Raises ConfigError if the source has other classes."""
+    named = settings_in(folder).get("id2label") or {}
+    names = tuple(str(named[key]) for key in sorted(named, key=int)) if isinstance(named, dict) else ()
     classes = _classes_of(source)
-    if not isinstance(source, ImageSource | RowSource) or not classes or not names or classes == names:
+    if not isinstance(source, ImageSource | RowSource) or not classes or classes == names:
+        return
+    if all(map(_NUMBERED.fullmatch, names)):
         return
     if unknown := [name for name in classes if name not in names]:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -29,6 +30,8 @@ def ladder(
     all_
         List every rung, also those that do not pay or apply on this machine, with the reason.
     """
+    # Memory is measured with torch's profiler, which would warn in every step that it started in the middle of a run.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from penstock.ladder.climb import ladder as climb
     from penstock.ladder.show import climbed
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from penstock.boundary.files import write_text
 from penstock.cli.plan_config import PlanConfig, check_base, check_line
 from penstock.cli.plan_page import best_runnable, costs_of, layouts, plan_page
-from penstock.cli.plan_tools import how_to_run, penstock_train, show
+from penstock.cli.plan_tools import how_to_run, penstock_train
 from penstock.config.convert import plain
 from penstock.config.machine import Machine, load_machine
 from penstock.config.plan import Plan
@@ -219,7 +219,11 @@ def _show(
     if ways:
         vision = model.graph.vision
         console.print("to run it:" if vision else "to run it, add your data and tokenizer to one of these:")
-        show(ways, lambda line: console.print(line, soft_wrap=True))
+    for way in ways:
+        console.print(f"  {way.tool}: {way.command}", soft_wrap=True)
+        if way.notes:
+            notes = "; ".join(way.notes)
+            console.print(f"    {way.tool.split()[0]}: set by hand {notes}.", soft_wrap=True)
     console.print("why the others are slower:")
     for line in why_others_lose(model, machine, result, best, config.uneven()):
         console.print(f"  {line}", soft_wrap=True)

@@ -6,7 +6,6 @@ lists what else the Plan has, which is set by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,11 +159,3 @@ def _command(machine: Machine, plan: Plan, program: str, options: dict[str, Any]
     if nodes > 1:
         program = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {program}"
     return " ".join([f"torchrun --nproc-per-node {per_node}", program, *words])
-
-
-def show(ways: Sequence[HowTo], tell: Callable[[str], None]) -> None:
-    """Show one line for each tool, and one for the fields that its command leaves out."""
-    for way in ways:
-        tell(f"  {way.tool}: {way.command}")
-        if way.notes:
-            tell(f"    {way.tool.split()[0]}: set by hand {'; '.join(way.notes)}.")

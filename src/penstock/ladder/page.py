@@ -46,10 +46,7 @@ def to_html(report: LadderReport) -> str:
     """The whole report as one page that loads nothing from outside."""
     sections = [
         *_plans(report),
-        Section(
-            title="What each optimisation gains", text=_gain_words(report), figures=[partial(speeds, report)]
-        ),
-        figures(report, [rung for rung in report.rungs if rung.measured]),
+        *_gains(report, _gain_words(report)),
         *_search(report),
         *_memory(report),
         *_losses(report),
@@ -68,9 +65,14 @@ def to_html(report: LadderReport) -> str:
 @cell.register
 def notebook(report: LadderReport) -> str:
     """The Plans, the figure and the table, as HTML for a notebook's cell."""
-    drawn = Section(title="What each optimisation gains", figures=[partial(speeds, report)])
-    table = figures(report, [rung for rung in report.rungs if rung.measured])
-    return page(heading(report), _lead(report), _tiles(report), [*_plans(report), drawn, table], whole=False)
+    sections = [*_plans(report), *_gains(report)]
+    return page(heading(report), _lead(report), _tiles(report), sections, whole=False)
+
+
+def _gains(report: LadderReport, text: str = "") -> list[Section]:
+    """The figure and the table of the measured rungs."""
+    drawn = Section(title="What each optimisation gains", text=text, figures=[partial(speeds, report)])
+    return [drawn, figures(report, [rung for rung in report.rungs if rung.measured])]
 
 
 def picture(report: LadderReport) -> str:
@@ -111,21 +113,19 @@ def _lead(report: LadderReport) -> str:
 def _tiles(report: LadderReport) -> list[Tile]:
     """The most important numbers, all from the same estimate."""
     best, first, same = report.best, report.baseline, report.same_results
-    tiles = [
-        Tile(value=times(same.speedup), words=f"the speed of {plain(report)}, same results", lead=True)
-        if same.rungs
-        else Tile(value="1.00×", words=f"{plain(report)}: {beyond_words(report.nearest)}", lead=True)
-    ]
+    words = f"the speed of {plain(report)}, same results"
+    if not same.rungs:
+        words = f"{plain(report)}: {beyond_words(report.nearest)}"
+    tiles = [Tile(value=times(same.speedup) if same.rungs else "1.00×", words=words, lead=True)]
     if report.fastest is not None:
         tiles.append(Tile(value=times(report.fastest.speedup), words="with what changes results"))
     if first.samples_per_second and same.samples_per_second:
-        before = number(first.samples_per_second.value)
-        tiles.append(
-            Tile(value=f"{number(same.samples_per_second.value)}/s", words=f"{report.unit}, from {before}")
-        )
+        now, before = (number(speed.value) for speed in (same.samples_per_second, first.samples_per_second))
+        tiles.append(Tile(value=f"{now}/s", words=f"{report.unit}, from {before}"))
     if best.model_flops_per_second and first.model_flops_per_second:
         scale, unit = flop_unit(report)
-        now, before = (number(plan.model_flops_per_second.times(1 / scale).value) for plan in (best, first))  # type: ignore[union-attr]
+        rates = best.model_flops_per_second, first.model_flops_per_second
+        now, before = (number(rate.value / scale) for rate in rates)
         tiles.append(Tile(value=now, words=f"{unit} of the model, from {before}"))
     if same.memory_bytes and first.memory_bytes:
         words = f"peak memory, from {number(first.memory_bytes / MIB)}"
@@ -138,15 +138,9 @@ def _tiles(report: LadderReport) -> list[Tile]:
 
 def _plans(report: LadderReport) -> list[Section]:
     """The Plan with the same results, and the fastest of all if it is another."""
+    words, notes = plan_words(report, report.same_results), " ".join(report.notes)
     title = "The fastest Plan with the same results"
-    sections = [
-        Section(
-            title=title,
-            text=plan_words(report, report.same_results),
-            warning=" ".join(report.notes),
-            code=report.train_command,
-        )
-    ]
+    sections = [Section(title=title, text=words, warning=notes, code=report.train_command)]
     if report.fastest is not None:
         words = f"It changes results, so decide for yourself. {plan_words(report, report.fastest)}"
         code = report.fastest.train_command
@@ -175,17 +169,12 @@ def speeds(
         ratio, forecast = rung.to_baseline, rung.forecast
         if ratio is None:
             continue
-        bars.append(
-            Bar(
-                label=rung.title,
-                state=_STATES[rung.status],
-                value=ratio.value,
-                low=ratio.low,
-                high=ratio.high,
-                floor=level,
-                predicted=forecast.to_baseline if forecast and rung.status != "baseline" else None,
-            )
-        )
+        predicted = forecast.to_baseline if forecast and rung.status != "baseline" else None
+        bar = Bar(
+            label=rung.title, state=_STATES[rung.status], value=ratio.value, low=ratio.low, high=ratio.high,
+            floor=level, predicted=predicted,
+        )  # fmt: skip
+        bars.append(bar)
         level = ratio.value if rung.name in report.same_results.rungs else level
     return waterfall(bars, title="Speed of each rung relative to the baseline", x_label=x_label, **look)
 
@@ -221,17 +210,12 @@ def _search(report: LadderReport) -> list[Section]:
 
 
 def _memory(report: LadderReport) -> list[Section]:
-    bars = [
-        Bar(
-            label=rung.title,
-            state=_STATES[rung.status],
-            value=rung.memory_bytes / MIB,
-            predicted=predicted / MIB if predicted else None,
-        )
-        for rung in report.rungs
-        if rung.measured and rung.memory_bytes is not None
-        for predicted in [rung.forecast.memory_bytes if rung.forecast else None]
-    ]
+    bars = []
+    for rung in report.rungs:
+        if rung.measured and rung.memory_bytes is not None:
+            forecast = rung.forecast.memory_bytes if rung.forecast else None
+            mib, predicted = rung.memory_bytes / MIB, forecast / MIB if forecast else None
+            bars.append(Bar(label=rung.title, state=_STATES[rung.status], value=mib, predicted=predicted))
     text = (
         "The most memory that tensors take at any moment of a step: weights, gradients, optimizer state, activations. "
         "Diamonds are the planner's predictions."
@@ -291,14 +275,11 @@ def _curves(report: LadderReport) -> list[Line]:
                 break
         else:
             groups.append([rung])
-    return [
-        Line(
-            label=", ".join(rung.title for rung in g),
-            points=list(enumerate(g[0].losses, 1)),
-            bold=g[0].status == "baseline",
-        )
-        for g in groups
-    ]
+    drawn = []
+    for group in groups:
+        label, points = ", ".join(rung.title for rung in group), list(enumerate(group[0].losses, 1))
+        drawn.append(Line(label=label, points=points, bold=group[0].status == "baseline"))
+    return drawn
 
 
 def _several(report: LadderReport) -> list[Section]:
@@ -311,11 +292,8 @@ def _several(report: LadderReport) -> list[Section]:
         f"batch is {report.procs} times as large. Speeds are totals, memory is per process. A single process then "
         f"takes the same samples from the same weights, one micro-batch after the other, to check the results."
     )
-    columns = [
-        Cell("rung", words=True),
-        Cell("MiB per process", "predicted"),
-        Cell("against one process", words=True),
-    ]
+    heads = Cell("rung", words=True), Cell("MiB per process", "predicted")
+    columns = [*heads, Cell("against one process", words=True)]
     rows = []
     for rung in rungs:
         forecast = rung.forecast

@@ -41,13 +41,9 @@ BASELINE_WHY = "fp32, eager, an optimizer that loops over tensors, torch's own a
 
 
 def ladder(
-    model: str | ModelConfig | None = None,
-    *,
-    factory: str | Factory | None = None,
-    config: LadderConfig | None = None,
-    on_progress: OnProgress | None = None,
-    **settings: Any,
-) -> LadderReport:
+    model: str | ModelConfig | None = None, *, factory: str | Factory | None = None, config: LadderConfig | None = None,
+    on_progress: OnProgress | None = None, **settings: Any,
+) -> LadderReport:  # fmt: skip
     """Find the fastest Plan with the same results on this machine, and what each optimisation gains on the way to it.
 
     `model` is a preset's name or a configuration; `factory` instead brings any module: a function, or its path
@@ -268,38 +264,22 @@ class _Climb(Course):
         return tuple(rows)
 
     def _report(
-        self,
-        rungs: Sequence[Rung],
-        control: Control | None,
-        best: Candidate,
-        path: Mapping[str, Candidate],
-        offer: Greedy,
-        offered_on: Sequence[str],
-    ) -> LadderReport:
+        self, rungs: Sequence[Rung], control: Control | None, best: Candidate, path: Mapping[str, Candidate],
+        offer: Greedy, offered_on: Sequence[str],
+    ) -> LadderReport:  # fmt: skip
         kept = self._kept(best, path)
-        others = {
-            rung.name: self._left_out(best, rung)
-            for rung in rungs
-            if rung.searched and rung.name not in best.rungs
-        }
+        left_out = [rung for rung in rungs if rung.searched and rung.name not in best.rungs]
+        others = {rung.name: self._left_out(best, rung) for rung in left_out}
         fastest = offer.best if offer.taken and self.arena.faster(offer.best, best.setting) else None
         carried = tuple(offer.attempts) if fastest is not None else ()
         others |= {result.name: result for result in offer.results(offer.attempts, carried=carried)}
-        names = [result.name for result in kept]
+        results = (*kept, *(others[rung.name] for rung in rungs if rung.name in others))
+        chosen = self.account.chosen
         return self.report(
-            rungs=(
-                self.baseline("baseline fp32", BASELINE_WHY),
-                *kept,
-                *(others[rung.name] for rung in rungs if rung.name in others),
-            ),
-            same_results=self.account.chosen(best.setting, names),
-            fastest=None if fastest is None else self.account.chosen(fastest, (*offered_on, *offer.taken)),
-            nearest=None if kept else self.nearest(self.ranked()),
-            control=control,
-            tried=self._tried(),
-            candidates=self.search.space.size,
-            batch=self.first.plan.micro_batch,
-            machine=to_dict(self.machine),
-            command=command_of(self.config),
-            procs=self.config.procs,
-        )
+            rungs=(self.baseline("baseline fp32", BASELINE_WHY), *results),
+            same_results=chosen(best.setting, [result.name for result in kept]),
+            fastest=None if fastest is None else chosen(fastest, (*offered_on, *offer.taken)),
+            nearest=None if kept else self.nearest(self.ranked()), control=control, tried=self._tried(),
+            candidates=self.search.space.size, batch=self.first.plan.micro_batch, machine=to_dict(self.machine),
+            command=command_of(self.config), procs=self.config.procs,
+        )  # fmt: skip

@@ -198,13 +198,9 @@ class Greedy:
     """A greedy climb from `best`."""
 
     def __init__(
-        self,
-        account: Account,
-        situation: Situation,
-        best: Setting,
-        refusal: Callable[[Rung, Setting], str | None],
+        self, account: Account, situation: Situation, best: Setting, refusal: Callable[[Rung, Setting], str | None],
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`refusal` returns why a rung cannot be added to a setting, or None."""
         self.account, self.arena, self.situation = account, account.arena, situation
         self.best, self._refusal, self._seed = best, refusal, seed

@@ -196,11 +196,8 @@ def side_by_side() -> Iterator[None]:
     """Let many compiled contenders live at once, each compiled for its own shapes instead of for dynamic ones."""
     from torch.compiler import config
 
-    with config.patch(  # type: ignore[attr-defined]
-        recompile_limit=RECOMPILE_LIMIT,
-        accumulated_recompile_limit=4 * RECOMPILE_LIMIT,
-        automatic_dynamic_shapes=False,
-    ):
+    limits = {"recompile_limit": RECOMPILE_LIMIT, "accumulated_recompile_limit": 4 * RECOMPILE_LIMIT}
+    with config.patch(**limits, automatic_dynamic_shapes=False):  # type: ignore[attr-defined]
         yield
 
 
@@ -288,8 +285,7 @@ def rank_machine(machine: Machine, ranks: int, link: Link) -> Machine:
         linked,
         peak_flops={name: rate / ranks for name, rate in machine.peak_flops.items()},
         achievable_flops={name: rate / ranks for name, rate in machine.achievable_flops.items()},
-        memory_bytes=machine.memory_bytes / ranks,
-        memory_bytes_per_second=machine.memory_bytes_per_second / ranks,
+        memory_bytes=machine.memory_bytes / ranks, memory_bytes_per_second=machine.memory_bytes_per_second / ranks,
         gemm=tuple(replace(s, flops_per_second=s.flops_per_second / ranks) for s in machine.gemm),
         kernels=tuple(replace(s, per_second=s.per_second / ranks) for s in machine.kernels),
-    )
+    )  # fmt: skip

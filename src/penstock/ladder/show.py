@@ -35,6 +35,11 @@ from penstock.report.page import PLAIN_WIDTH, plain_console, terminal_table
 
 _LISTED = 6
 """Most rungs that one line names."""
+_ABSENT = {
+    "unsupported": "do not apply here",
+    "out of memory": "ran out of memory",
+    "not run": "were not run",
+}
 
 
 def write(report: LadderReport, folder: Path | str) -> tuple[Path, Path]:
@@ -114,25 +119,19 @@ def _script_words(report: LadderReport) -> list[str]:
 
 def _counted(report: LadderReport) -> list[str]:
     """One line on the rungs that are in no Plan, and one on those that were not measured."""
-    slow = sorted(
-        (rung for rung in report.rungs if rung.measured and not in_plans(rung) and rung.to_previous),
-        key=lambda rung: -rung.to_previous.value if rung.to_previous else 0.0,
-    )
+    left_out = [
+        (rung.title, rung.to_previous) for rung in report.rungs if rung.measured and not in_plans(rung)
+    ]
+    slow = [(title, ratio) for title, ratio in left_out if ratio is not None]
+    slow.sort(key=lambda pair: -pair[1].value)
     lines = []
     if slow:
-        named = ", ".join(
-            f"{rung.title} {times(rung.to_previous)}" for rung in slow[:_LISTED] if rung.to_previous
-        )
+        named = ", ".join(f"{title} {times(ratio)}" for title, ratio in slow[:_LISTED])
         more = f", and {len(slow) - _LISTED} more" if len(slow) > _LISTED else ""
         lines.append(f"{len(slow)} measured that no Plan includes: {named}{more}.")
     absent = Counter(rung.status for rung in report.rungs if not rung.measured)
-    words = {
-        "unsupported": "do not apply here",
-        "out of memory": "ran out of memory",
-        "not run": "were not run",
-    }
     if absent:
-        named = ", ".join(f"{n} {words.get(status, status)}" for status, n in absent.items())
+        named = ", ".join(f"{n} {_ABSENT.get(status, status)}" for status, n in absent.items())
         lines.append(f"{named} (--all says why).")
     return lines
 

@@ -175,18 +175,13 @@ class Configured(Subject):
 
     def batches(self, setting: Setting, seed: int) -> Iterator[Any]:
         assert setting.model is not None
-        dims = self.dims(setting.plan)
-        return iter(
-            Loader(
-                self._source_of(setting),
-                self._task.prepare(self._source_of(setting), setting.model, seed=seed),
-                batch=setting.plan.micro_batch,
-                seed=seed,
-                device=self.device,
-                rank=dims.data_rank,
-                world=dims.data_world,
-            )
-        )
+        source, dims = self._source_of(setting), self.dims(setting.plan)
+        prepare = self._task.prepare(source, setting.model, seed=seed)
+        loader = Loader(
+            source, prepare, batch=setting.plan.micro_batch, seed=seed, device=self.device, rank=dims.data_rank,
+            world=dims.data_world,
+        )  # fmt: skip
+        return iter(loader)
 
     def size_of(self, setting: Setting) -> Callable[[Any], tuple[int, int]] | None:
         """Tokens of a batch with and without padding, if samples differ in length."""

@@ -56,10 +56,8 @@ def trace(
 
     Gradients of the run are cleared. Raises whatever the model raises.
     """
-    recorder = _Recorder(model)
-    saved = _SavedBytes(model)
-    living = TensorMemory(ignored=[*model.parameters(), *model.buffers(), *tensors(batch)])
-    with living, recorder:
+    recorder, saved = _Recorder(model, batch), _SavedBytes(model)
+    with recorder:
         with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
             value = loss(model, batch)
         saved.release()
@@ -73,7 +71,7 @@ def trace(
         parameters=sum(parameter.numel() for parameter in trained),
         tensors=len(trained),
         kept=saved.bytes,
-        working=max(0, living.peak - saved.bytes),
+        working=max(0, recorder.peak - saved.bytes),
         units=units,
     )
 
@@ -128,11 +126,51 @@ class _SavedBytes:
         return saved
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every operation that computes or copies."""
+class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of every storage that operators return inside it, once, as long as it lives.
 
-    def __init__(self, model: nn.Module) -> None:
+    `held` are existing tensors that count; `ignored` (a batch of the caller's) do not. An operator's temporary memory
+    is not counted. The growth of the process would say little of small models: allocators keep memory, libraries cache,
+    pages are shared.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+        self.peak = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in ignored:
+            self._known.add(tensor.untyped_storage())
+        for tensor in held:
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self.bytes -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tensors(out):
+            self._add(tensor)
+        return out
+
+
+class _Recorder(TensorMemory):
+    """Records every operation that computes or copies, and counts the memory of its results."""
+
+    def __init__(self, model: nn.Module, batch: Any) -> None:
+        super().__init__(ignored=[*model.parameters(), *model.buffers(), *tensors(batch)])
         self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._linears = _sizes_of_linears(model)
         self.operators: list[Op] = []
@@ -144,7 +182,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.penstock.linear_cross_entropy.default:
             with self, _Parts():  # type: ignore[no-untyped-call]  # one operator, but several products
                 return in_chunks(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         read = list(tensors((args, kwargs)))
         written = list(tensors(out))
         computes = any(tensor.numel() for tensor in written)  # a product without rows only shows a type
@@ -265,46 +303,3 @@ def _product(
         return "conv", (1, m, n, flops // max(2 * m * n, 1))
     m, n = result.shape[0], result.numel() // max(result.shape[0], 1)
     return "gemm", (1, m, n, flops // max(2 * m * n, 1))
-
-
-# -- the most memory that tensors take at one time. What a process grows by says little of small models: allocators
-# keep, libraries cache, pages are shared.
-
-
-class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every storage that operators return inside it, once, as long as it lives.
-
-    `held` are existing tensors that count; `ignored` (a batch of the caller's) do not. An operator's temporary memory
-    is not counted.
-    """
-
-    def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = 0
-        self.peak = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        for tensor in ignored:
-            self._known.add(tensor.untyped_storage())
-        for tensor in held:
-            self._add(tensor)
-
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        size = storage.nbytes()
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-        weakref.finalize(storage, self._free, size)
-
-    def _free(self, size: int) -> None:
-        self.bytes -= size
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in tensors(out):
-            self._add(tensor)
-        return out

@@ -58,7 +58,8 @@ class Interception:
         self._asks = level.half or (switches is not None and switches.asks)
         self._account = Account(dtype, say, applied)
         self._switches = switches
-        self._pairing = Pairing(precision, dtype, overrides, self._account, switches)
+        arguments = {"precision": precision, "dtype": dtype, **overrides}
+        self._pairing = Pairing(arguments, self._account, switches)
         self._patches = ExitStack()
         self._watching = ExitStack()
         self._watches = False

@@ -58,17 +58,9 @@ class Switches(Protocol):
 class Pairing:
     """The optimizers of a script: those that wait for a model, and those that have one."""
 
-    def __init__(
-        self,
-        precision: str,
-        dtype: str,
-        overrides: dict[str, Any],
-        account: Account,
-        switches: Switches | None = None,
-    ) -> None:
-        self._arguments = {"precision": precision, "dtype": dtype, **overrides}
-        self._account = account
-        self._switches = switches
+    def __init__(self, arguments: dict[str, Any], account: Account, switches: Switches | None) -> None:
+        """`arguments` are those of `accelerate` that set the precision."""
+        self._arguments, self._account, self._switches = arguments, account, switches
         self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
@@ -220,11 +212,8 @@ class Pairing:
     def _accelerate(
         self, module: nn.Module, root: nn.Module, models: list[nn.Module], takers: list[Optimizer]
     ) -> None:
-        device = next(root.parameters()).device
         options = dict(self._arguments)
-        numerics = properties_of(
-            options.pop("precision"), dtype=options.pop("dtype"), device=device, **options
-        )
+        numerics = properties_of(options.pop("precision"), device=next(root.parameters()).device, **options)
         self._refuse(module, root, numerics)
         if root in self._own_models:
             unwrap_forward(root)  # another optimizer of this model: fp32 weights allow any number

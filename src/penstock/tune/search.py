@@ -272,13 +272,8 @@ def situation_of(facts: Facts, machine: Machine) -> Situation:
     switches = {name: tuple(values) for name, values in facts.switches.items()}
     if facts.eager:
         switches["attention"] = (*switches.get("attention", ()), "sdpa")
-    return Situation(
-        machine=machine,
-        micro_batch=1,
-        splittable=False,
-        switches=switches,
-        padding_share=facts.padding,
-    )
+    share = facts.padding
+    return Situation(machine=machine, micro_batch=1, splittable=False, switches=switches, padding_share=share)
 
 
 def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
@@ -288,13 +283,12 @@ def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
         return _unfit_form(form, facts)
     if not facts.model and group not in ("matmul", "memory"):
         return "no module was called with gradients, so there is no model to change"
+    if group in ("half", *CHANGES_RESULTS) and facts.mixed:
+        return f"the script sets its own precision: {facts.mixed}"
     if group == "half":
-        dtype = form
-        if facts.mixed:
-            return f"the script sets its own precision: {facts.mixed}"
         peaks = machine.peak_flops
-        if machine.device == "cpu" and peaks.get(dtype, 0.0) <= peaks.get("fp32", math.inf):
-            return f"this CPU has no units for {dtype}: it multiplies {dtype} no faster than fp32"
+        if machine.device == "cpu" and peaks.get(form, 0.0) <= peaks.get("fp32", math.inf):
+            return f"this CPU has no units for {form}: it multiplies {form} no faster than fp32"
     if rung is SDPA and not facts.eager:
         return "it already calls torch's attention, or has no attention of transformers"
     if rung is OFFLOAD and facts.device == "cpu":
@@ -307,8 +301,6 @@ def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
     if group == "fuse":
         return _unfit_fused(rung, facts)
     if group in CHANGES_RESULTS:
-        if facts.mixed:
-            return f"the script sets its own precision: {facts.mixed}"
         return facts.products.get("int8_all" if group == "int8" else "fp8_tensorwise", "")
     return ""
 

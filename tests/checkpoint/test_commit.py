@@ -37,17 +37,24 @@ def test_two_are_kept_at_least_and_the_older_pruned(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-3", "step-4", "step-5"]
 
 
+@pytest.mark.parametrize(
+    ("problem", "kind"),
+    [
+        (CheckpointError("does not read back"), CheckpointError),
+        (OSError(5, "does not read back"), EnvironmentProblem),
+    ],
+)
 def test_pruning_waits_until_the_newer_one_has_been_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception, kind: type[Exception]
 ) -> None:
     for step in (1, 2):
         checkpoint.save(tmp_path, numbered(step))
 
     def fails(path: Path, **_: object) -> None:
-        raise CheckpointError("does not read back")
+        raise problem
 
     monkeypatch.setattr(commit, "verify", fails)
-    with pytest.raises(CheckpointError, match="read back"):
+    with pytest.raises(kind, match="read back"):
         checkpoint.save(tmp_path, numbered(3))
     assert checkpoint.steps(tmp_path) == [1, 2, 3]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.checkpoint.index import Chunk, held_pieces, share_out
+from penstock.checkpoint.index import Chunk, assign_chunks, held_pieces
 from penstock.checkpoint.snapshot import Piece, pieces_of
 
 
@@ -15,7 +15,7 @@ def rows(first: int, count: int, of: int) -> list[Piece]:
 
 def test_copies_are_written_once_and_by_turns() -> None:
     ranks = [held_pieces({name: pieces_of(torch.zeros(5)) for name in ("w/a", "w/b", "w/c")})] * 3
-    index = share_out(ranks)
+    index = assign_chunks(ranks)
     assert sorted(entry.chunks[0].rank for entry in index.values()) == [0, 1, 2]
     assert all(entry.chunks[0].sizes == entry.shape == (5,) for entry in index.values())
 
@@ -26,11 +26,11 @@ def test_shards_are_written_by_who_has_them() -> None:
         held_pieces({"w/a": rows(2, 1, 3)}),
         held_pieces({"w/a": rows(3, 0, 3)}),
     ]
-    assert share_out(ranks)["w/a"].chunks == (Chunk(0, (0, 0), (2, 2)), Chunk(1, (2, 0), (1, 2)))
+    assert assign_chunks(ranks)["w/a"].chunks == (Chunk(0, (0, 0), (2, 2)), Chunk(1, (2, 0), (1, 2)))
 
 
 def test_scalars_and_tensors_without_elements_are_kept() -> None:
-    index = share_out(
+    index = assign_chunks(
         [held_pieces({"w/s": pieces_of(torch.tensor(1.0)), "w/e": pieces_of(torch.zeros(0, 4))})] * 2
     )
     assert index["w/s"].chunks[0].sizes == ()
@@ -40,4 +40,4 @@ def test_scalars_and_tensors_without_elements_are_kept() -> None:
 @pytest.mark.parametrize("second", [rows(1, 2, 3), rows(2, 2, 4)])
 def test_ranks_that_disagree_are_refused(second: list[Piece]) -> None:
     with pytest.raises(ValueError, match="'w/a' of shape \\(3, 2\\) exactly once"):
-        share_out([held_pieces({"w/a": rows(0, 2, 3)}), held_pieces({"w/a": second})])
+        assign_chunks([held_pieces({"w/a": rows(0, 2, 3)}), held_pieces({"w/a": second})])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import EnvironmentProblem
 from penstock.launch import meeting
-from penstock.launch.addresses import interface_of, is_loopback, way_to, words_of_way
+from penstock.launch.addresses import describe_route, interface_of, is_loopback, route_to
 from penstock.launch.meeting import Meeting, Member, TimedStore, seen_from_outside
 from penstock.launch.ranks import Assignment, _environment
 from penstock.launch.report import Outcome
@@ -20,15 +20,17 @@ from penstock.launch.signals import Requests, StopRequested
 
 
 def test_the_way_to_a_host_has_an_address_and_an_interface() -> None:
-    assert way_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
+    assert route_to("127.0.0.1") == ("127.0.0.1", "127.0.0.1")
     assert interface_of("127.0.0.1") in ("lo", "lo0")
     assert interface_of("192.0.2.77") == ""
-    assert words_of_way("127.0.0.1").startswith(
+    assert describe_route("127.0.0.1").startswith(
         "Here 127.0.0.1 is 127.0.0.1, at which no other host can reach this one"
     )
     addresses = ("127.0.1.1", "::1", "10.0.0.1", "fe80::1%eth0")
     assert [is_loopback(address) for address in addresses] == [True, True, False, False]
-    assert words_of_way("no-such-host.invalid").startswith("This host knows no way to no-such-host.invalid: ")
+    assert describe_route("no-such-host.invalid").startswith(
+        "This host knows no way to no-such-host.invalid: "
+    )
 
 
 def member(address: str, rendezvous: str) -> Member:

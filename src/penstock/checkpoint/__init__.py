@@ -9,6 +9,7 @@ from __future__ import annotations
 from penstock.checkpoint.background import BackgroundSaver as BackgroundSaver
 from penstock.checkpoint.commit import clean as clean
 from penstock.checkpoint.commit import save as save
+from penstock.checkpoint.commit import settle as settle
 from penstock.checkpoint.commit import steps as steps
 from penstock.checkpoint.manifest import Manifest as Manifest
 from penstock.checkpoint.manifest import verify as verify
@@ -17,7 +18,6 @@ from penstock.checkpoint.reader import find as find
 from penstock.checkpoint.reader import load as load
 from penstock.checkpoint.reader import open_together as open_together
 from penstock.checkpoint.reader import open_verified as open_verified
-from penstock.checkpoint.reader import settle as settle
 from penstock.checkpoint.reader import trusted as trusted
 from penstock.checkpoint.snapshot import Snapshot as Snapshot
 from penstock.checkpoint.tree import by_index as by_index

@@ -19,14 +19,15 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.boundary.files import own_file
 from penstock.checkpoint.coordinator import Coordinator, RankProblem, current_coordinator
-from penstock.checkpoint.index import file_name, held_pieces, share_out, to_json
+from penstock.checkpoint.index import assign_chunks, file_name, held_pieces, to_json
 from penstock.checkpoint.manifest import INDEX, MANIFEST, Manifest, manifest_text, verify
 from penstock.checkpoint.snapshot import LOCAL, Parts, Snapshot, take_apart
-from penstock.checkpoint.stages import together
+from penstock.checkpoint.stages import merge_documents
 from penstock.checkpoint.storage import write_chunks, write_json
 from penstock.disk import Written, sync_folder, write_file
 from penstock.errors import CheckpointError, EnvironmentProblem, PenstockError
@@ -98,7 +99,7 @@ def _prepare(final: Path, temporary: Path, parts: Parts) -> bool:
             verify(final)
         except CheckpointError as problem:
             _log.warning("%s It is written again.", problem)
-            set_aside(final)
+            _set_aside(final)
         else:
             return True
     # Tensors make up nearly all of a checkpoint; a megabyte covers headers and JSON.
@@ -130,8 +131,8 @@ def _write(temporary: Path, parts: Parts, coordinator: Coordinator) -> None:
 
     coordinator.all(shared)
     rank, world = coordinator.rank, coordinator.world
-    document = together(parts.document, coordinator)
-    index = share_out(coordinator.all(lambda: held_pieces(parts.pieces)))
+    document = merge_documents(parts.document, coordinator)
+    index = assign_chunks(coordinator.all(lambda: held_pieces(parts.pieces)))
 
     def own_files() -> dict[str, Written]:
         files = write_chunks(temporary, index, world, parts.pieces, rank=rank)
@@ -186,8 +187,10 @@ def _point_latest(folder: Path, name: str) -> None:
     sync_folder(folder)
 
 
-def repair_latest(folder: Path, name: str) -> None:
-    """Make `latest` name the checkpoint that is used."""
+def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
+    """Rename the `refused` checkpoints, so that they are not tried again, and let `latest` name the accepted one."""
+    for path in refused:
+        _set_aside(path)
     latest = folder / LATEST
     if not latest.is_file() or latest.read_bytes() != f"{name}\n".encode():
         _log.warning(
@@ -201,8 +204,7 @@ def _prune(folder: Path, *, newest: int, keep: int, best: int) -> None:
         _remove(folder / f"step-{step}")
 
 
-def set_aside(path: Path) -> None:
-    """Rename a refused checkpoint, so that it is not tried again."""
+def _set_aside(path: Path) -> None:
     target = path.with_name(f"{path.name}.refused")
     _remove(target)
     path.rename(target)

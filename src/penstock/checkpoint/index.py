@@ -86,7 +86,7 @@ def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
     }
 
 
-def share_out(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
+def assign_chunks(ranks: Sequence[Mapping[str, Sequence[Held]]]) -> dict[str, Entry]:
     """Assign each piece to a rank that writes it, given the pieces that each rank holds. A piece that several ranks
     hold is written once, by the rank with the fewest bytes to write so far. Raises ValueError if the pieces do not fill
     a tensor, or ranks hold different tensors under one name."""

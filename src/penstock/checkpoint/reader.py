@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from penstock.boundary.files import quoted, read_bytes
 from penstock.boundary.trees import Bounds, parse_json
-from penstock.checkpoint.commit import repair_latest, set_aside, steps
+from penstock.checkpoint.commit import settle, steps
 from penstock.checkpoint.coordinator import RankProblem, current_coordinator
 from penstock.checkpoint.index import Entry, Index, file_name, read_index
 from penstock.checkpoint.manifest import INDEX, Manifest, check_sizes, refusal, verify
 from penstock.checkpoint.snapshot import LOCAL, Piece, Snapshot, pieces_of
-from penstock.checkpoint.stages import only
+from penstock.checkpoint.stages import restricted
 from penstock.checkpoint.storage import read_pieces
 from penstock.checkpoint.tree import unpack
 from penstock.errors import CheckpointError, ran_out_of_memory
@@ -73,7 +73,7 @@ class Checkpoint:
                 held = None if held is None else {former_name(name) for name in held}
             local = self._local(rank) if world in (None, self.world) else {}
             held = held and {*held, *(name.replace(CORRECTION, BIAS) for name in held)}
-            document = self.document if held is None else only(self.document, held)
+            document = self.document if held is None else restricted(self.document, held)
             weights, state = self._put_together(
                 document["weights"], {**document["state"], LOCAL: local}, like or {}, self.read
             )
@@ -318,10 +318,3 @@ def open_together(path: Path) -> Checkpoint:
     except RankProblem as problem:
         raise problem.error from problem
     return checkpoints[0]
-
-
-def settle(folder: Path, refused: Iterable[Path], name: str) -> None:
-    """Rename the `refused` checkpoints, so that they are not tried again, and let `latest` name the accepted one."""
-    for bad in refused:
-        set_aside(bad)
-    repair_latest(folder, name)

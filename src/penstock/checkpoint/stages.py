@@ -13,7 +13,7 @@ from typing import Any
 from penstock.checkpoint.coordinator import Coordinator
 
 
-def together(document: Mapping[str, Any], coordinator: Coordinator) -> dict[str, Any]:
+def merge_documents(document: Mapping[str, Any], coordinator: Coordinator) -> dict[str, Any]:
     """All ranks' documents merged, on every rank. A document that several ranks have is sent once."""
     text = json.dumps(document, sort_keys=True).encode()
     digests = coordinator.all(lambda: hashlib.sha256(text).hexdigest())
@@ -21,10 +21,10 @@ def together(document: Mapping[str, Any], coordinator: Coordinator) -> dict[str,
         return dict(document)
     first = digests.index(digests[coordinator.rank]) == coordinator.rank
     every = coordinator.all(lambda: dict(document) if first else None)
-    return united([shared for shared in every if shared is not None])
+    return _merged([shared for shared in every if shared is not None])
 
 
-def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All documents merged: names of weights and optimizer state by name from each, the rest from the first."""
     merged: dict[str, Any] = {}
     for document in documents:
@@ -32,7 +32,7 @@ def united(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if key == "param_groups":
                 merged[key] = _groups([*merged.get(key, []), *value])
             elif isinstance(value, Mapping):
-                merged[key] = united([merged.get(key, {}), value])
+                merged[key] = _merged([merged.get(key, {}), value])
             elif (
                 isinstance(value, list)
                 and document is not documents[0]
@@ -54,7 +54,7 @@ def _groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def only(document: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def restricted(document: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The part of a document with the weights of these names and the optimizer's state of them."""
 
     def of(tree: Any) -> Any:

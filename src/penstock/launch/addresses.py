@@ -15,27 +15,27 @@ from typing import NamedTuple, TypeVar
 from penstock.launch.signals import STOPS
 
 
-class Way(NamedTuple):
+class Route(NamedTuple):
     """How this host reaches another host."""
 
     target: str
     """The other host's address."""
     own: str
-    """This host's address on the way there; unless it is a loopback address, the other hosts can reach it there."""
+    """This host's address on that route; unless it is a loopback address, the other hosts can reach it there."""
 
 
-def way_to(host: str) -> Way:
-    """The way from this host to `host`. Sends nothing. Raises OSError if there is none."""
+def route_to(host: str) -> Route:
+    """The route from this host to `host`. Sends nothing. Raises OSError if there is none."""
     family, _, _, _, target = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
-        return Way(str(target[0]), str(probe.getsockname()[0]))
+        return Route(str(target[0]), str(probe.getsockname()[0]))
 
 
-def words_of_way(host: str) -> str:
-    """A sentence on the way to `host`, for users whose hosts do not find each other."""
+def describe_route(host: str) -> str:
+    """A sentence on the route to `host`, for users whose hosts do not find each other."""
     try:
-        target, own = way_to(host)
+        target, own = route_to(host)
     except OSError as problem:
         return f"This host knows no way to {host}: {problem.strerror}."
     if not is_loopback(own):

@@ -214,9 +214,7 @@ def _wait_for_stacks(ranks: Sequence[Rank]) -> None:
         before = written
 
 
-def launch(
-    program: Sequence[str], settings: LaunchSettings, *, tell: Callable[[str], None], replicas: bool = False
-) -> int:
+def launch(program: Sequence[str], settings: LaunchSettings, *, tell: Tell, replicas: bool = False) -> int:
     """Run `program` as this node's ranks, and restart all of them after a fault. Returns the command's exit code.
 
     `program` is what follows `python`: a script or `-m`, a module, and their arguments. Its ranks must resume by

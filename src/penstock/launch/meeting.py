@@ -39,7 +39,7 @@ from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.convert import Count, FilledText, Natural, Range
 from penstock.config.load import from_dict
 from penstock.errors import ConfigError, EnvironmentProblem, ExitCode
-from penstock.launch.addresses import call, interface_of, is_loopback, way_to, words_of_way
+from penstock.launch.addresses import call, describe_route, interface_of, is_loopback, route_to
 from penstock.launch.nodes import Nodes
 from penstock.launch.ranks import Assignment
 from penstock.launch.report import Failure, Outcome
@@ -215,7 +215,7 @@ class Meeting(Nodes):
         alive = max(1, round(settings.lost_seconds / 3))
         parameters = RendezvousParameters(
             backend="c10d", endpoint=settings.rdzv or "", run_id=settings.rdzv_id, min_nodes=settings.nodes[0],
-            max_nodes=settings.nodes[1], local_addr=way_to(settings.endpoint()[0]).own,
+            max_nodes=settings.nodes[1], local_addr=route_to(settings.endpoint()[0]).own,
             join_timeout=str(int(settings.join_seconds)), last_call_timeout=str(int(settings.settle_seconds)),
             keep_alive_interval=str(alive), keep_alive_max_attempt="3",
         )  # fmt: skip
@@ -232,11 +232,11 @@ class Meeting(Nodes):
         while True:
             info = self._handler.next_rendezvous()
             self._store = store = TimedStore(PrefixStore("penstock", info.store), self._begun)
-            way = way_to(self._settings.endpoint()[0])
-            _, port = self._reserve(way.own)
+            route = route_to(self._settings.endpoint()[0])
+            _, port = self._reserve(route.own)
             member = Member(
-                place=self._settings.node_rank, procs=self._procs, address=way.own, port=port, round=self._round,
-                restarts=restarts, host=socket.gethostname(), rendezvous=way.target,
+                place=self._settings.node_rank, procs=self._procs, address=route.own, port=port, round=self._round,
+                restarts=restarts, host=socket.gethostname(), rendezvous=route.target,
             )  # fmt: skip
             keys = [f"member/{node}" for node in range(info.world_size)]
             end = time.monotonic() + self._settings.lost_seconds
@@ -331,16 +331,16 @@ class Meeting(Nodes):
             raise EnvironmentProblem(
                 f"Fewer than {self._settings.nodes[0]} nodes came to {where} within {self._settings.join_seconds:g} s. "
                 "Start `penstock launch` with the same --rdzv and --nnodes on every node, or raise --join-seconds. "
-                + words_of_way(host)
+                + describe_route(host)
             ) from error
         except OSError as error:
-            raise EnvironmentProblem(words_of_way(host)) from error
+            raise EnvironmentProblem(describe_route(host)) from error
         except (DistError, RendezvousConnectionError, RendezvousError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0][:200]
             raise EnvironmentProblem(
                 f"The rendezvous at {where} does not answer ({reason}). The agent on that host serves it: check that "
                 "the host is up, the agent runs there and the port is open. Then start again. "
-                + words_of_way(host)
+                + describe_route(host)
             ) from error
 
 

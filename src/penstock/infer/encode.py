@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.boundary.files import Unreadable, read_bytes, shown
 from penstock.config.formats import Weights
@@ -31,7 +32,6 @@ from penstock.models.inputs import mean_of
 from penstock.models.model import Model
 from penstock.parallel import ALONE, ParallelDims, local_device
 from penstock.parallel.hosts import attend
-from penstock.tasks.text import padded
 
 _CROP = 0.875
 """Share of an image's sides that the centre crop keeps, as in evaluation."""
@@ -92,7 +92,8 @@ class _Texts:
         parts = []
         for begin in range(0, len(order), self.batch):
             ids, seconds = zip(*(rows[number] for number in order[begin : begin + self.batch]))
-            tokens, sizes = map(torch.from_numpy, padded(ids, 0))
+            tokens = pad_sequence([torch.tensor(row) for row in ids], batch_first=True)
+            sizes = torch.tensor([len(row) for row in ids])
             places, kinds = torch.arange(tokens.shape[1]), None
             # Without padding there is no mask.
             lengths = sizes.to(device) if int(sizes.min()) < len(places) else None

@@ -132,7 +132,7 @@ def test_both_of_transformers_namings_are_read(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     in_file = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("vit."): tensor for name, tensor in in_memory.items()}
-    first, *others = (from_hf(state, TINY) for state in (in_memory, in_file, bare))
+    first, *others = (from_hf(state, TINY).state for state in (in_memory, in_file, bare))
     assert sorted(first) == sorted(Model(TINY, device="meta").state_dict())
     for other in others:
         assert sorted(other) == sorted(first)

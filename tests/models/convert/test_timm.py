@@ -42,7 +42,7 @@ def test_recorded_weights_load(name: str) -> None:
     config = ViTConfig(**manifest["config"])
     state = {key: torch.empty(shape, device="meta") for key, shape in manifest["state"].items()}
     ours = Model(config, device="meta").state_dict()
-    assert _shapes(from_timm(state, config)) == _shapes(ours)
+    assert _shapes(from_timm(state, config).state) == _shapes(ours)
 
 
 @pytest.mark.parametrize("name", sorted(set(MANIFESTS) - {"position_free_class_token"}))
@@ -113,7 +113,7 @@ def test_a_distilled_model_computes_what_timm_makes_of_its_weights() -> None:
 def test_a_class_token_without_position_gets_one_of_zeros() -> None:
     state = to_timm(Model(TINY).state_dict(), TINY)
     state["pos_embed"] = state["pos_embed"][:, 1:]
-    positions = from_timm(state, TINY)["encoder.places.weight"]
+    positions = from_timm(state, TINY).state["encoder.places.weight"]
     assert positions.shape == (17, 48)
     assert not positions[0].any()
 

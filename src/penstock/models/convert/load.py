@@ -191,21 +191,21 @@ def _fitted(
     if not isinstance(model, Model) or not isinstance(model.config, ViTConfig):
         _check(expected, state, ())
         return state, Loaded(names="penstock")
-    names, kind = _names_of(state), backbone_in(state)
+    names, kind, misfits = _names_of(state), backbone_in(state), dict[str, str]()
     if names != "penstock":
-        state = (from_hf if names == "hf" else from_timm)(state, model.config)
+        state, misfits, _ = (from_hf if names == "hf" else from_timm)(state, model.config)
     ignored = tuple(name for name in state if _IGNORED.match(name))
     state = {name: tensor for name, tensor in state.items() if name not in ignored}
     # Interpolate as the weights' own library does, so that the results agree with it.
     antialias = names != "hf" or (kind is not None and kind.antialias)
-    state, resized_from = _resized(state, model.config, antialias=antialias)
+    state, resized_from = _resized(state, misfits, model.config, antialias=antialias)
     drawn: tuple[str, ...] = ()
     head = tuple(name for name in expected if name.startswith(("head.", "distil_head.")))
     if new_head:
         fits = all(name in state and not misfit(name, state[name], expected[name]) for name in head)
         drawn = () if fits else head
         state |= {name: expected[name] for name in drawn}
-    _check(expected, state, head)
+    _check(expected, state, head, misfits)
     return state, Loaded(names=names, resized_from=resized_from, drawn=drawn, ignored=ignored)
 
 
@@ -295,17 +295,17 @@ def _names_of(state: Mapping[str, Tensor]) -> Names:
 
 
 def _resized(
-    state: dict[str, Tensor], config: ViTConfig, *, antialias: bool
+    state: dict[str, Tensor], misfits: Mapping[str, str], config: ViTConfig, *, antialias: bool
 ) -> tuple[dict[str, Tensor], int | None]:
-    token = config.has_class_token
-    if ("class_token" in state) != token:
+    token, there = config.has_class_token, state.keys() | misfits.keys()
+    if ("class_token" in there) != token:
         has, lacks = ("no class token", "has one") if token else ("a class token", "has none")
         other = "pooled" if token else "token"
         raise ConfigError(
             f"The weights have {has}, but a model with model.classifier {config.classifier!r} {lacks}; "
             f"set model.classifier to {other!r}."
         )
-    if bool(state.keys() & {"distil_token", "dist_token"}) != config.distilled:
+    if bool(there & {"distil_token", "dist_token"}) != config.distilled:
         has, other = ("no", "false") if config.distilled else ("a", "true")
         raise ConfigError(
             f"The weights have {has} distillation token, but model.distilled is {str(config.distilled).lower()}; set "

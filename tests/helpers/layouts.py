@@ -59,8 +59,8 @@ _VIT = ViTConfig(
 )  # fmt: skip
 
 
-def _foreign(name: str, **heads: int) -> Case:
-    make = partial(foreign.create, name, **heads)
+def _foreign(name: str, **changes: Any) -> Case:
+    make = partial(foreign.create, name, **changes)
     return Case(make, partial(foreign.batches, name), foreign.loss)
 
 
@@ -87,4 +87,8 @@ LAYOUT_CASES: dict[str, Case] = {
     "transformers' gpt2": _foreign("gpt2", n_head=4), "transformers' bert": _foreign("bert", num_attention_heads=4),
     "transformers' t5": _foreign("t5", num_heads=4, d_kv=4),
     "transformers' vit": _foreign("vit", num_attention_heads=4),
+    "transformers' qwen3": _foreign("qwen3", num_attention_heads=4, num_key_value_heads=2),
+    "transformers' gated t5": _foreign("t5", num_heads=4, d_kv=4, feed_forward_proj="gated-gelu"),
+    "transformers' bart": _foreign("bart", encoder_attention_heads=4, decoder_attention_heads=4),
+    "transformers' marian": _foreign("marian", encoder_attention_heads=4, decoder_attention_heads=4),
 }  # fmt: skip

@@ -121,22 +121,3 @@ def test_transformers_attention_dropout_is_not_dropped_silently() -> None:
             module.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="neither a mask nor dropout"):
         model.train()(torch.randn(2, 3, 32, 32))
-
-
-@pytest.mark.parametrize(
-    ("cls", "family", "sizes"),
-    [("XLMRobertaForSequenceClassification", "hf_xlm_roberta", {"hidden_size": 16, "intermediate_size": 16}),
-    ("CamembertForMaskedLM", "hf_camembert", {"hidden_size": 16, "intermediate_size": 16}),
-    ("MT5ForConditionalGeneration", "hf_mt5", {"d_model": 16, "d_ff": 16, "num_decoder_layers": 2})],
-)  # fmt: skip
-def test_relatives_have_the_parts_of_the_family(cls: str, family: str, sizes: dict[str, int]) -> None:
-    """Those of which `helpers.foreign` has no model: the same modules under another class."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, cls).config_class(
-        num_hidden_layers=2, num_attention_heads=2, vocab_size=11, **sizes
-    )
-    model = getattr(transformers, cls)(config)
-    anatomy = anatomy_of(model)
-    assert anatomy.family == family
-    assert len(anatomy.blocks) == (4 if config.is_encoder_decoder else 2)
-    assert all(anatomy.role_of(name) is not None for name, _ in model.named_parameters())

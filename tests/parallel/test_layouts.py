@@ -16,7 +16,7 @@ from torch import nn
 
 from helpers.equality import Close, Job, Trained, beside_one, goes_on_elsewhere, hold, take_steps
 from helpers.layouts import LAYOUT_CASES, Case
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.checkpoint import rewrite
@@ -71,6 +71,11 @@ def test_every_family_learns_the_same_with_split_layers(turn: int) -> None:
     """A third of the families at a time."""
     cases = [(name, f"{line} micro_batch=2") for name in [*LAYOUT_CASES][turn::3] for line in TENSOR]
     _hold(2, cases, steps=2, double=True)
+
+
+@pytest.mark.slow
+def test_of_a_split_table_only_the_row_of_padding_gets_no_gradient() -> None:
+    _hold(2, [("transformers' marian", "tp=2 micro_batch=2")], steps=4, double=True)
 
 
 WITH = [

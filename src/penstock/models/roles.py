@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-import torch
-from torch import Tensor
-
 Split = Literal["column", "row", "none"]
 Kind = Literal["token", "position", "segment", "class", "register", "mask", "relative", "sink", "shift"]
 T = TypeVar("T")
@@ -200,31 +197,3 @@ def owned(role: Role) -> tuple[str, ...]:
         return ()
     loose = (role.bias,) if isinstance(role, Linear) and role.bias is not None else ()
     return (role.name, *loose)
-
-
-def share(role: Role, tensor: Tensor, index: int, count: int) -> Tensor:
-    """The shard of a parameter of this role on device `index` of `count`, as a copy: some of its rows or columns, or
-    all.
-
-    The bias of a row-split linear is added once: the first device has it, and the others have zeros. Each device has a
-    shard of every fused matrix. Raises ValueError if the sizes do not divide.
-    """
-    if isinstance(role, Embedding) and role.split_dim is not None:
-        return _cut(tensor, role.split_dim, (1,), index, count)
-    if not isinstance(role, Linear) or role.split == "none":
-        return tensor.clone()
-    if tensor.ndim == 1 and role.split == "row":
-        return tensor.clone() if index == 0 else tensor.new_zeros(tensor.shape)
-    outputs = -1 if tensor.ndim == 1 or role.transposed else -2
-    if role.split == "column":
-        return _cut(tensor, outputs, role.fused, index, count)
-    return _cut(tensor, -2 if outputs == -1 else -1, (1,), index, count)
-
-
-def _cut(tensor: Tensor, dim: int, fused: tuple[int, ...], index: int, count: int) -> Tensor:
-    """The shard `index` of `count`, along `dim`, of each of several fused matrices of these relative sizes."""
-    unit = tensor.shape[dim] // (sum(fused) * count)
-    if unit * sum(fused) * count != tensor.shape[dim]:
-        raise ValueError(f"{tensor.shape[dim]} rows or columns do not split over {count} devices as {fused}.")
-    sizes = [unit * size for size in fused for _ in range(count)]
-    return torch.cat(torch.split(tensor, sizes, dim)[index::count], dim)

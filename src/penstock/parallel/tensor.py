@@ -378,6 +378,12 @@ class _Splitter:
             rows = int(weight.shape[0])
             share = Share(self.line.group, self.line.index * -(-rows // self.line.count), rows)
             module.__dict__["penstock_words"] = share
+            padding = getattr(module, "padding_idx", None)
+            if (
+                padding is not None
+            ):  # a row without a gradient, which only the rank that holds it may leave out
+                held = share.start <= padding < share.start + weight.to_local().shape[0]
+                setattr(module, "padding_idx", padding - share.start if held else None)  # noqa: B010 (for mypy)
             if hasattr(module, "share"):  # it computes the loss itself
                 setattr(module, "share", share)  # noqa: B010 (for mypy)
         module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]

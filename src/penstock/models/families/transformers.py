@@ -65,9 +65,7 @@ _BERT_PERCEPTRON = _perceptron("", "intermediate.dense", "output.dense")
 
 
 def vit_stacks(names: Collection[str], heads: int) -> Stacks:
-    """All parts that a ViTModel with the blocks in `names` may have, in the names of transformers 5, or in those of
-    version 4, which its files still use.
-    """
+    """All parts that a ViTModel with the blocks in `names` may have, in the names of transformers 5 or 4."""
     if blocks := numbered(names, r"layers\.(\d+)"):
         inner, out = ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj"
         perceptron = _perceptron("mlp", "mlp.fc1", "mlp.fc2")

@@ -5,11 +5,10 @@ A unit is gathered as a whole. The model's Anatomy defines the units: each block
 computes, and the root is one with everything outside the blocks. Split experts are separate units, over the ranks that
 hold the same experts. `plan.sharding` determines what happens to a unit:
 
-| sharding | weights after a forward pass | gradients of a micro-batch that is not the last | |---|---|---| | zero1 |
-stay whole until the step's last backward pass | stay whole on each rank, and accumulate there | | zero2 | stay whole
-until the step's last backward pass | are reduced, so that each rank keeps its share | | fsdp | are freed, and gathered
-again for the backward pass | are reduced | | hsdp | as fsdp, within a group | are reduced within the group; the last
-micro-batch sums the groups' shares |
+- `zero1`: weights stay whole until the step's last backward pass, and gradients accumulate whole on each rank;
+- `zero2`: weights likewise; the gradients of each micro-batch are reduced, so that each rank keeps its share;
+- `fsdp`: as `zero2`, but weights are freed after a forward pass, and gathered again for the backward pass;
+- `hsdp`: as `fsdp`, within a group; the last micro-batch sums the groups' shares of the gradients.
 """
 
 from __future__ import annotations

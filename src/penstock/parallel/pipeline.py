@@ -3,9 +3,9 @@
 A model keeps its structure and its names on every rank. Parts held by other ranks are emptied: their parameters are
 None. A stage runs the model's own `forward` on the batch, with stand-ins for the parts that it does not hold:
 
-- parts before the blocks return zeros of the right shape, from which masks and positions are made; - the block before
-the stage's first returns the values that the previous stage has sent; - the block after its last ends the forward pass,
-with the values that the next stage needs.
+- parts before the blocks return zeros of the right shape, from which masks and positions are made;
+- the block before the stage's first returns the values that the previous stage has sent;
+- the block after its last ends the forward pass, with the values that the next stage needs.
 
 So every family runs unchanged, and masks and rotations are made on each stage and not sent. An encoder's output, the
 memory, is sent from stage to stage with the tokens, and its gradient comes back the same way, each stage's added to it.
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,11 +150,7 @@ class Stages:
                 shapes = self.expected(stage, args, kwargs)
                 received = links.receive(stage - 1, self.rank_of(stage - 1), shapes)
                 links.wait(received)
-            self._active = stage, received
-            try:
-                outputs = self._run_stage(stage, *args, **kwargs)
-            finally:
-                self._active = None
+            outputs = self.run(stage, received, partial(self._run_stage, stage, *args, **kwargs))
             if stage < self.last:
                 links.send(stage, self.rank_of(stage + 1), outputs)
         links.finish()

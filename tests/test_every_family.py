@@ -15,7 +15,7 @@ from torch import Tensor
 from helpers.cpus import ProductsOfBf16
 from helpers.equality import Trained, alone, trained
 from helpers.families import ENROLLED, Enrolled, batches, loss, small
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.sweeps import sweep
 from penstock import checkpoint
 from penstock.apply import compile_model

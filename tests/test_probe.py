@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed
 
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock import probe as probe_room
 from penstock.config.machine import (
     GemmSample,

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from helpers.rank_pool import RankPool
-from helpers.spawn import RankFailed, spawn
+from helpers.spawn import RankFailed, Ranks, spawn
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
             import os, sys, time
             from pathlib import Path
             from torch import distributed
-            from helpers.rank_pool import pool
-            from helpers.spawn import spawn
+            from helpers.spawn import pool, spawn
 
             def sleep(folder, name, seconds):
                 Path(folder, f"pid.{name}.{distributed.get_rank()}").write_text(str(os.getpid()))
@@ -137,7 +135,7 @@ def _drawn() -> float:
 
 
 def test_a_pool_runs_many_cases_in_the_same_ranks_and_starts_anew_after_a_failure(tmp_path: Path) -> None:
-    ranks = RankPool(2)
+    ranks = Ranks(2)
     try:
         first = ranks.run(_pid)
         assert ranks.run(_pid) == first

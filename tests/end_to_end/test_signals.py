@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from helpers.agents import QUIET
 from helpers.jobs import words
 from helpers.rows import record
+from helpers.spawn import QUIET
 from helpers.sweeps import sweep
 from helpers.toy import desk
 from penstock import checkpoint

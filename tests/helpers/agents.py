@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from helpers.forked import Popen
-
-QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+from helpers.spawn import QUIET
 
 
 class Agent:

@@ -161,10 +161,9 @@ def samples(config: RunConfig) -> list[list[int]]:
 
 def losses(config: RunConfig) -> list[float]:
     """The loss of every step of the run as it stands."""
-    from penstock.train.metrics import read_metrics
+    from helpers.runs import losses_of
 
-    records = read_metrics(Path(config.output) / "metrics.jsonl")
-    return [loss for record in records if record["event"] == "steps" for loss in record["losses"]]
+    return losses_of(config.output)
 
 
 def same_end(config: RunConfig, other: RunConfig) -> None:

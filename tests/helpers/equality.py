@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import families
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock import checkpoint
 from penstock.apply import compile_model
 from penstock.build import Built, build

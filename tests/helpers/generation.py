@@ -68,9 +68,11 @@ _LIKE_LLAMA = ("llama", "qwen", "qwen2", "mixtral")
 
 
 def tiny(
-    name: str, *, words: int = WORDS, seed: int = 0, depth: int = 2, dtype: torch.dtype = torch.float64
-) -> Model:
-    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`.
+    name: str, *, words: int = WORDS, seed: int = 0, depth: int = 2, dtype: torch.dtype = torch.float64,
+    **changes: Any,
+) -> Model:  # fmt: skip
+    """A decoder of `DECODERS` or an encoder–decoder of `BOTH`, `depth` blocks of width 16, drawn by `seed`; with
+    `changes` of its stacks.
 
     Where blocks differ by a pattern over depth there are four.
     """
@@ -83,10 +85,10 @@ def tiny(
     base = bases.get(name, base)
     config: Any = PRESETS[base]
     if isinstance(config, Seq2SeqConfig):
-        stack = replace(config.encoder, **sizes)
+        stack = replace(config.encoder, **sizes, **changes)
         config = replace(config, encoder=stack, decoder=stack, vocabulary=words)
     else:
-        config = replace(config, **{**sizes, **DECODERS[name]}, vocabulary=words)
+        config = replace(config, **{**sizes, **DECODERS[name], **changes}, vocabulary=words)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = create(config, dtype=dtype)
@@ -98,6 +100,12 @@ def tiny(
     model.eval()
     assert isinstance(model, Model)
     return model
+
+
+def routed(name: str) -> Model:
+    """A model of which labels 0 and 2 have expert 3, and label 1 has expert 1."""
+    options: dict[str, Any] = {"router": "given", "labels": 3, "expert_of": (3, 1, 3)}
+    return tiny(name, seed=1, experts=4, experts_per_token=1, **options)
 
 
 class Letters(Bytes):

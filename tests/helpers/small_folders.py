@@ -24,28 +24,21 @@ from penstock.export.export import inputs_of
 from penstock.tasks import classification_loss
 from penstock.train.prepare import write_beside
 
-SMALL: dict[str, Any] = {"width": 32, "depth": 2, "heads": 2, "mlp_width": 64}
-
 
 def folder(name: str, where: Path, rows: int = Bytes.size, **changes: Any) -> Path:
     """A small model of a family with random weights, and beside it a tokenizer, as a run leaves them."""
     torch.manual_seed(0)
     model: Any = penstock.PRESETS[name]
-    config: Any
+    depth = 1 if isinstance(model, UniversalConfig | MultimodalConfig) else 2
+    sizes = {"width": 32, "depth": depth, "heads": 2, "kv_heads": None, "mlp_width": 64} | changes
+    outer = {"vocabulary": rows, "sequence": 48}
     if isinstance(model, penstock.ViTConfig):
-        config = dataclasses.replace(model, **SMALL, image_size=32, patch_size=8, classes=5)
-    elif isinstance(model, UniversalConfig | MultimodalConfig):
-        several: Any = with_stacks(model, lambda stack: dataclasses.replace(stack, **SMALL | {"depth": 1}))
-        config = dataclasses.replace(several, vocabulary=rows, sequence=48)
+        outer = {"image_size": 32, "patch_size": 8, "classes": 5}
     elif isinstance(model, penstock.Seq2SeqConfig):
-        sides = {
-            side: dataclasses.replace(getattr(model, side), **SMALL | changes)
-            for side in ("encoder", "decoder")
-        }
-        config = dataclasses.replace(model, vocabulary=rows, sequence=48, decoder_sequence=48, **sides)
-    else:
-        sizes = SMALL | {"kv_heads": None} | changes
-        config = dataclasses.replace(model, **sizes, vocabulary=rows, sequence=48)
+        outer["decoder_sequence"] = 48
+    config = dataclasses.replace(
+        with_stacks(model, lambda stack: dataclasses.replace(stack, **sizes)), **outer
+    )
     if not isinstance(config, penstock.ViTConfig):
         write_beside(config, cast(Any, SimpleNamespace(tokenizer=Bytes())), where / "words")
     penstock.save_pretrained(penstock.create(config), where / name, beside=where / "words")

@@ -1,4 +1,5 @@
-"""Some ranks on this machine, for tests: `spawn(function, world, *args)` runs a function in that many gloo processes.
+"""Some ranks on this machine, for tests: `spawn(function, world, *args)` runs a function in that many gloo processes,
+and `pool(world).run(function, *args)` in processes that are started once and run many cases.
 
 The processes are forked from one server that has imported `helpers.preloaded` and computed nothing: it starts
 once per test run; from then on a group of two is up in a tenth of a second, and no process is forked while threads of
@@ -7,6 +8,7 @@ this one hold locks.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import fcntl
@@ -15,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,7 +33,7 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-_QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _GRACE = 0.5
 """Seconds in which other ranks may still report after the first failure; whoever failed first is then told first."""
 _LOG_TAIL = 4000
@@ -59,19 +63,76 @@ def spawn(
         RankFailed: a rank raised, was killed, or the whole took longer than `timeout` seconds; then it holds every
             rank's stack. All processes are gone by then, whatever they were doing.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    ranks = Ranks(world, timeout if group else None)
+    try:
+        return ranks.run(function, *args, timeout=timeout)
+    finally:
+        ranks.close()
 
-    start_server()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with turn(), tempfile.TemporaryDirectory(prefix="penstock-spawn-") as scratch:
-        ranks = [Rank(number, Path(scratch)) for number in range(world)]
-        try:
-            for rank in ranks:
-                rank.start(world, store.port, timeout if group else None)
-            return ask(ranks, function, args, timeout)
-        finally:
-            for rank in ranks:
-                rank.end()
+
+class Ranks:
+    """`world` ranks, started by the first case, in a gloo group whose collectives fail after `patience` seconds.
+
+    A case costs some milliseconds beside its own work. What a case leaves in its processes, the next one finds there:
+    functions build what they need and keep nothing. After a failure all ranks are ended, and the next case starts new
+    ones.
+    """
+
+    def __init__(self, world: int, patience: float | None = 300.0) -> None:
+        self.world, self.patience = world, patience
+        self._ranks: list[Rank] = []
+        self._store: Any = None
+        self._ends = contextlib.ExitStack()
+
+    def run(self, function: Callable[..., R], *args: Any, timeout: float = 60.0) -> list[R]:
+        """What `function(*args)` returned on each rank, by rank. Takes and raises what `spawn` does."""
+        with turn():
+            try:
+                if not self._ranks:
+                    self._start()
+                self._signal(signal.SIGCONT)
+                results = _ask(self._ranks, function, args, timeout)
+                self._signal(signal.SIGSTOP)
+                return results
+            except BaseException:
+                self.close()
+                raise
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Let all ranks stand still, or go on. Gloo has a thread for each group that a rank was ever in, which looks
+        for messages a hundred times a second: ranks that wait for the next case would take half of two cores.
+        """
+        for rank in self._ranks:
+            os.kill(rank.process.pid, number)
+
+    def _start(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        start_server()
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        scratch = self._ends.enter_context(tempfile.TemporaryDirectory(prefix="penstock-ranks-"))
+        for number in range(self.world):
+            self._ranks.append(Rank(number, self.world, self._store.port, self.patience, Path(scratch)))
+            self._ends.callback(self._ranks[-1].end)
+        pids = [str(rank.process.pid) for rank in self._ranks]
+        # It ends the ranks when this process is gone: those that stand still cannot do so themselves.
+        command = ["sh", "-c", 'read line; kill -9 "$@"', "guard", *pids]
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self._ends.callback(guard.communicate)
+        self._ends.callback(guard.kill)
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._ends.close()
+        self._ranks, self._store = [], None
+
+
+@cache
+def pool(world: int) -> Ranks:
+    """The ranks of a group of so many, which live until this process ends."""
+    made = Ranks(world)
+    atexit.register(made.close)
+    return made
 
 
 @contextlib.contextmanager
@@ -95,8 +156,7 @@ def turn() -> Iterator[None]:
             _turns -= 1
 
 
-def ask(ranks: Sequence[Rank], function: Callable[..., R], args: tuple[Any, ...], timeout: float) -> list[R]:
-    """Let ranks that were started run `function(*args)`, and return what each returned. Raises as `spawn`."""
+def _ask(ranks: Sequence[Rank], function: Callable[..., R], args: tuple[Any, ...], timeout: float) -> list[R]:
     task = pickle.dumps((_module_file(function), pickle.dumps((function, args))))
     for rank in ranks:
         rank.outcome = None
@@ -106,24 +166,20 @@ def ask(ranks: Sequence[Rank], function: Callable[..., R], args: tuple[Any, ...]
 
 
 class Rank:
-    """The parent's side of one process."""
+    """The parent's side of one process, which joins no group without the `patience` of its collectives."""
 
-    def __init__(self, number: int, scratch: Path) -> None:
+    def __init__(self, number: int, world: int, port: int, patience: float | None, scratch: Path) -> None:
         self.number = number
         self.log = scratch / f"{number}.log"
         self.stack = scratch / f"{number}.stack"
-        self.process: Any = None
-        self.pipe: Connection
         self.outcome: tuple[float, bool, Any] | None = None
         """When it ended, whether it returned, and what: the result, or the text of the failure."""
-
-    def start(self, world: int, port: int, timeout: float | None) -> None:
-        """Start it; without a `timeout` of collectives it joins no group."""
         context = multiprocessing.get_context("forkserver")
+        self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         environment = {
             **os.environ,
-            **_QUIET,
+            **QUIET,
             "RANK": str(self.number),
             "LOCAL_RANK": str(self.number),
             "WORLD_SIZE": str(world),
@@ -134,8 +190,8 @@ class Rank:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         files = (str(self.log), str(self.stack))
-        arguments = (theirs, environment, os.getcwd(), files, timeout)
-        self.process = context.Process(target=_live, args=arguments, daemon=True)
+        arguments = (theirs, environment, os.getcwd(), files, patience)
+        self.process: Any = context.Process(target=_live, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -153,12 +209,11 @@ class Rank:
             self.outcome = (-1.0, False, f"It {how} before it returned.")
 
     def end(self) -> None:
-        if self.process is not None:
-            if self.process.is_alive():
-                self.process.kill()
-            self.process.join()
-            self.process.close()
-            self.pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
 
     def said(self) -> str:
         text = self.log.read_text(errors="replace")[-_LOG_TAIL:] if self.log.exists() else ""
@@ -208,7 +263,7 @@ def _stack(rank: Rank) -> str:
 
 def start_server() -> None:
     """Start the server that ranks are forked from, single-threaded whatever this process is."""
-    with _environment({**os.environ, **_QUIET}):
+    with _environment({**os.environ, **QUIET}):
         multiprocessing.get_context("forkserver").set_forkserver_preload(["helpers.preloaded"])
         forkserver.ensure_running()
 

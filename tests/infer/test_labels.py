@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.generation import logits_after, tiny
+from helpers.generation import logits_after, routed, tiny
 from helpers.generation import served as engine_makes
-from helpers.routed import routed
 from helpers.served import served
 from penstock.cli import main
 from penstock.config.decoding import Decoding

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from helpers.families import small
-from helpers.generation import Letters, tiny
-from helpers.rank_pool import pool
-from helpers.routed import routed
+from helpers.generation import Letters, routed, tiny
+from helpers.spawn import pool
 from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.compress.data import QuantiseData

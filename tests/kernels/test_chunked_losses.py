@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock.cpu import this_cpu
 from penstock.kernels import choices
 from penstock.kernels import linear_cross_entropy as module

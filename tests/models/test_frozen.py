@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers import foreign
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock import checkpoint
 from penstock.build import Built, build
 from penstock.checkpoint import rewrite

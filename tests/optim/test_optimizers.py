@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from helpers.equality import TINY, images
 from helpers.modules import loaded
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.sweeps import in_turn
 from penstock import checkpoint
 from penstock.build import Built, build

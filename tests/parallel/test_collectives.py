@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.layouts import LAYOUT_CASES
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.watched import Watched
 from penstock.build import build
 from penstock.config.model import DecoderConfig, EncoderConfig, Seq2SeqConfig, ViTConfig

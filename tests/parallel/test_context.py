@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers import families
 from helpers.equality import Close, Trained, beside_one, hold
 from helpers.families import ENROLLED, loss, small
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.sweeps import sweep
 from penstock.config.model import DecoderConfig, preset
 from penstock.config.plan import Plan

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from helpers.equality import Close, Job, Trained, compare, goes_on_elsewhere, take_steps
 from helpers.families import ENROLLED, WITH_EXPERTS, Given
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.sweeps import sweep
 from penstock.config.model import ModelConfig, Seq2SeqConfig
 from penstock.config.plan import Plan

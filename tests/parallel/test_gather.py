@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.equality import TINY, images, trained
-from helpers.rank_pool import pool
-from helpers.spawn import spawn
+from helpers.spawn import pool, spawn
 from helpers.sweeps import sweep
 from penstock.apply import compile_model
 from penstock.build import build

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.generation import served, tiny
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock.config.decoding import Decoding
 from penstock.config.plan import Plan
 from penstock.decode.engine import Engine, Request

@@ -15,8 +15,7 @@ from helpers import equality, foreign
 from helpers.doomed import config_in, finished, launched, same_end
 from helpers.equality import Close, Job, Trained, take_steps
 from helpers.families import ENROLLED, Given, batches
-from helpers.rank_pool import pool
-from helpers.spawn import RankFailed
+from helpers.spawn import RankFailed, pool
 from helpers.sweeps import sweep
 from penstock.build import build
 from penstock.config.decoding import Decoding

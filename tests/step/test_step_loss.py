@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from penstock.build import build
 from penstock.config.plan import Plan
 from penstock.config.run import Recipe

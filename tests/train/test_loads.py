@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from helpers.families import ENROLLED, OTHERS, batches, loss
-from helpers.rank_pool import pool
 from helpers.runs import cut_in_step, records_of
+from helpers.spawn import pool
 from penstock.build import build
 from penstock.cli import main
 from penstock.config.model_rules import stack_problems

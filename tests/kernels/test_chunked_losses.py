@@ -17,10 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 from helpers.spawn import pool
 from penstock.cpu import this_cpu
 from penstock.kernels import choices
-from penstock.kernels import linear_cross_entropy as module
 from penstock.kernels.contrast import contrast, plain_contrast
-from penstock.kernels.distil import Taught
-from penstock.kernels.linear_cross_entropy import linear_cross_entropy, rows_at_once
+from penstock.kernels.distil import Taught, divergences_and_gradients
+from penstock.kernels.linear_cross_entropy import linear_cross_entropy, padded_entries, rows_at_once
 from penstock.kernels.sample_losses import sample_losses
 from penstock.kernels.vocabulary import Share
 
@@ -94,7 +93,7 @@ def test_chunks_are_exact_padded_or_not(
     assert len(expected) == len(inputs) + 1
     for padded in (False, True):
         monkeypatch.setitem(choices.PADDED_TO, "cpu", 64 if padded else 1)
-        assert len(module.padded_entries(inputs[1])) == (64 if padded else 60)
+        assert len(padded_entries(inputs[1])) == (64 if padded else 60)
         found = LOSSES[loss](inputs, targets, smoothing=smoothing, budget=budget)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-6 if dtype == torch.float64 else 1e-5, atol=1e-5)
@@ -150,13 +149,12 @@ def test_no_chunk_holds_more_rows_of_student_and_teacher_than_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows: list[tuple[int, int]] = []
-    made = module.divergences_and_gradients
 
     def note(logits: Tensor, taught: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
         rows.append((len(logits), len(taught)))
-        return made(logits, taught, *rest)  # type: ignore[arg-type]
+        return divergences_and_gradients(logits, taught, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "divergences_and_gradients", note)
+    monkeypatch.setattr("penstock.kernels.logit_rows.divergences_and_gradients", note)
     _taught(*_case(torch.float32), budget=4 * BUDGET)
     assert rows == [(8, 8)] * 4 + [(4, 4)]
 

@@ -31,8 +31,8 @@ from penstock.dtypes import sums_type, widened
 from penstock.kernels import choices
 from penstock.kernels.choices import rows_in_chunk
 from penstock.kernels.cross_entropy import IGNORED, capped, cross_entropy
-from penstock.kernels.distil import Taught, divergences, divergences_and_gradients
-from penstock.kernels.logit_rows import fuses_rows, logit_rows_, row_losses, take_target_
+from penstock.kernels.distil import Taught, divergences
+from penstock.kernels.logit_rows import fuses_rows, logit_rows_
 from penstock.kernels.vocabulary import (
     Share,
     divergence_and_gradient,
@@ -232,10 +232,10 @@ class _Sums(NamedTuple):
         counted = targets != IGNORED
         wanted = self.x.numel() or self.weight.numel() or self.bias.numel()
         slopes = 1.0 - (logits / self.cap).square() if self.cap and wanted else None
-        if self.share is None and fuses_rows(x.device, dtype, taught=self.taught is not None):
-            p = self._fused(here, logits, targets, bool(wanted))
+        if self.share is None:
+            p = self._whole(here, logits, targets, bool(wanted))
         else:
-            p = self._plain(here, logits, targets.where(counted, 0), counted, bool(wanted))
+            p = self._split(here, logits, targets.where(counted, 0), counted, bool(wanted))
         if not wanted:
             return
         if slopes is not None:
@@ -257,7 +257,7 @@ class _Sums(NamedTuple):
         if self.weight.numel():
             self._learn(gradient, x * counts)
 
-    def _fused(self, here: slice, logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    def _whole(self, here: slice, logits: Tensor, targets: Tensor, wanted: bool) -> Tensor:
         """The logits (r, V), overwritten by the gradient if it is wanted."""
         taught, w, temperature = None, 0.0, 1.0
         if self.taught is not None:
@@ -275,43 +275,22 @@ class _Sums(NamedTuple):
         rows = F.linear(self.taught.x[here], *self.taught[1:3])[:, : self.columns]
         return capped(rows, self.taught.cap)
 
-    def _plain(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> Tensor:
-        """The gradient (r, V) if it is wanted, ignored rows included."""
-        if self.share is not None:
-            p = logits.to(self.loss.dtype, copy=True)
-            to_teacher: Tensor | None = None
-            w = 0.0
-            if self.taught is not None:
-                w, temperature = self.taught[3:5]
-                meant = self._taught_logits(here).to(p.dtype, copy=True)
-                divergence, to_teacher = divergence_and_gradient(p.clone(), meant, temperature, self.share)
-            row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
-            losses = row.losses if to_teacher is None else row.losses * (1.0 - w) + divergence * w
-            self.loss.add_(losses.where(counted, 0).sum())
-            if wanted:
-                to_gradient_(p, row, self.smoothing, self.share, self.z_loss)
-                p = p if to_teacher is None else p.mul_(1.0 - w).add_(to_teacher, alpha=w)
-        else:
-            p = torch.log_softmax(logits, dim=-1, dtype=self.loss.dtype)
-            index = targets[:, None]
-            losses, w = row_losses(p, index, self.smoothing), 0.0
-            if self.z_loss:
-                sums = torch.logsumexp(logits.to(p.dtype), 1)
-                losses = losses + self.z_loss * sums.square()
-            if self.taught is not None:
-                w, temperature = self.taught[3:5]
-                meant = self._taught_logits(here)
-                divergence, pull = divergences_and_gradients(logits, meant, temperature, self.loss.dtype)
-                losses = losses * (1.0 - w) + divergence * w
-            self.loss.add_(losses.where(counted, 0).sum())
-            if not wanted:
-                return p
-            p.exp_()
-            if self.z_loss:
-                p.mul_(1.0 + 2.0 * self.z_loss * sums[:, None])
-            take_target_(p, index, self.smoothing)
-            if self.taught is not None:
-                p.mul_(1.0 - w).add_(pull, alpha=w)
+    def _split(self, here: slice, logits: Tensor, targets: Tensor, counted: Tensor, wanted: bool) -> Tensor:
+        """The gradient (r, V) of this rank's entries if it is wanted, ignored rows included."""
+        assert self.share is not None
+        p = logits.to(self.loss.dtype, copy=True)
+        to_teacher: Tensor | None = None
+        w = 0.0
+        if self.taught is not None:
+            w, temperature = self.taught[3:5]
+            meant = self._taught_logits(here).to(p.dtype, copy=True)
+            divergence, to_teacher = divergence_and_gradient(p.clone(), meant, temperature, self.share)
+        row = normalised_(p, targets, self.smoothing, self.share, self.z_loss)
+        losses = row.losses if to_teacher is None else row.losses * (1.0 - w) + divergence * w
+        self.loss.add_(losses.where(counted, 0).sum())
+        if wanted:
+            to_gradient_(p, row, self.smoothing, self.share, self.z_loss)
+            p = p if to_teacher is None else p.mul_(1.0 - w).add_(to_teacher, alpha=w)
         if self.row_weights is not None:
             p.mul_(self.row_weights[here, None])
         return p.mul_(self.scale) if self.scale != 1.0 else p

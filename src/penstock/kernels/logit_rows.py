@@ -126,17 +126,18 @@ def _plain(
     dtype = sums_type(logits.dtype)
     counted = targets != IGNORED
     index = targets.where(counted, 0)[:, None]
-    sums = torch.logsumexp(logits.to(dtype), 1)
     p = torch.log_softmax(logits, dim=-1, dtype=dtype)
+    sums = logits.amax(1) - p.amax(1)
     losses = row_losses(p, index, smoothing) + z_loss * sums.square()
-    p.exp_().mul_(1.0 + 2.0 * z_loss * sums[:, None])
-    take_target_(p, index, smoothing)
     if taught is not None:
         divergence, pull = divergences_and_gradients(logits, taught, temperature, dtype)
         losses = (1.0 - share) * losses + share * divergence
-        p.mul_(1.0 - share).add_(pull, alpha=share)
     if gradient:
+        p.exp_().mul_(1.0 + 2.0 * z_loss * sums[:, None])
+        take_target_(p, index, smoothing)
+        if taught is not None:
+            p.mul_(1.0 - share).add_(pull, alpha=share)
         factor = counted * scale if row_weights is None else counted * scale * row_weights
         # Ignored rows become zeros, whatever their logits are.
-        logits.copy_(torch.where(counted[:, None], p * factor[:, None], 0.0))
+        logits.copy_(p.mul_(factor[:, None]).masked_fill_(~counted[:, None], 0.0))
     return losses.where(counted, 0.0), sums.where(counted, 0.0)

@@ -162,7 +162,6 @@ class _Splitter:
         self.partial: list[str] = []
         self.made: dict[int, nn.Parameter] = {}
         """DTensors by the parameters that they replace: tied weights stay tied."""
-        self.learned: dict[int, str] = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
 
     def run(self) -> None:
         for role in walk(self.anatomy.stacks):
@@ -191,12 +190,9 @@ class _Splitter:
         """Whether only cross attention reads a stack's output: then all ranks return parts of its gradient, which are
         summed once, at the stack's end."""
         anatomy = self.anatomy
-        others = range(number + 1, len(anatomy.stacks))
-        memory = any(number in anatomy.read_by(reader)[1] for reader in others)
-        return memory and number not in (
-            *anatomy.read_out,
-            *(anatomy.read_by(reader)[0] for reader in others),
-        )
+        reads = [anatomy.read_by(reader) for reader in range(number + 1, len(anatomy.stacks))]
+        memory = any(number in memories for _, memories in reads)
+        return memory and number not in (*anatomy.read_out, *(source for source, _ in reads))
 
     # -- parts
 
@@ -233,18 +229,18 @@ class _Splitter:
             mixture.neighbours = Neighbours(line)
             return
         mixture.exchange = Slices(line)
-        self._split(role.up, {"weight": 1, "bias": 1}, pieces=len(role.up.fused), kind=SplitModule)
-        self._split(role.down, {"weight": 2}, kind=SplitModule, line=line, spread=("bias",))
+        self._split(role.up, {"weight": 1, "bias": 1}, pieces=len(role.up.fused))
+        self._split(role.down, {"weight": 2}, line=line, spread=("bias",))
 
     def _column(self, linear: Linear) -> None:
         outputs = 1 if linear.transposed else 0
         pieces = len(linear.fused)
-        self._split(linear, {"weight": outputs, "bias": 0}, pieces=pieces, kind=SplitModule)
+        self._split(linear, {"weight": outputs, "bias": 0}, pieces=pieces)
         _divide(self._module(self._plain(linear.name)), linear.counts, self.line.count)
         self._clips(linear)
         if is_adapted(self._module(linear.name)):
             # A's output is the same on all ranks; each rank's rows of B return a part of its gradient.
-            self._split(linear, {"weight": 0}, pieces=pieces, kind=SplitModule, inside=SECOND)
+            self._split(linear, {"weight": 0}, pieces=pieces, inside=SECOND)
             self.partial.append(f"{linear.name}.{FIRST}.weight")
 
     def _row(self, linear: Linear, line: Line) -> None:
@@ -356,7 +352,7 @@ class _Splitter:
         return key in getattr(self._module(module), "penstock_spread", ())
 
     def _split(
-        self, role: Role, where: dict[str, int], *, kind: type = object, pieces: int = 1,
+        self, role: Role, where: dict[str, int], *, kind: type = SplitModule, pieces: int = 1,
         line: Line | None = None, spread: tuple[str, ...] = (), inside: str = "",
     ) -> None:  # fmt: skip
         """Split parameters of a role's module, or of the module `inside` it; `where` maps their names to dimensions."""
@@ -365,7 +361,7 @@ class _Splitter:
             raise ConfigError(
                 f"plan.tp cannot split {role.name}, whose bias another module holds; use plan.tp=1."
             )
-        swap(module, SplitModule if kind is object else kind)
+        swap(module, kind)
         if line is not None:
             module.__dict__["penstock_line"] = line
         module.__dict__["penstock_spread"] = tuple(n for n in spread if module._parameters.get(n) is not None)
@@ -378,12 +374,9 @@ class _Splitter:
             rows = int(weight.shape[0])
             share = Share(self.line.group, self.line.index * -(-rows // self.line.count), rows)
             module.__dict__["penstock_words"] = share
-            padding = getattr(module, "padding_idx", None)
-            if (
-                padding is not None
-            ):  # a row without a gradient, which only the rank that holds it may leave out
-                held = share.start <= padding < share.start + weight.to_local().shape[0]
-                setattr(module, "padding_idx", padding - share.start if held else None)  # noqa: B010 (for mypy)
+            if (padding := module.__dict__.get("padding_idx")) is not None:  # a row that gets no gradient
+                held = range(share.start, share.start + len(weight.to_local()))
+                module.__dict__["padding_idx"] = held.index(padding) if padding in held else None
             if hasattr(module, "share"):  # it computes the loss itself
                 setattr(module, "share", share)  # noqa: B010 (for mypy)
         module.register_load_state_dict_pre_hook(cut_to_fit)  # type: ignore[no-untyped-call]

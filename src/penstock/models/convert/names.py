@@ -169,12 +169,6 @@ def _joined(parts: list[Tensor], name: str, entry: WeightPlaces, config: TextCon
     return torch.cat(groups, dim=1).flatten(0, 2)
 
 
-def left_over(names: list[str], ignored: str) -> tuple[list[str], list[str]]:
-    """The weights that no module of ours uses: those that may be left out (they match a pattern), and the rest."""
-    free = [name for name in names if re.search(ignored, name)]
-    return free, [name for name in names if name not in free]
-
-
 # -- weights under other names than those of the tables in `names`
 
 
@@ -295,7 +289,10 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
     # transformers' state dicts hold a tied weight under each of its names.
     tokens = converted.state.get("tokens.weight")
     left = [name for name in converted.left if tokens is None or not _equal(state[name], tokens)]
-    free, others = left_over(left, library.ignored.replace("{depth}", str(stacks(model.config)[0].depth)))
+    ignored = library.ignored.replace(
+        "{depth}", str(stacks(model.config)[0].depth)
+    )  # weights that may be left out
+    free = [name for name in left if re.search(ignored, name)]
     bias = state.get("final_logits_bias")
     if bias is not None and "final_logits_bias" in free and not bias.is_meta and bool((bias != 0).any()):
         raise ConfigError(
@@ -304,7 +301,7 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
         )
     for name in (name for name in free if name.endswith("embed_positions.weight")):
         _require_sinusoids(name, state[name], stacks(model.config)[0].width)
-    return converted._replace(left=others), free
+    return converted._replace(left=[name for name in left if name not in free]), free
 
 
 def _require_sinusoids(name: str, table: Tensor, width: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.equality import Trained, alone, trained
+from helpers.equality import Trained, beside_each, hold_both_ends
 from helpers.generation import served
 from helpers.spawn import spawn
 from penstock import checkpoint
@@ -174,29 +174,13 @@ LAYOUTS = {
 
 def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
     _enrol()
-    options: dict[str, Any] = {
-        "steps": 3, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": batches, "loss": Given()
-    }  # fmt: skip
-    plans = [Plan.parse(line) for line in lines]
-    return [(p.line(), trained(CONFIG, p, **options), trained(CONFIG, alone(p), **options)) for p in plans]
+    recipe = Recipe(lr=3e-3, eps=1e-4)
+    return beside_each("gist", lambda: CONFIG, lines, steps=3, recipe=recipe, batches=batches, loss=Given())
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
-    """The first rank and the last, which have the first and the last stage."""
-    found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
-    for line, got, expected in (*found[0], *found[-1]):
-        torch.testing.assert_close(
-            torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-4, atol=1e-5
-        )
-        for name, value in got.weights.items():
-            torch.testing.assert_close(
-                value,
-                expected.weights[name],
-                rtol=1e-3,
-                atol=2e-5,
-                msg=lambda t, n=name, s=line: f"{s}: {n}: {t}",
-            )
+    hold_both_ends(spawn(_ranks, world, LAYOUTS[world], timeout=280))
 
 
 def test_it_is_saved_and_reloaded(tmp_path: Path) -> None:

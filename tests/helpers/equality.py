@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -160,6 +160,14 @@ def beside_one(
     return said, got, known.get(key, Trained())
 
 
+def beside_each(
+    name: str, make: Callable[[], Any], lines: Iterable[str], **options: Any
+) -> list[tuple[str, Trained, Trained]]:
+    """The same under each of some lines."""
+    known = dict[tuple[str, Plan], Trained]()
+    return [beside_one(f"{name}: {line}", make, Plan.parse(line), known, **options) for line in lines]
+
+
 class Close(NamedTuple):
     """How far results may be apart. With `reach`, how far the optimizer can have moved an element, each tensor is held
     as a whole: its difference against its norm or that reach, because single elements tell of rounding."""
@@ -180,9 +188,14 @@ class Close(NamedTuple):
             assert error <= self.rtol * far + self.atol, f"{said} differs by {error:.1e} of {far:.1e}"
 
 
+WEIGHTS, FIGURES = Close(1e-3, 2e-5), Close(1e-4, 1e-5)
+"""Of fp32: ranks add up gradients in another order, and Adam divides by their size."""
+
+
 def hold(
-    said: str, got: Trained, expected: Trained, *, weights: Close, figures: Close, norms: Close | None = None
-) -> None:
+    said: str, got: Trained, expected: Trained, *, weights: Close = WEIGHTS, figures: Close = FIGURES,
+    norms: Close | None = None,
+) -> None:  # fmt: skip
     """Hold what ranks learned to what one process did: losses and outputs within `figures`, gradient norms within
     `norms`, weights and averages within `weights`."""
     for kind in ("weights", "ema"):
@@ -194,7 +207,7 @@ def hold(
 
 
 def hold_figures(
-    said: str, got: Trained, expected: Trained, *, figures: Close, norms: Close | None = None
+    said: str, got: Trained, expected: Trained, *, figures: Close = FIGURES, norms: Close | None = None
 ) -> None:
     """The same of what all ranks know."""
     figures.hold(f"{said}: losses", got.losses, expected.losses)
@@ -202,6 +215,13 @@ def hold_figures(
     if expected.outputs is not None:
         assert got.outputs is not None
         figures.hold(f"{said}: outputs", got.outputs.double(), expected.outputs.double())
+
+
+def hold_both_ends(found: list[list[tuple[str, Trained, Trained]]]) -> None:
+    """Hold what the first rank and the last made of some lines, which have the first and the last stage."""
+    for (said, got, expected), (_, last, _) in zip(found[0], found[-1], strict=True):
+        hold(said, got, expected)
+        hold_figures(said, last, expected)
 
 
 # -- Layouts of a family's model, one by one

@@ -23,11 +23,29 @@ class Make:
         return torch.full(shape, 0.5, device=self.device, dtype=dtype)
 
 
-_PAIR_LOSSES = (
-    "mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss hinge_embedding_loss soft_margin_loss"
-)
-_POINTWISE = "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan"
-_TOTALS = "sum prod norm logsumexp quantile nanquantile"
+_SHAPES = {
+    "4,4": """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan sum prod norm logsumexp quantile
+        nanquantile pow cumsum cumprod vector_norm matrix_norm pdist trace softplus softmax softmin log_softmax gelu
+    """,
+    "4,4 4,4": """
+        mse_loss l1_loss smooth_l1_loss huber_loss poisson_nll_loss hinge_embedding_loss soft_margin_loss matmul mm
+        cdist cosine_similarity binary_cross_entropy_with_logits binary_cross_entropy inner
+    """,
+    "4,4 4,4 4,4": "addmm triplet_margin_loss", "2,4 4,4": "linear", "4,4 4": "mv", "4,4 1": "prelu",
+    "4 4,4 4": "addmv", "4,4 4 4": "addr", "4,4 2,4,4 2,4,4": "addbmm", "2,4 2,4 4,4,4": "bilinear",
+    "4 4": "vecdot dist atan2 dot vdot lerp", "4 4 4": "margin_ranking_loss addcdiv addcmul", "2,4,4 2,4,4": "bmm",
+    "2,4,4 2,4,4 2,4,4": "baddbmm", "1,2,4,4 1,2,4,4 1,2,4,4": "scaled_dot_product_attention",
+    "1,2,4 2,2,1": "conv1d conv_transpose1d", "1,2,4,4 2,2,1,1": "conv2d conv_transpose2d",
+    "1,2,4,4,4 2,2,1,1,1": "conv3d conv_transpose3d", "4,1,2 1,2,2 2": "conv_tbc",
+    "1,2,4,4,4": "avg_pool3d max_pool3d adaptive_avg_pool3d",
+}  # fmt: skip
+"""Names of operations that take tensors of these shapes and, where `_LAST` has one, a number."""
+_LAST = {
+    "pow": 2, "cumsum": 0, "cumprod": 0, "softmax": -1, "softmin": -1, "log_softmax": -1, "logsumexp": 0,
+    "quantile": 0.5, "nanquantile": 0.5, "lerp": 0.5, "avg_pool3d": 2, "max_pool3d": 2, "adaptive_avg_pool3d": 2,
+}  # fmt: skip
+_PLAIN = {name: shapes for shapes, names in _SHAPES.items() for name in names.split()}
 
 
 def call(name: str, make: Make) -> Any:
@@ -36,20 +54,11 @@ def call(name: str, make: Make) -> Any:
     for part in name.split(".")[1:]:
         function = getattr(function, part)
     last = name.rpartition(".")[2]
-    if last in _PAIR_LOSSES.split():
-        return function(make(4, 4), make(4, 4))
-    if last in _POINTWISE.split():
-        return function(make(4, 4))
-    if name.startswith("torch.fft."):
-        return function(make(4, 4))
-    if last in _TOTALS.split():
-        return function(*_totals(last, make))
-    return _CALLS[last](function, make)
-
-
-def _totals(last: str, make: Make) -> tuple[Any, ...]:
-    x = make(4, 4)
-    return {"logsumexp": (x, 0), "quantile": (x, 0.5), "nanquantile": (x, 0.5)}.get(last, (x,))
+    shapes = "4,4" if name.startswith("torch.fft.") else _PLAIN.get(last)
+    if shapes is None:
+        return _CALLS[last](function, make)
+    tensors = [make(*map(int, shape.split(","))) for shape in shapes.split()]
+    return function(*tensors, *([_LAST[last]] if last in _LAST else []))
 
 
 def _labels(make: Make, *values: int) -> Tensor:
@@ -73,31 +82,11 @@ def _index_put(function: Any, make: Make) -> Any:
 
 
 _CALLS: dict[str, Callable[[Any, Make], Any]] = {
-    "linear": lambda f, m: f(m(2, 4), m(4, 4)), "conv1d": lambda f, m: f(m(1, 2, 4), m(2, 2, 1)),
-    "conv2d": lambda f, m: f(m(1, 2, 4, 4), m(2, 2, 1, 1)),
-    "conv3d": lambda f, m: f(m(1, 2, 4, 4, 4), m(2, 2, 1, 1, 1)),
-    "conv_transpose1d": lambda f, m: f(m(1, 2, 4), m(2, 2, 1)),
-    "conv_transpose2d": lambda f, m: f(m(1, 2, 4, 4), m(2, 2, 1, 1)),
-    "conv_transpose3d": lambda f, m: f(m(1, 2, 4, 4, 4), m(2, 2, 1, 1, 1)),
-    "conv_tbc": lambda f, m: f(m(4, 1, 2), m(1, 2, 2), m(2)), "matmul": lambda f, m: f(m(4, 4), m(4, 4)),
-    "mm": lambda f, m: f(m(4, 4), m(4, 4)), "bmm": lambda f, m: f(m(2, 4, 4), m(2, 4, 4)),
-    "mv": lambda f, m: f(m(4, 4), m(4)), "addmm": lambda f, m: f(m(4, 4), m(4, 4), m(4, 4)),
-    "addmv": lambda f, m: f(m(4), m(4, 4), m(4)), "addr": lambda f, m: f(m(4, 4), m(4), m(4)),
-    "addbmm": lambda f, m: f(m(4, 4), m(2, 4, 4), m(2, 4, 4)),
-    "baddbmm": lambda f, m: f(m(2, 4, 4), m(2, 4, 4), m(2, 4, 4)),
     "einsum": lambda f, m: f("ij,jk->ik", m(4, 4), m(4, 4)), "chain_matmul": lambda f, m: f(m(4, 4), m(4, 4)),
-    "multi_dot": lambda f, m: f([m(4, 4), m(4, 4)]), "vecdot": lambda f, m: f(m(4), m(4)),
-    "scaled_dot_product_attention": lambda f, m: f(m(1, 2, 4, 4), m(1, 2, 4, 4), m(1, 2, 4, 4)),
-    "prelu": lambda f, m: f(m(4, 4), m(1)), "lstm_cell": lambda f, m: _cell(f, m, 4),
+    "multi_dot": lambda f, m: f([m(4, 4), m(4, 4)]), "lstm_cell": lambda f, m: _cell(f, m, 4),
     "gru_cell": lambda f, m: _cell(f, m, 3), "rnn_tanh_cell": lambda f, m: _cell(f, m, 1),
-    "rnn_relu_cell": lambda f, m: _cell(f, m, 1), "pow": lambda f, m: f(m(4, 4), 2),
-    "cumsum": lambda f, m: f(m(4, 4), 0), "cumprod": lambda f, m: f(m(4, 4), 0),
-    "vector_norm": lambda f, m: f(m(4, 4)), "matrix_norm": lambda f, m: f(m(4, 4)),
-    "dist": lambda f, m: f(m(4), m(4)), "cdist": lambda f, m: f(m(4, 4), m(4, 4)), "pdist": lambda f, m: f(m(4, 4)),
-    "renorm": lambda f, m: f(m(4, 4), 2, 0, 1.0), "trace": lambda f, m: f(m(4, 4)),
-    "cosine_similarity": lambda f, m: f(m(4, 4), m(4, 4)), "softplus": lambda f, m: f(m(4, 4)),
-    "softmax": lambda f, m: f(m(4, 4), -1), "softmin": lambda f, m: f(m(4, 4), -1),
-    "log_softmax": lambda f, m: f(m(4, 4), -1), "layer_norm": lambda f, m: f(m(4, 4), (4,), m(4), m(4)),
+    "rnn_relu_cell": lambda f, m: _cell(f, m, 1), "renorm": lambda f, m: f(m(4, 4), 2, 0, 1.0),
+    "layer_norm": lambda f, m: f(m(4, 4), (4,), m(4), m(4)),
     "native_layer_norm": lambda f, m: f(m(4, 4), (4,), m(4), m(4), 1e-5)[0],
     "rms_norm": lambda f, m: f(m(4, 4), (4,), m(4)), "group_norm": lambda f, m: f(m(4, 4), 2, m(4), m(4)),
     "interpolate": lambda f, m: f(m(1, 2, 4, 4), scale_factor=2.0, mode="bilinear"),
@@ -105,26 +94,15 @@ _CALLS: dict[str, Callable[[Any, Make], Any]] = {
     "nll_loss": lambda f, m: f(m(4, 4), _labels(m, 0, 1, 2, 3)),
     "multi_margin_loss": lambda f, m: f(m(4, 4), _labels(m, 0, 1, 2, 3)),
     "multilabel_margin_loss": lambda f, m: f(m(1, 4), _labels(m, 0, 1, -1, -1).view(1, 4)),
-    "margin_ranking_loss": lambda f, m: f(m(4), m(4), m(4)),
-    "triplet_margin_loss": lambda f, m: f(m(4, 4), m(4, 4), m(4, 4)),
     "cosine_embedding_loss": lambda f, m: f(m(4, 4), m(4, 4), _labels(m, 1, 1, -1, 1)),
-    "binary_cross_entropy_with_logits": lambda f, m: f(m(4, 4), m(4, 4)),
-    "binary_cross_entropy": lambda f, m: f(m(4, 4), m(4, 4)),
     "kl_div": lambda f, m: f(m(4, 4), m(4, 4), reduction="batchmean"), "ctc_loss": _ctc,
-    "addcdiv": lambda f, m: f(m(4), m(4), m(4)), "addcmul": lambda f, m: f(m(4), m(4), m(4)),
-    "atan2": lambda f, m: f(m(4), m(4)), "cross": lambda f, m: f(m(4, 3), m(4, 3), dim=1),
-    "dot": lambda f, m: f(m(4), m(4)), "vdot": lambda f, m: f(m(4), m(4)), "inner": lambda f, m: f(m(4, 4), m(4, 4)),
-    "tensordot": lambda f, m: f(m(4, 4), m(4, 4), dims=1), "index_put": _index_put,
-    "index_add": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
+    "cross": lambda f, m: f(m(4, 3), m(4, 3), dim=1), "tensordot": lambda f, m: f(m(4, 4), m(4, 4), dims=1),
+    "index_put": _index_put, "index_add": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
     "scatter": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
     "masked_scatter": lambda f, m: f(m(4), torch.ones(4, dtype=torch.bool, device=m.device), m(4)),
-    "lerp": lambda f, m: f(m(4), m(4), 0.5), "index_copy": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
+    "index_copy": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
     "scatter_add": lambda f, m: f(m(4), 0, _labels(m, 0, 1), m(2)),
-    "bilinear": lambda f, m: f(m(2, 4), m(2, 4), m(4, 4, 4)),
     "grid_sample": lambda f, m: f(m(1, 2, 4, 4), m(1, 4, 4, 2), align_corners=False),
     "cat": lambda f, m: f([m(4), m(4)]), "stack": lambda f, m: f([m(4), m(4)]),
-    "avg_pool3d": lambda f, m: f(m(1, 2, 4, 4, 4), 2), "max_pool3d": lambda f, m: f(m(1, 2, 4, 4, 4), 2),
-    "adaptive_avg_pool3d": lambda f, m: f(m(1, 2, 4, 4, 4), 2),
     "stft": lambda f, m: f(m(16), 8, window=torch.ones(8, device=m.device), return_complex=True),
-    "gelu": lambda f, m: f(m(4, 4)),
 }  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.equality import Trained, alone, trained
+from helpers.equality import Trained, beside_each, hold_both_ends
 from helpers.families import WORDS, batches, loss, small
 from helpers.spawn import spawn
 from helpers.sweeps import sweep
@@ -181,28 +181,14 @@ def _with_prefixes(config: UniversalConfig, step: int, samples: int) -> tuple[An
 
 
 def _ranks(lines: list[str]) -> list[tuple[str, Trained, Trained]]:
-    config = _config()
-    options: dict[str, Any] = {
-        "steps": 2, "recipe": Recipe(lr=3e-3, eps=1e-4), "batches": partial(_with_prefixes, config),
-        "loss": loss,
-    }  # fmt: skip
-    plans = [Plan.parse(line) for line in lines]
-    return [(p.line(), trained(config, p, **options), trained(config, alone(p), **options)) for p in plans]
+    recipe, given = Recipe(lr=3e-3, eps=1e-4), partial(_with_prefixes, _config())
+    return beside_each("universal", _config, lines, steps=2, recipe=recipe, batches=given, loss=loss)
 
 
 @pytest.mark.parametrize("world", sweep(LAYOUTS, [2]))
 @pytest.mark.slow
 def test_every_layout_trains_it_as_one_process_does(world: int) -> None:
-    found = spawn(_ranks, world, LAYOUTS[world], timeout=280)
-    for line, got, expected in (*found[0], *found[-1]):
-        torch.testing.assert_close(
-            torch.tensor(got.losses), torch.tensor(expected.losses), rtol=1e-4, atol=1e-5
-        )
-        for name, value in got.weights.items():
-            torch.testing.assert_close(
-                value, expected.weights[name], rtol=1e-3, atol=2e-5,
-                msg=lambda t, n=name, s=line: f"{s}: {n}: {t}",
-            )  # fmt: skip
+    hold_both_ends(spawn(_ranks, world, LAYOUTS[world], timeout=280))
 
 
 def test_its_split_and_its_shares_are_described() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.equality import TINY, Close, Trained, alone, beside_one, hold
+from helpers.equality import TINY, Close, Trained, alone, beside_each, hold
 from helpers.spawn import spawn
 from helpers.sweeps import sweep
 from penstock.build import build
@@ -32,12 +32,8 @@ def _both(
     lines: list[str], double: bool, steps: int = STEPS, **recipe: Any
 ) -> list[tuple[str, Trained, Trained]]:
     """For each plan, what the ranks learned and what one process did; the latter on rank 0 alone."""
-    known: dict[tuple[str, Plan], Trained] = {}
     options: dict[str, Any] = {"steps": steps, "recipe": replace(RECIPE, **recipe), "double": double}
-    return [
-        beside_one(f"tiny: {line}", partial(_model, double), Plan.parse(line), known, **options)
-        for line in lines
-    ]
+    return beside_each("tiny", partial(_model, double), lines, **options)
 
 
 def _model(double: bool) -> Any:

@@ -62,7 +62,7 @@ def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: b
             weights = Close(0.1, 0.0, RECIPE.lr * steps)
             hold(said, got, expected, weights=weights, figures=Close(3e-2, 1e-5))
         else:
-            hold(said, got, expected, weights=Close(1e-3, 2e-5), figures=Close(1e-4, 1e-5))
+            hold(said, got, expected)
 
 
 @pytest.mark.slow

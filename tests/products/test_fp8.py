@@ -5,6 +5,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -74,21 +75,13 @@ def test_scales_are_powers_of_two_where_asked() -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_zeros_give_zeros_and_what_is_not_finite_shows(scaling: Scaling) -> None:
-    x = torch.zeros(16, 32, requires_grad=True)
-    w = torch.randn(16, 32, requires_grad=True)
-    y = fp8_linear(x, w, scaling=scaling, emulate=True)
-    assert (y == 0).all()
-    y.backward(torch.zeros_like(y))
-    assert x.grad is not None
-    assert w.grad is not None
-    assert (x.grad == 0).all()
-    assert (w.grad == 0).all()
+    linear, w = partial(fp8_linear, scaling=scaling, emulate=True), torch.randn(16, 32)
+    for result in passed(linear, torch.zeros(16, 32), w, of=torch.zeros(16, 16, dtype=torch.bfloat16)):
+        assert (result == 0).all()
     for value in (float("nan"), float("inf")):
         bad = torch.ones(16, 32)
         bad[3, 5] = value
-        assert fp8_linear(bad, w, scaling=scaling, emulate=True)[3].isnan().all(), (
-            "hidden from the loss scaler"
-        )
+        assert linear(bad, w)[3].isnan().all(), "hidden from the loss scaler"
 
 
 def spread(*shape: int) -> Tensor:
@@ -96,6 +89,16 @@ def spread(*shape: int) -> Tensor:
     x = torch.randn(*shape)
     x[1] *= 20.0
     return x
+
+
+def passed(linear: Callable[..., Tensor], *leaves: Tensor, of: Tensor | None = None) -> list[Tensor]:
+    """What a linear layer makes of x, weight and bias, and their gradients for that `of` its result, or for ones."""
+    copies = [leaf.clone().requires_grad_() for leaf in leaves]
+    y = linear(*copies)
+    y.backward(torch.ones_like(y) if of is None else of)
+    grads = [copy.grad for copy in copies if copy.grad is not None]
+    assert len(grads) == len(leaves)
+    return [y.detach(), *grads]
 
 
 def product_bound(
@@ -115,49 +118,36 @@ def product_bound(
 @pytest.mark.parametrize("rows", [32, 21])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_the_three_products_are_within_the_bound_of_fp64(scaling: Scaling, rows: int) -> None:
-    x, w, bias = (
-        spread(rows, 48).requires_grad_(),
-        spread(64, 48).requires_grad_(),
-        torch.randn(64, requires_grad=True),
-    )
-    y = fp8_linear(x, w, bias, scaling=scaling, emulate=True)
-    dy = spread(rows, 64).bfloat16()
-    y.backward(dy)
-    assert x.grad is not None
-    assert w.grad is not None
-    assert bias.grad is not None
-    a, b, g = x.detach().double(), w.detach().double(), dy.double()
+    x, w, bias, dy = spread(rows, 48), spread(64, 48), torch.randn(64), spread(rows, 64).bfloat16()
+    linear = partial(fp8_linear, scaling=scaling, emulate=True)
+    y, to_x, to_w, to_bias = passed(linear, x, w, bias, of=dy)
+    a, b, g = x.double(), w.double(), dy.double()
     kind = GRADIENT[scaling]
     for found, exact, bound in (
-        (y, a @ b.T + bias.detach().double(), product_bound(a, b, E4M3, E4M3, scaling)),
-        (x.grad, g @ b, product_bound(g, b.T, kind, E4M3, scaling)),
-        (w.grad, g.T @ a, product_bound(g.T, a.T, kind, E4M3, scaling)),
+        (y, a @ b.T + bias.double(), product_bound(a, b, E4M3, E4M3, scaling)),
+        (to_x, g @ b, product_bound(g, b.T, kind, E4M3, scaling)),
+        (to_w, g.T @ a, product_bound(g.T, a.T, kind, E4M3, scaling)),
     ):
-        error = (found.detach().double() - exact).abs()
+        error = (found.double() - exact).abs()
         assert (error <= bound + 2 * BF16 * (exact.abs() + bound)).all()
         # Measured 0.8 to 6 % of the norm, less where outliers hold most of it; bf16 would be at 0.2 to 0.4 %.
         relative = float(error.norm() / exact.norm())
         assert 0.006 < relative < 0.08, relative
-    torch.testing.assert_close(bias.grad, dy.float().sum(0))
+    torch.testing.assert_close(to_bias, dy.float().sum(0))
     assert y.dtype == torch.bfloat16
-    assert x.grad.dtype == w.grad.dtype == torch.float32
+    assert to_x.dtype == to_w.dtype == torch.float32
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("rows", [32, 21])
 def test_torchs_kernel_gives_what_the_reference_gives(scaling: Scaling, rows: int) -> None:
     """On a CPU torch has the kernel too. Sums differ in order only, so by fp32's rounding, then rounded to bf16."""
-    results = []
-    for emulate in (True, False):
-        torch.manual_seed(0)
-        x, w, bias = (t.requires_grad_() for t in (spread(rows, 48), spread(64, 48), torch.randn(64)))
-        y = fp8_linear(x, w, bias, scaling=scaling, emulate=emulate)
-        y.backward(spread(rows, 64).bfloat16())
-        results.append((y.detach(), x.grad, w.grad, bias.grad))
-    for reference, found in zip(*results):
-        assert reference is not None
-        assert found is not None
-        torch.testing.assert_close(found, reference, rtol=2 * BF16, atol=1e-4)
+    leaves, dy = (spread(rows, 48), spread(64, 48), torch.randn(64)), spread(rows, 64).bfloat16()
+    reference, found = (
+        passed(partial(fp8_linear, scaling=scaling, emulate=emulate), *leaves, of=dy)
+        for emulate in (True, False)
+    )
+    torch.testing.assert_close(found, reference, rtol=2 * BF16, atol=1e-4)
 
 
 def test_scaling_by_a_power_of_two_changes_nothing_but_the_exponent() -> None:
@@ -194,14 +184,12 @@ def test_gradients_are_those_of_a_linear_layer() -> None:
     x, w = torch.randn(32, 48), torch.randn(64, 48)
     target = torch.randn(32, 64).double()
     for scaling in SCALINGS:
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = fp8_linear(a, b, scaling=scaling, emulate=True)
-        (y.float() * target.float()).sum().backward()
+        linear = partial(fp8_linear, scaling=scaling, emulate=True)
+        _, to_x, to_w = passed(linear, x, w, of=target.bfloat16())
         for value, gradient, moved in (
-            (x, a.grad, lambda d: ((x.double() + d) @ w.double().T * target).sum()),
-            (w, b.grad, lambda d: (x.double() @ (w.double() + d).T * target).sum()),
+            (x, to_x, lambda d: ((x.double() + d) @ w.double().T * target).sum()),
+            (w, to_w, lambda d: (x.double() @ (w.double() + d).T * target).sum()),
         ):
-            assert gradient is not None
             direction = torch.randn(value.shape, dtype=torch.float64)
             direction += gradient.double() / gradient.double().norm() * direction.norm()
             slope = (moved(1e-6 * direction) - moved(-1e-6 * direction)) / 2e-6
@@ -210,18 +198,10 @@ def test_gradients_are_those_of_a_linear_layer() -> None:
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_it_compiles_whole(scaling: Scaling) -> None:
-    def run(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-        return fp8_linear(x, w, bias, scaling=scaling, emulate=True)
-
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        torch.manual_seed(0)
-        leaves = [t.requires_grad_() for t in (torch.randn(2, 5, 32), torch.randn(16, 32), torch.randn(16))]
-        y: Tensor = call(*leaves)
-        y.backward(torch.ones_like(y))
-        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for eager, compiled in zip(*results):
-        torch.testing.assert_close(compiled, eager)
+    run = partial(fp8_linear, scaling=scaling, emulate=True)
+    leaves = torch.randn(2, 5, 32), torch.randn(16, 32), torch.randn(16)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(passed(compiled, *leaves), passed(run, *leaves))
 
 
 def test_only_the_gradients_asked_for_are_computed() -> None:
@@ -287,17 +267,14 @@ def test_training_in_fp8_learns_what_bf16_learns() -> None:
 def test_the_gpus_kernel_gives_what_the_reference_gives(scaling: Scaling, rows: int) -> None:
     """The tensor cores add up about 14 bits of what is shifted to the largest term: 2^-8 of the sum of magnitudes is
     allowed."""
-    results = []
-    for emulate in (True, False):
-        torch.manual_seed(0)
-        leaves = [t.cuda().requires_grad_() for t in (spread(rows, 256), spread(512, 256), torch.randn(512))]
-        y = fp8_linear(leaves[0], leaves[1], leaves[2], scaling=scaling, emulate=emulate)
-        y.backward(spread(rows, 512).bfloat16().cuda())
-        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-    for reference, found in zip(*results):
-        assert reference is not None
-        assert found is not None
-        difference = (found.float() - reference.float()).norm() / reference.float().norm()
+    given = spread(rows, 256), spread(512, 256), torch.randn(512), spread(rows, 512).bfloat16()
+    *leaves, dy = (t.cuda() for t in given)
+    reference, found = (
+        passed(partial(fp8_linear, scaling=scaling, emulate=emulate), *leaves, of=dy)
+        for emulate in (True, False)
+    )
+    for value, wanted in zip(found, reference):
+        difference = (value.float() - wanted.float()).norm() / wanted.float().norm()
         assert float(difference) < 2.0**-8
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import distributed, nn
 
-from helpers.rank_pool import pool
+from helpers.spawn import pool
 from helpers.toy import TOY
 from penstock import Plan, predict
 from penstock.build import build

@@ -35,6 +35,7 @@ _FAR = 64
 """How far from the requested number of devices an alternative is searched."""
 _TRIES, _PARTS = 6, 64
 """Number of attempts to reduce a budget until it fits, and the parts of a GiB to which it is rounded down."""
+_SECONDS = attrgetter("iteration_seconds")
 _REST = attrgetter(*(name for name in AXES if name != "micro_batch"))
 
 
@@ -139,7 +140,7 @@ def explore(
     rates, parameters = rates_of(machine, base), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
     limit, result = room(machine), SearchResult()
-    ranked: list[tuple[float, int, Prediction]] = []
+    fitting: list[Prediction] = []
 
     def legal(devices: int, samples: int) -> Iterator[Plan]:
         return layouts(model, machine, devices, samples, base, space or Space(), fixed)
@@ -162,10 +163,9 @@ def explore(
             if result.nearest is None or needed_size < result.nearest[1]:
                 result.nearest = (plan, needed_size)
             continue
-        prediction = prediction_of(work, machine, plan, rates, parameters, parts=parts)
-        ranked.append((prediction.iteration_seconds, result.tried, prediction))
-        if keep is not None and len(ranked) > 40 * keep:
-            ranked = sorted(ranked)[:keep]
+        fitting.append(prediction_of(work, machine, plan, rates, parameters, parts=parts))
+        if keep is not None and len(fitting) > 40 * keep:
+            fitting = sorted(fitting, key=_SECONDS)[:keep]
     if not result.tried:
         fixed_fields = [f"{name}={getattr(base, name)}" for name in SEARCHED if name in fixed]
         with_fields = f" with {', '.join(fixed_fields)}" if fixed_fields else ""
@@ -174,7 +174,7 @@ def explore(
             f"No layout has {gpus} devices and {batch} samples a step{with_fields}: tensor parallel degrees "
             f"must divide the heads, stages must divide the {depth(model)} blocks, and replicas the samples. {near}"
         )
-    result.predictions = _even_first([prediction for _, _, prediction in sorted(ranked)[:keep]])
+    result.predictions = _even_first(sorted(fitting, key=_SECONDS)[:keep])
     return result
 
 

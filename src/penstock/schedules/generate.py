@@ -26,7 +26,7 @@ def generate(name: ScheduleName, ranks: int, micro_batches: int, chunks: int = 1
     if problems:
         raise ConfigError(problems)
     if name == "zb-h1":
-        return _zb_h1(ranks, micro_batches)
+        return Schedule(tuple(tuple(_zb_h1(rank, ranks, micro_batches)) for rank in range(ranks)))
     return _interleaved(ranks, micro_batches, chunks, forwards_first=name == "gpipe")
 
 
@@ -92,16 +92,12 @@ def _warm_up(rank: int, ranks: int, chunks: int, group: int, total: int) -> int:
     return min(total, hops if chunks == 1 else (chunks - 1) * group + 2 * hops)
 
 
-def _zb_h1(ranks: int, micro_batches: int) -> Schedule:
-    """1F1B with a split backward, where rank r postpones its weight gradients by r micro-batches.
+def _zb_h1(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """One rank's 1F1B with a split backward, where rank r postpones its weight gradients by r micro-batches.
 
     The first rank holds as much as under 1F1B, and no rank holds more. The postponed weight gradients fill
     the end of the pipeline. Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, §2.2, schedule ZB-H1.
     """
-    return Schedule(tuple(tuple(_zb_h1_rank(rank, ranks, micro_batches)) for rank in range(ranks)))
-
-
-def _zb_h1_rank(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
     warm_up = min(micro_batches, ranks - 1 - rank)
     for i in range(warm_up):
         yield Action(rank, "F", i)

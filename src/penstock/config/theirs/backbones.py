@@ -138,10 +138,8 @@ def config_from_hf(values: Mapping[str, Any]) -> ViTConfig:
         parts = (values.get("vision_config"), values.get("vision_config_dict"))
         inner = {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
         log.info("Of %s the half for images is read, and the half for texts is left out.", one.whole)
-    settings, problems = (
-        dict[str, Any](),
-        list(refused(inner, {*one.options, *one.unapplied, *_FREE, one.gate}, one.must)),
-    )
+    settings: dict[str, Any] = {}
+    problems = list(refused(inner, {*one.options, *one.unapplied, *_FREE, one.gate}, one.must))
     for option, (default, path) in one.options.items():
         value = _here(option, inner.get(option, default), inner, one, problems)
         if settings.setdefault(path, value) != value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache, reduce
 from itertools import islice
@@ -74,16 +74,19 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     kind = _record(library.model_type)
     options = {name: value for name, value in values.items() if name in field_types(kind)}
     given: Any = from_dict(kind, options, origin="config.json")
-    problems = list(islice(_refused(values, library), MOST_PROBLEMS))
+    known = {*field_types(kind), *FREE, *library.free, *library.of_classes}
+    problems = list(islice(refused(values, known, library.must), MOST_PROBLEMS))
     settings = _settings(given, library, problems)
     if (methods := library.must.get("topk_method")) and "router_groups" in settings:
         whole = values.get("topk_method", methods[-1]) == "greedy"  # whatever the groups are
         groups = {name: 1 if whole else settings[name] or 1 for name in ("router_groups", "groups_per_token")}
         settings |= groups
-    option, known = library.activation
+    option, activations = library.activation
     activation = getattr(given, option)
-    if activation not in known:
-        problems.append(f"config.json has {option} {shown_value(activation)}; known are {', '.join(known)}.")
+    if activation not in activations:
+        problems.append(
+            f"config.json has {option} {shown_value(activation)}; known are {', '.join(activations)}."
+        )
     settings |= read_places(given, library, problems)
     problems += [
         f"config.json has {name} under penstock, which no {library.model_type} reads; remove it there."
@@ -93,7 +96,9 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     if problems:
         raise ConfigError(problems)
     both = isinstance(library.base, Seq2SeqConfig)
-    settings |= {f"{side}mlp": known[activation] for side in (("encoder.", "decoder.") if both else ("",))}
+    settings |= {
+        f"{side}mlp": activations[activation] for side in (("encoder.", "decoder.") if both else ("",))
+    }
     if library.shift:
         settings["max_positions"] = max(1, settings["max_positions"] - library.shift)
     if library.saves_itself:
@@ -196,12 +201,6 @@ def _value(given: Any, option: str, library: Library) -> Any:
     if value is None and isinstance(default, str):
         return _value(given, default.removeprefix("="), library)
     return value
-
-
-def _refused(values: Mapping[str, Any], library: Library) -> Iterator[str]:
-    """A problem for each option that our models do not have, or that has a value they cannot represent."""
-    known = {*field_types(_record(library.model_type)), *FREE, *library.free, *library.of_classes}
-    return refused(values, known, library.must)
 
 
 def _head(given: Any, library: Library, values: Mapping[str, Any]) -> dict[str, Any]:

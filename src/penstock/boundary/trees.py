@@ -268,7 +268,7 @@ def _yaml_loader() -> Any:
                     raise _Problem(
                         f"it has the alias {quoted(event.anchor)} inside the value that it repeats"
                     )
-            elif isinstance(event, yaml.NodeEvent) and event.tag is not None:
+            elif getattr(event, "tag", None) is not None:
                 raise _Problem(f"it has the tag {quoted(event.tag)}; write the value without it")
             elif isinstance(event, yaml.CollectionStartEvent):
                 if len(self._open) == LEVELS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Iterator
@@ -19,11 +18,15 @@ def places_of(name: str, cls: Any, path: str = "") -> Iterator[str]:
             yield from places_of(name, arm, f"{path}{key}.")
 
 
-@functools.cache  # resolving evaluates source text
+_FIELD_TYPES: dict[Any, dict[str, Any]] = {}
+
+
 def field_types(cls: Any) -> dict[str, Any]:
     """Resolved type of each field of a dataclass, in order of declaration."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    if cls not in _FIELD_TYPES:  # resolving evaluates source text, so do it once per class
+        hints = typing.get_type_hints(cls, include_extras=True)
+        _FIELD_TYPES[cls] = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return _FIELD_TYPES[cls]
 
 
 def dataclasses_of(kind: Any) -> tuple[type, ...]:

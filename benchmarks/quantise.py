@@ -111,7 +111,7 @@ def with_outliers(run: Path, target: Path) -> Path:
     """The model of a run as a folder, with outliers behind its norms."""
     model = penstock.from_pretrained(run)
     with torch.no_grad():
-        for norm, names in norm_readers(model):
+        for norm, names in norm_readers(model).items():
             for parameter in model.get_submodule(norm).parameters():
                 parameter[:4] *= 50
             for weight in (model.get_submodule(name).weight for name in names):

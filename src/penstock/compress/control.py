@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -19,47 +18,24 @@ NOISE = 0.02
 """A shape counts as slower if its time is larger by more than this share."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Controlled:
-    """The layers of a model that are rounded, the reasons for the rest, and the scores."""
-
-    before: float
-    """Score of the original model, in points."""
-    after: float
-    """Score with the chosen layers rounded, in points; `before` if none could be."""
-    rounded: frozenset[str]
-    """Names of the layers that are rounded; empty if no choice stays within the bound."""
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    """By name, the reason why each other layer is not rounded."""
-    evaluations: int = 0
-
-    @property
-    def lost(self) -> float:
-        """Points that were lost."""
-        return self.before - self.after
-
-
 def keep_within(
     names: Sequence[str], score: Callable[[Collection[str]], float], drop: float, harm: Callable[[str], float],
     *, before: float,
-) -> Controlled:  # fmt: skip
-    """Choose which of the layers `names` are rounded, so that the score falls by at most `drop` points below `before`.
+) -> tuple[Collection[str], float]:  # fmt: skip
+    """Choose which of the layers `names` are rounded, so that the score falls by at most `drop` points below `before`;
+    returns them, none if no choice stays within the bound, and the score.
 
     `score` evaluates the model with these layers rounded, `harm` measures how much rounding a single layer changes the
     outputs. Layers are sorted by harm, and bisection finds how few of the most harmful must stay unrounded. Then these
     are tried again, the least harmful first, and each is rounded if the bound still holds.
     """
-    count = 0
 
     def fits(chosen: Collection[str]) -> float | None:
-        nonlocal count
-        count += 1
         reached = score(chosen)
         return reached if before - reached <= drop + 1e-9 else None
 
-    after = fits(names)
-    if after is not None:
-        return Controlled(before=before, after=after, rounded=frozenset(names), evaluations=count)
+    if (after := fits(names)) is not None:
+        return names, after
     # From the least to the most harmful: those rounded are always the first ones.
     harms = {name: harm(name) for name in names}
     order = sorted(names, key=harms.__getitem__)
@@ -75,14 +51,7 @@ def keep_within(
         if (reached := fits({*chosen, name})) is not None:
             chosen.add(name)
             after = reached
-    reasons = {
-        name: f"rounding it, the model would lose more than {drop:g} points"
-        for name in order
-        if name not in chosen
-    }
-    return Controlled(
-        before=before, after=after, rounded=frozenset(chosen), reasons=reasons, evaluations=count
-    )
+    return chosen, after
 
 
 @torch.inference_mode()

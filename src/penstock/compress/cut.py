@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,28 +52,26 @@ def cuts(
 
     Raises ConfigError if a share would remove nothing, and as the functions of `penstock.compress.prune`.
     """
-    for run in model.graph.runs if options.layers else ():
-        count = _left(run.stack.depth, options.layers)
-        if count < run.stack.depth:
-            remaining = layers_to_keep(model, run.name, count, batches, loss, options.layers_by)
-            model = keep_layers(model, run.name, remaining)
-            yield PruneCut(f"{run.name}: layers {run.stack.depth} → {count}", model)
-    for run in model.graph.runs if options.experts else ():
-        yield from (cut := _cut_experts(model, run, options, batches, loss))[:1]
-        model = cut[0].model if cut else model
-    for name in (run.name for run in model.graph.runs if options.heads):
-        run = model.graph.run(name)
-        before = sum(layer.heads for layer in run.stack.layers)
-        model = _cut_heads(model, run, options, part_scores(model, batches, loss, options.by)[name])
-        after = sum(layer.heads for layer in model.graph.run(name).stack.layers)
-        yield PruneCut(f"{name}: heads {before} → {after}", model)
-    for name in (run.name for run in model.graph.runs if options.hidden):
-        run = model.graph.run(name)
-        before = sum(layer.perceptron.width for layer in run.stack.layers)
-        scores = part_scores(model, batches, loss, options.by)[name]
-        model = _cut_hidden(model, run, options, scores, multiple)
-        after = sum(layer.perceptron.width for layer in model.graph.run(name).stack.layers)
-        yield PruneCut(f"{name}: hidden features {before:,} → {after:,}", model)
+    cutter = _Cutter(options, batches, loss, multiple)
+    for parts, without in (
+        ("layers", cutter.without_layers),
+        ("experts", cutter.without_experts),
+        ("heads", cutter.without_heads),
+        ("hidden features", cutter.without_hidden),
+    ):
+        share = getattr(options, parts.partition(" ")[0])
+        for name in [run.name for run in model.graph.runs if share]:
+            run = model.graph.run(name)
+            if (smaller := without(model, run)) is not model:
+                counts = [f"{_count(parts, each.graph.run(name).stack):,}" for each in (model, smaller)]
+                yield PruneCut(f"{name}: {parts} {' → '.join(counts)}", smaller)
+                model = smaller
+
+
+def _count(parts: str, stack: Stack) -> int:
+    if parts in ("layers", "experts"):
+        return stack.depth if parts == "layers" else stack.experts
+    return sum(layer.heads if parts == "heads" else layer.perceptron.width for layer in stack.layers)
 
 
 def sized(model: ModelConfig, options: Prune, *, multiple: int) -> ModelConfig:
@@ -112,78 +110,86 @@ def _aligned(wanted: float, width: int, multiple: int) -> int:
     return min(width, max(multiple, round(wanted / multiple) * multiple))
 
 
-def _cut_experts(
-    model: Model, run: Run, options: Prune, batches: Sequence[Any], loss: Loss
-) -> list[PruneCut]:
-    stack = run.stack
-    count = _experts_left(stack, options.experts)
-    if count == stack.experts or not any(layer.mixture for layer in stack.layers):
-        return []
-    scores = expert_scores(model, run.name, batches, loss, by_error=options.experts_by == "error")
-    size = stack.experts // stack.router_groups
-    most = count // stack.router_groups
-    remaining = [
-        None if row is None
-        else sorted(e for group in range(0, stack.experts, size) for e in _best(row[group : group + size], most, group))
-        for row in scores
-    ]  # fmt: skip
-    words = f"{run.name}: experts {stack.experts} → {count}"
-    return [PruneCut(words, keep_experts(model, run.name, remaining))]
+@dataclass(frozen=True, slots=True)
+class _Cutter:
+    """Removes the parts of a run that matter least, by the shares in the options. Methods return the smaller model, or
+    the same one if a share is less than one layer or expert."""
+
+    options: Prune
+    batches: Sequence[Any]
+    loss: Loss
+    multiple: int
+
+    def without_layers(self, model: Model, run: Run) -> Model:
+        count = _left(run.stack.depth, self.options.layers)
+        if count == run.stack.depth:
+            return model
+        numbers = layers_to_keep(model, run.name, count, self.batches, self.loss, self.options.layers_by)
+        return keep_layers(model, run.name, numbers)
+
+    def without_experts(self, model: Model, run: Run) -> Model:
+        stack, options = run.stack, self.options
+        count = _experts_left(stack, options.experts)
+        if count == stack.experts or not any(layer.mixture for layer in stack.layers):
+            return model
+        by_error = options.experts_by == "error"
+        scores = expert_scores(model, run.name, self.batches, self.loss, by_error=by_error)
+        size, most = stack.experts // stack.router_groups, count // stack.router_groups
+
+        def best(row: Tensor) -> list[int]:
+            groups = row.split(size)
+            return [size * n + number for n, group in enumerate(groups) for number in _best(group, most)]
+
+        return keep_experts(model, run.name, [None if row is None else best(row) for row in scores])
+
+    def without_heads(self, model: Model, run: Run) -> Model:
+        stack, options, blocks = run.stack, self.options, self._scores(model, run)
+        scores = [block.heads for block in blocks]
+        cross_scores = [block.cross for block in blocks if block.cross is not None]
+        if options.even or stack.biased:
+            counts = [_left(layer.kv_heads, options.heads) for layer in stack.layers]
+        else:
+            ranked = [row.sort(descending=True).values for row in _comparable(scores, options)]
+            for number, row in enumerate(_comparable(cross_scores, options)):
+                ranked[number] = ranked[number] + row.sort(descending=True).values
+            counts = _counts(ranked, options.heads, 1)
+        if stack.biased:
+            # Blocks share the biases of their heads, so they must keep the same heads; ALiBi is refused if heads are
+            # removed.
+            scores = [torch.stack(_comparable(scores, options)).sum(0)] * len(scores)
+        kept, cross = (
+            [_best(row, count) for row, count in zip(rows, counts)] for rows in (scores, cross_scores)
+        )
+        return keep_heads(model, run.name, kept, cross or None)
+
+    def without_hidden(self, model: Model, run: Run) -> Model:
+        """Each expert loses its own hidden features."""
+        stack, options, blocks = run.stack, self.options, self._scores(model, run)
+        if options.even:
+            widths = [layer.perceptron.width for layer in stack.layers]
+            counts = [_aligned(width * (1.0 - options.hidden), width, self.multiple) for width in widths]
+        else:
+            every = _comparable([block.hidden for block in blocks], options)
+            ranked = [
+                rows.sort(-1, descending=True).values.reshape(-1, rows.shape[-1]).mean(0) for rows in every
+            ]
+            counts = _counts(ranked, options.hidden, self.multiple)
+        kept, shared = list[Tensor](), list[Tensor | None]()
+        for block, count in zip(blocks, counts, strict=True):
+            rows = block.hidden.reshape(-1, block.hidden.shape[-1])
+            numbers = torch.tensor([_best(row, count) for row in rows])
+            kept.append(numbers if block.hidden.dim() > 1 else numbers[0])
+            common, most = block.shared, count * stack.shared_experts
+            shared.append(None if common is None else torch.tensor(_best(common, most)))
+        return keep_hidden(model, run.name, kept, shared)
+
+    def _scores(self, model: Model, run: Run) -> list[BlockScores]:
+        return part_scores(model, self.batches, self.loss, self.options.by)[run.name]
 
 
-def _best(scores: Tensor, count: int, first: int = 0) -> list[int]:
-    """Numbers of the highest scores, ascending, counted from `first`."""
-    return sorted(first + number for number in scores.argsort(descending=True, stable=True)[:count].tolist())
-
-
-def _cut_heads(model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores]) -> Model:
-    """The model without the share of heads that matter least."""
-    stack = run.stack
-    head_scores = [block.heads for block in blocks]
-    cross_scores = [block.cross for block in blocks if block.cross is not None]
-    if stack.biased:
-        # Blocks share the biases of their heads, so they must keep the same heads; ALiBi is refused if heads are
-        # removed.
-        count = _left(stack.layers[0].kv_heads, options.heads)
-        remaining = [_best(torch.stack(_comparable(head_scores, options)).sum(0), count)] * len(head_scores)
-        return keep_heads(model, run.name, remaining, [_best(row, count) for row in cross_scores] or None)
-    if options.even:
-        counts = [_left(layer.kv_heads, options.heads) for layer in stack.layers]
-    else:
-        ranked = [row.sort(descending=True).values for row in _comparable(head_scores, options)]
-        for number, row in enumerate(_comparable(cross_scores, options)):
-            ranked[number] = ranked[number] + row.sort(descending=True).values
-        counts = _counts(ranked, options.heads, 1)
-    remaining = [_best(row, count) for row, count in zip(head_scores, counts, strict=True)]
-    return keep_heads(
-        model, run.name, remaining, [_best(row, count) for row, count in zip(cross_scores, counts)] or None
-    )
-
-
-def _cut_hidden(
-    model: Model, run: Run, options: Prune, blocks: Sequence[BlockScores], multiple: int
-) -> Model:
-    """The model without the share of hidden features that matter least; each expert loses its own."""
-    stack = run.stack
-    if options.even:
-        widths = [layer.perceptron.width for layer in stack.layers]
-        counts = [_aligned(width * (1.0 - options.hidden), width, multiple) for width in widths]
-    else:
-        every = _comparable([block.hidden for block in blocks], options)
-        ranked = [rows.sort(-1, descending=True).values.reshape(-1, rows.shape[-1]).mean(0) for rows in every]
-        counts = _counts(ranked, options.hidden, multiple)
-    kept, shared = list[Tensor](), list[Tensor | None]()
-    for block, count in zip(blocks, counts, strict=True):
-        rows = block.hidden.reshape(-1, block.hidden.shape[-1])
-        numbers = torch.tensor([_best(row, count) for row in rows])
-        kept.append(numbers if block.hidden.dim() > 1 else numbers[0])
-        common, most = block.shared, count * stack.shared_experts
-        shared.append(None if common is None else torch.tensor(_best(common, most)))
-    where = next(model.parameters()).device
-    return keep_hidden(
-        model, run.name, [indices.to(where) for indices in kept],
-        [None if indices is None else indices.to(where) for indices in shared],
-    )  # fmt: skip
+def _best(scores: Tensor, count: int) -> list[int]:
+    """Numbers of the highest scores, ascending."""
+    return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
 def _comparable(scores: Sequence[Tensor], options: Prune) -> list[Tensor]:

@@ -13,17 +13,16 @@ rounded. Each block takes one pass over the data that ends after it, so only one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from penstock.compress.calibrate import Batches, InputRecord, watch
 from penstock.config.formats import PRODUCTS, StoredFormat
-from penstock.config.graph import Run
 from penstock.errors import ConfigError
-from penstock.models.anatomy import Block, anatomy_of
+from penstock.models.anatomy import anatomy_of
 from penstock.models.model import Model
 from penstock.models.roles import Attention, Experts, Norm, Perceptron
 from penstock.models.rounded import RoundedWeight, nearest, round_groups, round_rows
@@ -111,53 +110,38 @@ def _inverse_factor(weight: Tensor, hessian: Tensor) -> Tensor:
 _LEAST = 1e-5
 
 
-class NormReaders(NamedTuple):
-    """A norm and the linears that alone read its output."""
-
-    norm: str
-    linears: tuple[str, ...]
-    """Names of the linears, including a router and experts."""
-
-
-def norm_readers(model: nn.Module) -> tuple[NormReaders, ...]:
-    """The norms of a model's blocks that can be smoothed, found by role: those with weights. Raises ConfigError for a
-    model that is not Penstock's: roles alone do not show whether norms come first."""
+def norm_readers(model: nn.Module) -> dict[str, list[str]]:
+    """The norms of a model's blocks that can be smoothed, those with weights, by name, and the linears that alone read
+    the output of each, including a router and experts: those of the part that follows it, in a parallel block of every
+    part. Raises ConfigError for a model that is not Penstock's: roles alone do not show whether norms come first."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"Only Penstock's own models are smoothed, because a {type(model).__name__} does not say whether its norms "
             "come first; open its folder with penstock.from_pretrained, or set smooth to 0."
         )
-    runs = {run.name: run for run in model.graph.runs}
-    readers: list[NormReaders] = []
+    readers: dict[str, list[str]] = {}
     for block in (block for stack in anatomy_of(model).stacks for block in stack.blocks):
-        readers += _of_block(block, runs[block.name.partition(".")[0]])
-    return tuple(r for r in readers if next(model.get_submodule(r.norm).parameters(), None) is not None)
-
-
-def _of_block(block: Block, run: Run) -> Iterator[NormReaders]:
-    """The norms of a block: each is read by the part that follows it, in a parallel block by every part."""
-    if run.stack.placement not in ("before", "both"):
-        return
-    norm, names = "", list[str]()
-    for part in block.parts:
-        if isinstance(part, Norm):
-            if norm and names:
-                yield NormReaders(norm, tuple(names))
-            norm, names = part.name, []
-        elif isinstance(part, Attention):
-            names += [linear.name for linear in part.readers]
-        elif isinstance(part, Perceptron):
-            names += _read_by(part)
-        elif isinstance(part, Experts):
-            shared = _read_by(part.shared) if part.shared else []
-            names += [*_read_by(part), *([part.router.name] if part.router else []), *shared]
-    if norm and names:
-        yield NormReaders(norm, tuple(names))
+        if model.graph.run(block.name.partition(".")[0]).stack.placement not in ("before", "both"):
+            continue
+        names = list[str]()
+        for part in block.parts:
+            if isinstance(part, Norm):
+                names = readers[part.name] = []
+            elif isinstance(part, Attention):
+                names += [linear.name for linear in part.readers]
+            elif isinstance(part, Perceptron | Experts):
+                names += _read_by(part)
+    weighted = {norm for norm in readers if next(model.get_submodule(norm).parameters(), None) is not None}
+    return {norm: names for norm, names in readers.items() if names and norm in weighted}
 
 
 def _read_by(part: Perceptron | Experts) -> list[str]:
     """Names of the linears that read the part's input."""
-    return [linear.name for linear in (part.up, part.gate) if linear is not None]
+    linears, shared = [part.up, part.gate], None
+    if isinstance(part, Experts):
+        linears, shared = [*linears, part.router], part.shared
+    names = [linear.name for linear in linears if linear is not None]
+    return names + (_read_by(shared) if shared else [])
 
 
 @torch.no_grad()
@@ -169,7 +153,7 @@ def smooth(model: nn.Module, records: Mapping[str, InputRecord], strength: float
     Raises ConfigError as `norm_readers`.
     """
     gains = {}
-    for norm, names in norm_readers(model):
+    for norm, names in norm_readers(model).items():
         maxima = [records[name].largest for name in names if name in records]
         if not maxima:
             continue

@@ -101,11 +101,6 @@ class Workbench:
         """Open the model in a folder, ready for inference."""
         return open_folder(folder, self.device)
 
-    def ready(self, model: Model) -> Model:
-        """Prepare a model in evaluation mode on the device, with the attention that inference uses there."""
-        setup = Setup(purpose=INFERENCE, device=self.device)
-        return apply(model.eval(), setup, "device", "switches")  # type: ignore[no-any-return]
-
     def figures(self, folder: Path) -> FolderFigures:
         """Everything but the latency, which `latencies` measures for several models in turn."""
         model = self.open(folder)
@@ -185,7 +180,10 @@ class Workbench:
     def drawn(self, model: ModelConfig) -> Model:
         """A model of these sizes with random weights, whose latency does not depend on them."""
         with torch.random.fork_rng(devices=[]):
-            return self.ready(create(model))
+            made = create(model).eval()
+        # With the attention that inference uses on the device.
+        setup = Setup(purpose=INFERENCE, device=self.device)
+        return apply(made, setup, "device", "switches")  # type: ignore[no-any-return]
 
     def _inputs(self, model: Model) -> dict[str, Tensor]:
         lengths, samples = model.graph.lengths, self.config.batch

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from penstock.boundary.hub import local_weights
-from penstock.compress.prune import State, made_like, with_layers
+from penstock.compress.prune import State, head_weights, made_like, with_layers
 from penstock.config.graph import Run
 from penstock.config.layer import Layer
 from penstock.errors import ConfigError, NumericError
@@ -78,10 +77,10 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
             f"Blocks of {run.name} share a KV head over {' and '.join(map(str, sorted(ratios)))} queries, which no "
             "padding makes equal; keep the folder as it is."
         )
-    shared, features = ratios.pop(), stack.layers[0].head_width
+    shared = ratios.pop()
     kv = max(layer.kv_heads for layer in stack.layers)
     if whole:
-        kv = max(kv, stack.width // features // shared)
+        kv = max(kv, stack.width // stack.layers[0].head_width // shared)
     every = [layer.sizes for layer in stack.layers]
     widest = {
         mixture: max((one.hidden for one in every if one.mixture == mixture), default=0)
@@ -90,16 +89,9 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
     state, layers = dict(model.state_dict()), list[Layer]()
     for number, layer in enumerate(stack.layers):
         name, more = f"{run.name}.blocks.{number}", kv - layer.kv_heads
-        for part, rows in layer.head_rows.items():
-            _grow(state, f"{name}.attention.{part}", 0, more * rows)
-        _grow(state, f"{name}.attention.out", 1, more * shared * layer.value_width)
-        for part, size in (("sinks", shared), ("shift", (shared + 1) * features)):
-            if (key := f"{name}.attention.{part}.weight") in state:
-                state[key] = F.pad(state[key], (0, more * size))
-        if run.memories:
-            _grow(state, f"{name}.cross.q", 0, more * shared * features)
-            _grow(state, f"{name}.cross.kv", 0, more * 2 * features)
-            _grow(state, f"{name}.cross.out", 1, more * shared * features)
+        for attention in ("attention", "cross") if run.memories else ("attention",):
+            for key, dim, size in head_weights(f"{name}.{attention}", layer):
+                _grow(state, key, dim, more * size)
         hidden = widest[layer.mixture is not None]
         wider = hidden - layer.perceptron.width
         _grow_hidden(state, f"{name}.mlp", wider, layer)
@@ -107,23 +99,21 @@ def _padded_run(model: Model, run: Run, whole: bool) -> Model:
             _grow_hidden(state, f"{name}.mlp.shared", wider * layer.mixture.shared_experts, layer)
         layers.append(layer.resized(kv_heads=kv, hidden=hidden))
     if stack.positions == "relative":
-        _grow(state, f"{run.name}.relative", 1, (kv - stack.layers[0].kv_heads) * shared)
+        _grow(state, f"{run.name}.relative.weight", 1, (kv - stack.layers[0].kv_heads) * shared)
     return made_like(model, with_layers(model.config, run, layers), state)
 
 
-def _grow(state: State, name: str, dim: int, count: int, parts: int = 1) -> None:
-    """Append `count` zero outputs (dim 0) or inputs (dim 1) to a linear layer, or to each expert's, in place; if the
-    outputs are of `parts` matrices in a row, to each of these."""
-
-    def grown(whole: Tensor, axis: int) -> Tensor:
-        behind = [0, 0] * (whole.ndim - 1 - axis % whole.ndim) + [0, count]
-        return torch.cat([F.pad(part, behind) for part in whole.chunk(parts, axis)], axis)
-
-    state[f"{name}.weight"] = grown(state[f"{name}.weight"], dim - 2)
-    if dim == 0 and f"{name}.bias" in state:
-        state[f"{name}.bias"] = grown(state[f"{name}.bias"], -1)
+def _grow(state: State, key: str, dim: int, count: int, parts: int = 1) -> None:
+    """Append `count` zeros along a dimension of a weight, if there is one, or of each of `parts` weights that follow
+    each other along it, in place."""
+    if (whole := state.get(key)) is not None:
+        behind = [0, 0] * (whole.ndim - 1 - dim % whole.ndim) + [0, count]
+        state[key] = torch.cat([F.pad(part, behind) for part in whole.chunk(parts, dim)], dim)
 
 
 def _grow_hidden(state: State, name: str, count: int, layer: Layer) -> None:
-    _grow(state, f"{name}.up", 0, count, parts=2 if layer.perceptron.gated else 1)
-    _grow(state, f"{name}.down", 1, count)
+    """Append hidden features of zeros to a perceptron, or to each expert of a mixture, in place."""
+    parts = 2 if layer.perceptron.gated else 1
+    _grow(state, f"{name}.up.weight", -2, count, parts)
+    _grow(state, f"{name}.up.bias", -1, count, parts)
+    _grow(state, f"{name}.down.weight", -1, count)

@@ -9,7 +9,7 @@ Shapes: D width, G KV heads, K features of a head, M hidden width of a perceptro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,24 +84,17 @@ def keep_heads(
         )
     state, narrower = dict(model.state_dict()), list[Layer]()
     for number, layer in enumerate(layers):
-        shared, features = layer.queries_per_key, layer.head_width
         name = f"{run}.blocks.{number}"
-        _require_numbers(f"the KV heads of {name}.attention", heads[number], layer.kv_heads)
-        for part, rows in layer.head_rows.items():
-            _take_rows(state, f"{name}.attention.{part}", heads[number], rows)
-        _take_rows(state, f"{name}.attention.shift", heads[number], (shared + 1) * features)
-        _take_columns(state, f"{name}.attention.out", heads[number], shared * layer.value_width)
-        _take_rows(state, f"{name}.attention.sinks", heads[number], shared)
-        if cross_heads:
-            _require_numbers(f"the KV heads of {name}.cross", cross_heads[number], layer.kv_heads)
-            if len(cross_heads[number]) != len(heads[number]):
-                raise ConfigError(f"{name} must keep as many heads in cross attention as in self-attention.")
-            _take_rows(state, f"{name}.cross.q", cross_heads[number], shared * features)
-            _take_rows(state, f"{name}.cross.kv", cross_heads[number], 2 * features)
-            _take_columns(state, f"{name}.cross.out", cross_heads[number], shared * features)
+        if cross_heads and len(cross_heads[number]) != len(heads[number]):
+            raise ConfigError(f"{name} must keep as many heads in cross attention as in self-attention.")
+        for attention, numbers in (("attention", heads), ("cross", cross_heads)):
+            if numbers:
+                _require_numbers(f"the KV heads of {name}.{attention}", numbers[number], layer.kv_heads)
+                for weight in head_weights(f"{name}.{attention}", layer):
+                    _take_heads(state, *weight, numbers[number])
         narrower.append(layer.resized(kv_heads=len(heads[number])))
     if stack.positions == "relative":
-        _take_columns(state, f"{run}.relative", heads[0], layers[0].queries_per_key)
+        _take_heads(state, f"{run}.relative.weight", 1, layers[0].queries_per_key, heads[0])
     return made_like(model, with_layers(model.config, here, narrower), state)
 
 
@@ -119,17 +112,7 @@ def keep_hidden(
         name, width = f"{run}.blocks.{number}.mlp", layer.perceptron.width
         for row in kept.reshape(-1, kept.shape[-1]).tolist():
             _require_numbers(f"the hidden features of {name}", row, width)
-        if layer.mixture:
-            rows = torch.cat([kept, kept + width], dim=1) if layer.perceptron.gated else kept
-            for part, numbers, dim in (("up", rows, 1), ("down", kept, 2)):
-                weight = state[f"{name}.{part}.weight"]
-                shape = [-1, -1, weight.shape[2]] if dim == 1 else [-1, weight.shape[1], -1]
-                index = numbers.unsqueeze(3 - dim).expand(*shape)
-                state[f"{name}.{part}.weight"] = weight.gather(dim, index)
-            if f"{name}.up.bias" in state:
-                state[f"{name}.up.bias"] = state[f"{name}.up.bias"].gather(1, rows)
-        else:
-            _take_hidden(state, name, kept, layer)
+        _take_hidden(state, name, kept, layer)
         if layer.mixture and layer.mixture.shared_experts:
             common, count = None if shared is None else shared[number], layer.mixture.shared_experts
             if common is None or len(common) != kept.shape[-1] * count:
@@ -186,26 +169,36 @@ def take_experts(state: State, prefix: str, stack: Stack, kept: Sequence[int]) -
             state[key] = state[key][index.to(state[key].device)]
 
 
-def _take_rows(state: State, name: str, numbers: Sequence[int], size: int) -> None:
-    """Keep only some groups of `size` outputs of a linear layer or rows of a table, in place."""
-    for key in (f"{name}.weight", f"{name}.bias"):
-        if key in state:
-            whole = state[key]
-            grouped = whole.reshape(-1, size, *whole.shape[1:])
-            state[key] = grouped[torch.tensor(list(numbers), device=whole.device)].flatten(0, 1)
+def head_weights(attention: str, layer: Layer) -> Iterator[tuple[str, int, int]]:
+    """The weights of a block's self-attention, or of cross attention if the name ends with it: the key that each has in
+    a state dict, if it is there, its dimension that counts heads, and its size there for each KV head."""
+    shared, features = layer.queries_per_key, layer.head_width
+    rows = {**layer.head_rows, "shift": (shared + 1) * features, "sinks": shared}
+    columns = shared * layer.value_width
+    if attention.endswith(".cross"):
+        rows, columns = {"q": shared * features, "kv": 2 * features}, shared * features
+    for part, size in rows.items():
+        yield f"{attention}.{part}.weight", 0, size
+        yield f"{attention}.{part}.bias", 0, size
+    yield f"{attention}.out.weight", 1, columns
 
 
-def _take_columns(state: State, name: str, numbers: Sequence[int], size: int) -> None:
-    """Keep only some groups of `size` inputs of a linear layer, in place."""
-    whole = state[f"{name}.weight"]
-    grouped = whole.reshape(len(whole), -1, size)
-    state[f"{name}.weight"] = grouped[:, torch.tensor(list(numbers), device=whole.device)].flatten(1, 2)
+def _take_heads(state: State, key: str, dim: int, size: int, heads: Sequence[int]) -> None:
+    """Keep only some KV heads of a weight, in place."""
+    if (whole := state.get(key)) is not None:
+        index = torch.tensor(list(heads), device=whole.device)
+        state[key] = whole.unflatten(dim, (-1, size)).index_select(dim, index).flatten(dim, dim + 1)
 
 
 def _take_hidden(state: State, name: str, kept: Tensor, layer: Layer) -> None:
-    rows = torch.cat([kept, kept + layer.perceptron.width]) if layer.perceptron.gated else kept
-    _take_rows(state, f"{name}.up", rows.tolist(), 1)
-    _take_columns(state, f"{name}.down", kept.tolist(), 1)
+    """Keep only some hidden features of a perceptron, (M',), or of each expert of a mixture, (E, M'), in place."""
+    rows = torch.cat([kept, kept + layer.perceptron.width], dim=-1) if layer.perceptron.gated else kept
+    for part, numbers, dim in (("up.weight", rows, 0), ("up.bias", rows, 0), ("down.weight", kept, 1)):
+        if (whole := state.get(f"{name}.{part}")) is not None:
+            index = numbers.to(whole.device)
+            pairs = [(whole, index)] if index.dim() == 1 else zip(whole, index, strict=True)
+            taken = [weight.index_select(dim, features) for weight, features in pairs]
+            state[f"{name}.{part}"] = taken[0] if index.dim() == 1 else torch.stack(taken)
 
 
 # -- configurations

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.boundary.hub import local_weights
 from penstock.compress.calibrate import InputRecord, record, watch
-from penstock.compress.control import NOISE, Controlled, keep_within, seconds_of
+from penstock.compress.control import NOISE, keep_within, seconds_of
 from penstock.compress.data import QuantiseData
 from penstock.compress.gptq import norm_readers, round_by_blocks, smooth
 from penstock.config.formats import PRODUCTS, STORED_FORMATS, StoredFormat
@@ -143,9 +143,10 @@ class _Work:
         chosen = self._worth()
         after = before
         if options.drop is not None and chosen:
-            controlled = self._control(chosen, before)
-            chosen, after = list(controlled.rounded), controlled.after
-            self.kept |= controlled.reasons
+            rounded, after = self._control(chosen, before)
+            reason = f"rounding it, the model would lose more than {options.drop:g} points"
+            self.kept |= {name: reason for name in chosen if name not in rounded}
+            chosen = [name for name in chosen if name in rounded]
         elif before is not None:
             after = self._score(chosen)
         saved = sum(_saved(self.linears[name], self.rounded[name]) for name in chosen)
@@ -159,8 +160,8 @@ class _Work:
     def _record(self) -> dict[str, InputRecord]:
         if not self.options.smooth and self.options.inputs == "token":
             return {}
-        norms = norm_readers(self.model) if self.options.smooth else ()
-        read = [name for norm in norms for name in norm.linears]
+        norms = norm_readers(self.model) if self.options.smooth else {}
+        read = [name for names in norms.values() for name in names]
         # Experts that no token visits do not show what their norm returns, but the router sees all of it.
         return record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
 
@@ -212,7 +213,7 @@ class _Work:
                 self.kept[name] = slower[shape]
         return [name for name in self.linears if name not in self.kept]
 
-    def _control(self, chosen: list[str], before: float | None) -> Controlled:
+    def _control(self, chosen: list[str], before: float | None) -> tuple[Collection[str], float]:
         assert self.options.drop is not None
         assert before is not None
         batches = list(islice(self.data.batches(), _HARM_BATCHES))

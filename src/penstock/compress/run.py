@@ -64,11 +64,10 @@ def compress(config: CompressConfig, say: Callable[[str], None] = lambda words: 
             f"plan takes {config.plan.gpus} devices, but penstock compress runs on one; give a --plan for one, or "
             "train the pruned model with penstock launch, --from and --recipe.teacher."
         )
+    call = StepCall(source=original, target=output / "step", original=original, prune=config.prune)
     if "distil" in config.order:  # refuses what cannot be trained, before anything is pruned
-        call = StepCall(source=original, target=output / "distil", original=original, prune=config.prune)
         require_startable(distil_run(config, call))
     if "quantise" in config.order and config.quantise.learn:
-        call = StepCall(source=original, target=output / "learn", original=original, prune=config.prune)
         require_startable(learning_run(config, call))
     if output.resolve() in (original.resolve(), *original.resolve().parents):
         raise ConfigError(f"output is {output}, in which the model itself is; choose another folder.")

@@ -10,6 +10,7 @@ Shapes: B texts, b beams, T steps, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from penstock.config.decoding import Decoding, bucket
 from penstock.decode.choose import NOTHING, adjust_logits
+from penstock.decode.kv_cache import NEVER, Columns, KVCache, run_pass
 from penstock.decode.static import Compiled
-from penstock.decode.texts import ASK, Generating, Prompts, Texts, remaining, sharded
+from penstock.decode.texts import ASK, Generating, Prompts, eagerly, remaining, sharded
 from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
@@ -102,42 +104,87 @@ class _Search:
         self._tokens = None if self._tokens is None else self._tokens[rows]
 
 
-class _Sight:
-    """Which columns of the cache each beam attends to: the prompt and its own ancestors."""
+class _Passes:
+    """The model's passes over the beams of each text. A mask says which columns of the cache each beam attends to: the
+    prompt and its own ancestors."""
 
-    def __init__(self, texts: Texts, beams: int, steps: int) -> None:
-        self.texts, self.beams = texts, beams
-        prompts = texts.prompts
-        rows, prompt = prompts.tokens.shape
-        device = prompts.tokens.device
-        self.seen = torch.zeros(rows, beams, bucket(prompt + steps * beams), dtype=torch.bool, device=device)
-        self.seen[:, :, :prompt] = is_real(prompts.lengths, prompt)[:, None]
+    def __init__(
+        self, model: Generating, prompts: Prompts, beams: int, steps: int, compiled: Compiled | None
+    ) -> None:
+        self.model, self.prompts, self.beams, self.compiled = model, prompts, beams, compiled
+        self.routes = prompts.routes if model.graph.routed else None
+        """(B,), the label of each text."""
+        (rows, longest), device = prompts.tokens.shape, prompts.tokens.device
+        columns = longest + steps * beams
+        self.seen = torch.zeros(rows, beams, bucket(columns), dtype=torch.bool, device=device)
+        self.seen[:, :, :longest] = is_real(prompts.lengths, longest)[:, None]
         self.itself = torch.eye(beams, dtype=torch.bool, device=device)
+        columns = columns if compiled is None else bucket(columns)
+        self.past = KVCache(
+            Columns(rows, columns), rows=1 if prompts.even else rows, columns=columns, positions=columns, device=device
+        )  # fmt: skip
+        self.filled = longest
+        self.places = prompts.lengths[:1, None] if prompts.even else prompts.lengths[:, None]
+        """(B, 1) or (1, 1), positions of the next tokens."""
 
-    def follow(self, parents: Tensor) -> Tensor:
-        """Let each new beam attend to its parent's columns and itself; return the next mask, (B, beams, columns)."""
-        filled = self.texts.filled
-        lines = parents[:, :, None].expand(-1, -1, filled)
-        self.seen[:, :, :filled] = self.seen[:, :, :filled].gather(1, lines)
-        self.seen[:, :, filled : filled + self.beams] = self.itself
-        return self.seen
+    def first(self) -> Tensor:
+        """Read the prompts: logits (B, V) after the last token of each."""
+        prompts, (rows, longest) = self.prompts, self.prompts.tokens.shape
+        places = torch.arange(longest, device=prompts.tokens.device)
+        real = None if prompts.even else torch.where(places < prompts.lengths[:, None], places, NEVER)
+        self.past.at(places, columns=0, width=longest, key_places=real, first=True, alone=longest == 1)
+        if prompts.source is not None:
+            self.past.remember(prompts.source_lengths, prompts.source.shape[1])
+        last = torch.arange(rows, device=places.device) * longest + prompts.lengths - 1
+        with nullcontext() if self.compiled is None else eagerly():
+            return run_pass(
+                self.model, self.past, prompts.tokens, last, prompts.source, prompts.source_lengths, self.routes,
+                prompts.values,
+            )  # fmt: skip
+
+    def following(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Read the token of each new beam, (B, beams), which attends to its parent's columns and itself; return logits
+        (B · beams, V)."""
+        begin, self.filled = self.filled, self.filled + self.beams
+        lines = parents[:, :, None].expand(-1, -1, begin)
+        self.seen[:, :, :begin] = self.seen[:, :, :begin].gather(1, lines)
+        self.seen[:, :, begin : self.filled] = self.itself
+        if self.compiled is None:
+            places = self.places.expand(-1, self.beams)
+            places = places[0] if len(places) == 1 else places
+            seen = self.seen[:, :, : self.filled]
+            self.past.at(places, columns=begin, width=self.filled, seen=seen)
+            values = None if self.prompts.values is None else {}
+            logits = run_pass(self.model, self.past, tokens, routes=self.routes, values=values)
+        else:
+            assert isinstance(self.past.store, Columns)
+            width = bucket(max(self.filled, self.past.store.width))
+            self.places = self.places.expand(len(tokens), -1).contiguous()
+            columns = torch.arange(begin, self.filled, device=tokens.device)[None]
+            seen = self.seen[:, :, :width].contiguous()
+            logits = self.compiled(self.past, tokens, self.places, columns, width, seen)
+        self.places = self.places + 1
+        return logits
 
     def sweep(self, parents: Tensor) -> None:
         """Remove the columns that no remaining beam attends to."""
-        filled = self.texts.filled
-        lines = parents[:, :, None].expand(-1, -1, filled)
-        live = self.seen[:, :, :filled].gather(1, lines).any(1)
+        lines = parents[:, :, None].expand(-1, -1, self.filled)
+        live = self.seen[:, :, : self.filled].gather(1, lines).any(1)
         count = int(live.sum(1).max())
-        if count > 0.75 * filled:
+        if count > 0.75 * self.filled:
             return
         places = (~live).to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
-        self.texts.past.gather(places)
+        self.past.gather(places)
         self.seen[:, :, :count] = self.seen.gather(2, places[:, None].expand(-1, self.beams, -1))
         self.seen[:, :, count:] = False
-        self.texts.filled = count
+        self.filled = count
 
     def only(self, rows: Tensor) -> None:
+        """Continue with only the texts in `rows`."""
+        self.past.keep(rows)
         self.seen = self.seen[rows]
+        self.routes = None if self.routes is None else self.routes[rows]
+        self.places = self.places[rows] if len(self.places) > 1 else self.places
 
 
 @torch.no_grad()
@@ -151,9 +198,8 @@ def search(
     """
     together, device, steps = sharded(model), prompts.tokens.device, decoding.max_tokens
     beams, best = decoding.beams, decoding.best
-    texts = Texts(model, prompts, steps=steps, side_by_side=beams, compiled=compiled)
-    sight = _Sight(texts, beams, steps)
-    logits = texts.first()
+    passes = _Passes(model, prompts, beams, steps, compiled)
+    logits = passes.first()
     dtype = sums_type(logits.dtype)
     stops = () if decoding.ignore_end else ends
     searched = _Search(decoding, prompts, stops, dtype)
@@ -171,13 +217,13 @@ def search(
         if asks and going is not None and not bool(going.any()):
             break
         if step % _SWEEP == _SWEEP - 1:
-            sight.sweep(parents)
-        rows_left = remaining(going, texts.compiled) if asks and going is not None else None
+            passes.sweep(parents)
+        rows_left = remaining(going, compiled) if asks and going is not None else None
         if rows_left is not None:
             tokens[rows], scores[rows] = searched.best(best)
             rows, parents, chosen = rows[rows_left], parents[rows_left], chosen[rows_left]
-            for part in (texts.keep, sight.only, searched.only):
-                part(rows_left)
-        logits = texts.following(chosen, sight.follow(parents))
+            passes.only(rows_left)
+            searched.only(rows_left)
+        logits = passes.following(chosen, parents)
     tokens[rows], scores[rows] = searched.best(best)
     return BeamTexts(tokens, scores)

@@ -234,13 +234,6 @@ class Engine:
         """Slots with a text."""
         return sum(text is not None for text in self._texts)
 
-    @property
-    def free(self) -> int:
-        """Tokens that new texts can have in the cache: in whole blocks, or with `cache=slots` in free slots."""
-        if self._blocks is not None:
-            return self._blocks.available * self._blocks.size
-        return (self.slots - self.running) * self.context
-
     @torch.inference_mode()
     def step(self, chunk: int | None = None) -> list[SlotResult]:
         """Read at most `chunk` tokens of prompts, and generate a token for each text whose prompt has been read."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from penstock.config.plan import AttentionBackend
+from penstock.containers import replaced
 from penstock.decode.looks import Continuing, grouped_attention
 from penstock.kernels.attention import Scores, attention
 from penstock.kernels.padding import within
@@ -70,30 +72,23 @@ class Columns:
     def fix(self, width: int) -> None:
         """Allocate exactly `width` columns."""
         if self.width != width:
-            self.layers = [(_widened(k, width), _widened(v, width)) for k, v in self.layers]
+            self.layers = replaced(self.layers, partial(_widened, width=width))
 
     def only(self, rows: Tensor) -> None:
         """Keep only these rows."""
         self.rows = len(rows)
-        self.layers = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.layers]
+        self.layers = replaced(self.layers, lambda store: store.index_select(0, rows))
 
     def gather(self, places: Tensor) -> None:
         """Move the columns at `places` (R, c) of each row to the front, and drop the others."""
-        self.layers = [(_gather_columns(k, places), _gather_columns(v, places)) for k, v in self.layers]
-
-    def move(self, source: Tensor, target: int) -> None:
-        """Copy column `source` (R,) of each row to column `target`."""
-        for pair in self.layers:
-            for store in pair:
-                store[:, :, target] = store[torch.arange(len(store), device=store.device), :, source]
+        index = places[:, None, :, None]
+        self.layers = replaced(
+            self.layers, lambda store: store.gather(2, index.expand(-1, store.shape[1], -1, store.shape[3]))
+        )
 
 
 def _widened(store: Tensor, width: int) -> Tensor:
     return F.pad(store, (0, 0, 0, width - store.shape[2]))
-
-
-def _gather_columns(store: Tensor, places: Tensor) -> Tensor:
-    return store.gather(2, places[:, None, :, None].expand(-1, store.shape[1], -1, store.shape[3]))
 
 
 class Pages:
@@ -266,7 +261,7 @@ class KVCache(Continuing):
         assert self.memory_mask is not None
         more = width - self.memory_mask.shape[3]
         if more:
-            self.memory = [(_widened(k, width), _widened(v, width)) for k, v in self.memory]
+            self.memory = replaced(self.memory, partial(_widened, width=width))
             self.memory_mask = F.pad(self.memory_mask, (0, more), value=-math.inf)
 
     def take(self, tensors: Any) -> None:
@@ -282,7 +277,7 @@ class KVCache(Continuing):
         """Continue with only these texts of a batch."""
         assert isinstance(self.store, Columns)
         self.store.only(rows)
-        self.memory = [(k.index_select(0, rows), v.index_select(0, rows)) for k, v in self.memory]
+        self.memory = replaced(self.memory, lambda store: store.index_select(0, rows))
         if self.memory_mask is not None:
             self.memory_mask = self.memory_mask.index_select(0, rows)
         if len(self.key_places) > 1:
@@ -299,25 +294,16 @@ class KVCache(Continuing):
 
 def run_pass(
     model: Any, past: Any, tokens: Tensor, rows: Tensor | None = None, source: Tensor | None = None,
-    lengths: Tensor | None = None, routes: Tensor | None = None,
+    lengths: Tensor | None = None, routes: Tensor | None = None, values: Mapping[str, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """One pass of a model over tokens (R, N): logits (R·N, V), or (M, V) for the tokens at `rows` (M,). An
-    encoder–decoder needs its source (R, S) in the first pass, with the `lengths` (R,) of its texts. `routes` (R,) are
-    labels, for a model whose experts are chosen by them."""
+    encoder–decoder needs its source (R, S) in the first pass, with the `lengths` (R,) of its texts; a model with
+    several sources needs `values` instead, its arguments for those that are used. `routes` (R,) are labels, for a model
+    whose experts are chosen by them."""
     graph = model.graph
-    arguments: dict[str, Any] = {} if routes is None else {"routes": routes}
-    if graph.remembered:
+    arguments: dict[str, Any] = {**(values or {}), **({} if routes is None else {"routes": routes})}
+    if graph.remembered and values is None:
         arguments |= {graph.input_of(graph.remembered[0]).name: source, "lengths": lengths}
     arguments[graph.text.name] = tokens
     logits: Tensor = model.logits(**arguments, rows=rows, past=past)
-    return logits if rows is not None else logits.flatten(0, 1)
-
-
-def run_pass_with(
-    model: Any, past: Any, tokens: Tensor, rows: Tensor | None, values: Mapping[str, Tensor]
-) -> Tensor:
-    """A pass like `run_pass`, for a model with several sources: in the first pass, `values` holds the sources that are
-    used and the model's other arguments for them."""
-    target = model.graph.input_of(model.graph.written[0]).name
-    logits: Tensor = model.logits(**{target: tokens}, rows=rows, past=past, **values)
     return logits if rows is not None else logits.flatten(0, 1)

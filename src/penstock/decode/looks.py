@@ -47,7 +47,7 @@ class Continuing:
         if stack.begins:  # a pipeline stage also computes the shapes that it receives, in an extra pass
             self.run = self.layer = self.across = 0
         windows, dtype, crosses = self.windows_of(stack), type_of_scores(x), stack.crosses
-        masks = {window: self._mask(stack, window or None, dtype) for window in dict.fromkeys(windows)}
+        masks = {window: self._mask(stack, window, dtype) for window in dict.fromkeys(windows)}
         look, across = _Look(self.attend, self.layer, [(masks[window],) for window in windows]), None
         look.first, look.store = self.causal, self.hold
         turns: dict[str, Any] = self._turns(stack)
@@ -86,18 +86,33 @@ class Continuing:
         if (name := f"turns {self.run}") not in self.tables:
             every = torch.arange(int(self.positions), device=self.places.device)
             self.tables[name] = rotations(stack.turns, every, sequence_first=False)
-        return rotations_at(self.tables[name], self._rows, sequence_first=stack.sequence_first)
+        places, tables = self._rows, self.tables[name]
 
-    def _mask(self, stack: Any, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Values to add to scores, (R or 1, H or 1, N, W); None if nothing is masked, or a causal mask is enough."""
-        narrow = window is not None and window < self.positions
-        biased = stack.biased
-        if not narrow and not biased and (self.causal or self.alone):
+        def chosen(table: Tensor) -> Tensor:
+            turns = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
+            return turns.transpose(0, 1) if stack.sequence_first else turns
+
+        return {name: (chosen(cosine), chosen(sine)) for name, (cosine, sine) in tables.items()}
+
+    def _mask(self, stack: Any, window: int, dtype: torch.dtype) -> Tensor | None:
+        """Values to add to scores, (R or 1, H or 1, N, W): −∞ for columns that a token does not attend to, and biases
+        by how far a column is before it; None if nothing is masked, or a causal mask is enough."""
+        narrow, seen = 0 < window < self.positions, self.seen
+        if not narrow and not stack.biased and (self.causal or self.alone):
             return None
-        return mask_of(
-            self._rows, self.column_places, dtype=dtype, seen=self.seen, window=window if narrow else None,
-            biases=self._by_distance(stack) if biased else None, itself=self.causal,
-        )  # fmt: skip
+        if not narrow and not stack.biased and seen is not None:
+            return torch.where(seen, 0.0, -math.inf).to(dtype).unsqueeze(1)
+        behind = self._rows[:, :, None] - self.column_places[:, None]  # (R, N, W)
+        near = behind >= 0
+        near = near & (behind < window) if narrow else near
+        near = near if seen is None else near & seen
+        if self.causal:  # each token attends to itself, because a row of only −∞ would be NaN
+            near = near | torch.eye(near.shape[2], dtype=torch.bool, device=near.device)[: near.shape[1]]
+        if not stack.biased:
+            return torch.where(near, 0.0, -math.inf).to(dtype).unsqueeze(1)
+        biases = self._by_distance(stack)
+        bias = biases[:, behind.clamp(0, biases.shape[1] - 1)].transpose(0, 1)
+        return bias.masked_fill(~near.unsqueeze(1), -math.inf).to(dtype)
 
     def _by_distance(self, stack: Any) -> Tensor:
         """Biases (H, positions) by how far a key is before its query."""
@@ -131,43 +146,6 @@ class _Look(Continued):
         """The same as `penstock.kernels.attention.attention`, for the next block."""
         layer, self._layer = self._layer, self._layer + 1
         return self._attend(layer, *self._more[layer - self._first], q, k, v, backend, scores)
-
-
-def mask_of(
-    places: Tensor, column_places: Tensor, *, dtype: torch.dtype, seen: Tensor | None = None,
-    window: int | None = None, biases: Tensor | None = None, itself: bool = False,
-) -> Tensor:  # fmt: skip
-    """Values to add to scores, (R, H or 1, N, W): −∞ for columns that a token does not attend to.
-
-    A token at one of `places` (R, N) attends to columns whose positions, `column_places` (R, W), are not after its own,
-    or that `seen` (R, N, W) marks; in both cases only within the `window`. `biases` (H, positions) are added by a
-    column's distance before the token. `itself`: token n attends to column n in any case, because a row of only −∞
-    would be NaN.
-    """
-    if seen is not None and window is None and biases is None:
-        return torch.where(seen, 0.0, -math.inf).to(dtype).unsqueeze(1)
-    behind = places[:, :, None] - column_places[:, None]  # (R, N, W)
-    near = behind >= 0
-    if window is not None:
-        near = near & (behind < window)
-    near = near if seen is None else near & seen
-    if itself:
-        near = near | torch.eye(near.shape[2], dtype=torch.bool, device=near.device)[: near.shape[1]]
-    if biases is None:
-        return torch.where(near, 0.0, -math.inf).to(dtype).unsqueeze(1)
-    bias = biases[:, behind.clamp(0, biases.shape[1] - 1)].transpose(0, 1)
-    return bias.masked_fill(~near.unsqueeze(1), -math.inf).to(dtype)
-
-
-def rotations_at(tables: dict[str, Rotation], places: Tensor, *, sequence_first: bool) -> dict[str, Rotation]:
-    """The rotary tables of tokens at `places` (R, N), taken from `rotations`' tables of all positions (1, positions, 1,
-    K/2)."""
-
-    def chosen(table: Tensor) -> Tensor:
-        turns = table[0].index_select(0, places.flatten()).view(*places.shape, 1, table.shape[-1])
-        return turns.transpose(0, 1) if sequence_first else turns
-
-    return {name: (chosen(cosine), chosen(sine)) for name, (cosine, sine) in tables.items()}
 
 
 def grouped_attention(

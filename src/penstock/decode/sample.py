@@ -15,6 +15,7 @@ from penstock.decode.choose import NOTHING
 from penstock.decode.engine import Engine, Request
 from penstock.decode.static import Compiled
 from penstock.decode.texts import ASK, Prompts, eagerly, remaining, sharded
+from penstock.models.anatomy import evaluating
 
 
 @torch.no_grad()
@@ -29,37 +30,26 @@ def sample(
     """
     if not decoding.max_tokens:
         return prompts.tokens.new_empty(len(prompts), 0)
-    training = model.training
-    try:
-        with eagerly() if compiled is None else nullcontext():
-            return _sample(model, prompts, decoding, ends, seeds, compiled)
-    finally:
-        model.train(training)
-
-
-def _sample(
-    model: Any, prompts: Prompts, decoding: Decoding, ends: Sequence[int], seeds: Sequence[int | None],
-    compiled: Compiled | None,
-) -> Tensor:  # fmt: skip
-    together, steps, device = sharded(model), decoding.max_tokens, prompts.tokens.device
-    engine = _filled_engine(model, prompts, decoding, ends, seeds, compiled)
-    stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
-    tokens = torch.full((len(prompts), steps), NOTHING, device=device)
-    rows = torch.arange(len(prompts), device=device)
-    going = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    for step in range(steps):
-        ((_, newest),) = engine.advance()
-        if stops is not None:
-            going = going & ~torch.isin(newest, stops)
-        tokens[rows, step] = torch.where(going, newest, NOTHING)
-        asks = device.type == "cpu" or step % ASK == ASK - 1
-        if stops is not None and not together and asks and step + 1 < steps:
-            if not bool(going.any()):
-                break
-            rows_left = remaining(going, compiled)
-            if rows_left is not None:
-                engine.keep(rows_left)
-                rows, going = rows[rows_left], going[rows_left]
+    with evaluating(model), eagerly() if compiled is None else nullcontext():
+        together, steps, device = sharded(model), decoding.max_tokens, prompts.tokens.device
+        engine = _filled_engine(model, prompts, decoding, ends, seeds, compiled)
+        stops = None if decoding.ignore_end or not ends else torch.tensor(list(ends), device=device)
+        tokens = torch.full((len(prompts), steps), NOTHING, device=device)
+        rows = torch.arange(len(prompts), device=device)
+        going = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        for step in range(steps):
+            ((_, newest),) = engine.advance()
+            if stops is not None:
+                going = going & ~torch.isin(newest, stops)
+            tokens[rows, step] = torch.where(going, newest, NOTHING)
+            asks = device.type == "cpu" or step % ASK == ASK - 1
+            if stops is not None and not together and asks and step + 1 < steps:
+                if not bool(going.any()):
+                    break
+                rows_left = remaining(going, compiled)
+                if rows_left is not None:
+                    engine.keep(rows_left)
+                    rows, going = rows[rows_left], going[rows_left]
     return tokens
 
 
@@ -69,8 +59,9 @@ def _filled_engine(
 ) -> Engine:  # fmt: skip
     """An engine with a slot for each prompt; it reads all prompts in its first step."""
     rows, most, start = prompts.rows(), prompts.tokens.shape[1], None
-    routed = model.graph.routed and prompts.routes is not None
-    routes = prompts.routes.tolist() if routed and prompts.routes is not None else [None] * len(rows)
+    routes: list[Any] = [None] * len(rows)
+    if model.graph.routed and prompts.routes is not None:
+        routes = prompts.routes.tolist()
     if prompts.source is not None:
         start = int(prompts.tokens[0, 0])
     engine = Engine(

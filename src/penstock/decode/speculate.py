@@ -8,8 +8,8 @@ same vocabulary, or are the tokens that followed an earlier occurrence of the ne
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,24 +33,18 @@ class Guesses(NamedTuple):
     """The probabilities (V,) that each token was drawn with; None: tokens were not drawn."""
 
 
-class Guessing(Protocol):
-    """A source of guesses."""
-
-    def guess(self, ids: list[int], count: int) -> Guesses:
-        """Guess at most `count` tokens that follow `ids`."""
-        ...
+Guess = Callable[[list[int], int], Guesses]
+"""A function that guesses at most some number of tokens that follow a text."""
 
 
-class LookUp:
-    """Guesses the tokens that followed the newest ones at their last earlier occurrence (Saxena, 2023)."""
-
-    def guess(self, ids: list[int], count: int) -> Guesses:
-        for length in range(min(_LONGEST, len(ids) - 1), 0, -1):
-            newest = ids[-length:]
-            for place in range(len(ids) - length - 1, -1, -1):
-                if ids[place : place + length] == newest:
-                    return Guesses(ids[place + length : place + length + count])
-        return Guesses([])
+def look_up(ids: list[int], count: int) -> Guesses:
+    """Guess the tokens that followed the newest ones at their last earlier occurrence (Saxena, 2023)."""
+    for length in range(min(_LONGEST, len(ids) - 1), 0, -1):
+        newest = ids[-length:]
+        for place in range(len(ids) - length - 1, -1, -1):
+            if ids[place : place + length] == newest:
+                return Guesses(ids[place + length : place + length + count])
+    return Guesses([])
 
 
 class DraftedText:
@@ -123,6 +117,7 @@ class Draft:
         self._ids: list[int] = []
 
     def guess(self, ids: list[int], count: int) -> Guesses:
+        """See `Guess`."""
         same = 0
         while same < min(len(self._ids), len(ids) - 1) and self._ids[same] == ids[same]:
             same += 1
@@ -146,7 +141,7 @@ class Draft:
 
 @torch.no_grad()
 def speculate(
-    model: Generating, ids: Sequence[int], decoding: Decoding, guessing: Guessing, *, ends: Sequence[int],
+    model: Generating, ids: Sequence[int], decoding: Decoding, guess: Guess, *, ends: Sequence[int],
     source: Sequence[int] = (), route: int | None = None,
 ) -> list[int]:  # fmt: skip
     """New tokens after the decoder's `ids`, without the token that ends the text. `source` is an encoder–decoder's,
@@ -157,7 +152,7 @@ def speculate(
     stops = () if decoding.ignore_end else tuple(ends)
     while len(text) < len(ids) + decoding.max_tokens:
         room = len(ids) + decoding.max_tokens - len(text)
-        guesses = guessing.guess(text, min(decoding.speculate, room - 1))
+        guesses = guess(text, min(decoding.speculate, room - 1))
         unread = [*text[reading.read_count :], *guesses.tokens]
         logits = reading.read(unread)[len(unread) - len(guesses.tokens) - 1 :]
         for token in _check_guesses(chooser, logits, text, guesses):

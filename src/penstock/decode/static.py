@@ -84,15 +84,13 @@ class _CompiledPast(Continuing):
         texts = torch.arange(k.shape[0], device=k.device)[:, None]
         keys[texts, :, self.columns] = k.transpose(1, 2)
         values[texts, :, self.columns] = v.transpose(1, 2)
-        backend, scores = how
-        return grouped_attention(q, keys, values, mask, backend, scores)
+        return grouped_attention(q, keys, values, mask, *how)
 
     def attend_across(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         """See `Continuing.attend_across`."""
         (keys, values), mask = self.tensors.memory[layer], self.tensors.memory_mask
-        backend, scores = how
         mask = mask if mask is None else mask.to(q.dtype)
-        return grouped_attention(q, keys, values, mask, backend, scores)
+        return grouped_attention(q, keys, values, mask, *how)
 
 
 class Compiled:

@@ -1,6 +1,6 @@
-"""The texts of one batch during generation: their cache, and the model's passes over their next tokens.
+"""The prompts of one batch of texts, and which of its texts continue.
 
-Shapes: B texts, P tokens of the longest prompt, M of the longest source, N new tokens of each text, V vocabulary.
+Shapes: B texts, P tokens of the longest prompt, M of the longest source.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.config.decoding import bucket
 from penstock.decode.choose import history_of
-from penstock.decode.kv_cache import NEVER, Columns, KVCache, run_pass, run_pass_with
 from penstock.decode.static import Compiled
 from penstock.models.model import Model
 from penstock.shards import TENSOR
@@ -86,98 +84,11 @@ class Prompts:
         return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
 
 
-class Texts:
-    """Texts of a batch. Each call of `following` adds tokens (beams) at the next position of each text."""
-
-    def __init__(
-        self, model: Any, prompts: Prompts, *, steps: int, side_by_side: int, compiled: Compiled | None = None
-    ) -> None:
-        """The cache has space for `steps` calls of `following`, each with `side_by_side` tokens; `compiled` can run
-        them."""
-        self.model, self.prompts, self.compiled = model, prompts, compiled
-        self.routes = prompts.routes if model.graph.routed else None
-        """(B,), the label of each text."""
-        rows, longest = prompts.tokens.shape
-        columns = longest + steps * side_by_side
-        columns = columns if compiled is None else bucket(columns)
-        self.past = KVCache(
-            Columns(rows, columns), rows=1 if prompts.even else rows, columns=columns, positions=columns,
-            device=prompts.tokens.device,
-        )  # fmt: skip
-        self.filled = longest
-        self.lengths = prompts.lengths[:1, None] if prompts.even else prompts.lengths[:, None]
-        """(B, 1) or (1, 1), positions of the next tokens."""
-
-    def first(self) -> Tensor:
-        """Read the prompts: logits (B, V) after the last token of each."""
-        prompts = self.prompts
-        rows, longest = prompts.tokens.shape
-        self._begin()
-        last = torch.arange(rows, device=prompts.tokens.device) * longest + prompts.lengths - 1
-        with nullcontext() if self.compiled is None else eagerly():
-            return self._run(prompts.tokens, last, prompts.source, prompts.values or {})
-
-    def _begin(self) -> None:
-        prompts, past = self.prompts, self.past
-        longest = prompts.tokens.shape[1]
-        places = torch.arange(longest, device=prompts.tokens.device)
-        key_places = None
-        if not prompts.even:
-            key_places = torch.where(places < prompts.lengths[:, None], places, NEVER)
-        past.at(places, columns=0, width=longest, key_places=key_places, first=True, alone=longest == 1)
-        if prompts.source is not None:
-            past.remember(prompts.source_lengths, prompts.source.shape[1])
-
-    def following(self, tokens: Tensor, seen: Tensor) -> Tensor:
-        """Read the next tokens, (B, N), all at one position; return logits (B·N, V). `seen` (B, N, columns or more)
-        says which columns each attends to."""
-        if self.compiled is not None:
-            return self._fixed(self.compiled, tokens, seen)
-        self._follow(tokens.shape[1], seen)
-        return self._run(tokens, None)
-
-    def _fixed(self, compiled: Compiled, tokens: Tensor, seen: Tensor) -> Tensor:
-        begin, self.filled = self.filled, self.filled + tokens.shape[1]
-        assert isinstance(self.past.store, Columns)
-        width = bucket(max(self.filled, self.past.store.width))
-        if len(self.lengths) != len(tokens):
-            self.lengths = self.lengths.expand(len(tokens), -1).contiguous()
-        columns = torch.arange(begin, self.filled, device=tokens.device)[None]
-        logits = compiled(self.past, tokens, self.lengths, columns, width, seen[:, :, :width].contiguous())
-        self.lengths = self.lengths + 1
-        return logits
-
-    def _follow(self, count: int, seen: Tensor) -> None:
-        begin, self.filled = self.filled, self.filled + count
-        places = self.lengths.expand(-1, count)
-        places = places[0] if len(places) == 1 else places
-        self.past.at(places, columns=begin, width=self.filled, seen=seen[:, :, : self.filled])
-        self.lengths = self.lengths + 1
-
-    def _run(
-        self, tokens: Tensor, rows: Tensor | None, source: Tensor | None = None,
-        values: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        lengths = None if source is None else self.prompts.source_lengths
-        if self.prompts.values is not None:
-            return run_pass_with(self.model, self.past, tokens, rows, values or {})
-        return run_pass(self.model, self.past, tokens, rows, source, lengths, self.routes)
-
-    def keep(self, rows: Tensor) -> None:
-        """Continue with only the texts in `rows`."""
-        self.past.keep(rows)
-        self.routes = None if self.routes is None else self.routes[rows]
-        if len(self.lengths) > 1:
-            self.lengths = self.lengths[rows]
-
-
 def remaining(going: Tensor, compiled: Compiled | None) -> Tensor | None:
     """Rows of the texts to continue with: all unfinished, and perhaps some finished ones; None: all rows."""
     count = int(going.sum())
     if compiled is not None and compiled.rounds:
-        count = (
-            1 << (count - 1).bit_length()
-        )  # keeps some finished texts, so that few different numbers of texts occur
+        count = 1 << (count - 1).bit_length()  # so that few different numbers of texts occur
         if count > len(going) // 2:
             return None
         return (~going).to(torch.uint8).argsort(stable=True)[:count].sort().values

@@ -23,7 +23,7 @@ from penstock.decode.beam import search
 from penstock.decode.choose import NOTHING
 from penstock.decode.engine import Engine, Finished, Request
 from penstock.decode.sample import sample
-from penstock.decode.speculate import Draft, Guessing, LookUp, speculate
+from penstock.decode.speculate import Draft, Guess, look_up, speculate
 from penstock.decode.stages import in_parts, stages_of
 from penstock.decode.static import Compiled
 from penstock.decode.texts import Generating, Prompts
@@ -281,11 +281,11 @@ class Generator:
         both = bool(self.model.graph.remembered)
         ids = [self.start] if both and self.start is not None else row
         source = row if both else []
-        guessing: Guessing = LookUp()
+        guess: Guess = look_up
         if self._draft is not None:
             columns = len(ids) + decoding.max_tokens + decoding.speculate + 1
-            guessing = Draft(self._draft, decoding, len(ids), columns, source, route)
-        return speculate(self.model, ids, decoding, guessing, ends=self.ends, source=source, route=route)
+            guess = Draft(self._draft, decoding, len(ids), columns, source, route).guess
+        return speculate(self.model, ids, decoding, guess, ends=self.ends, source=source, route=route)
 
     def _in_slots(
         self, rows: list[list[int]], routes: list[int | None], seeds: list[int | None], decoding: Decoding

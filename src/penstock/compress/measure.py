@@ -180,10 +180,10 @@ class Workbench:
     def drawn(self, model: ModelConfig) -> Model:
         """A model of these sizes with random weights, whose latency does not depend on them."""
         with torch.random.fork_rng(devices=[]):
-            made = create(model).eval()
+            drawn = create(model).eval()
         # With the attention that inference uses on the device.
         setup = Setup(purpose=INFERENCE, device=self.device)
-        return apply(made, setup, "device", "switches")  # type: ignore[no-any-return]
+        return apply(drawn, setup, "device", "switches")  # type: ignore[no-any-return]
 
     def _inputs(self, model: Model) -> dict[str, Tensor]:
         lengths, samples = model.graph.lengths, self.config.batch

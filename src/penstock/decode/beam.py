@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from penstock.config.decoding import Decoding, bucket
-from penstock.decode.choose import NOTHING, adjust_logits
+from penstock.decode.choose import NOTHING, adjust_logits, history_of
 from penstock.decode.kv_cache import NEVER, Columns, KVCache, run_pass
 from penstock.decode.static import Compiled
-from penstock.decode.texts import ASK, Generating, Prompts, eagerly, remaining, sharded
+from penstock.decode.texts import ASK, Prompts, eagerly, remaining, sharded
 from penstock.dtypes import sums_type
 from penstock.kernels.beam_step import beam_step, texts_of
 from penstock.kernels.beams import OUT, Beams, Terms
 from penstock.kernels.padding import is_real
+from penstock.models.model import Model
 
 _SWEEP = 16
 """Steps between two removals of the columns that no beam attends to any more."""
@@ -60,7 +61,8 @@ class _Search:
         """(B, b, P + T), each beam's tokens, prompt included; None if the settings do not depend on them."""
         if decoding.looks_back:
             tokens = torch.full((rows, self.terms.size, self.terms.steps), NOTHING, device=device)
-            history = prompts.history()[:, None].expand(-1, self.terms.size, -1)
+            history = history_of(prompts.tokens, prompts.lengths[:, None])[:, None]
+            history = history.expand(-1, self.terms.size, -1)
             self._tokens = torch.cat([history, tokens], dim=2)
 
     def step(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,7 @@ class _Passes:
     prompt and its own ancestors."""
 
     def __init__(
-        self, model: Generating, prompts: Prompts, beams: int, steps: int, compiled: Compiled | None
+        self, model: Model, prompts: Prompts, beams: int, steps: int, compiled: Compiled | None
     ) -> None:
         self.model, self.prompts, self.beams, self.compiled = model, prompts, beams, compiled
         self.routes = prompts.routes if model.graph.routed else None
@@ -189,7 +191,7 @@ class _Passes:
 
 @torch.no_grad()
 def search(
-    model: Generating, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int],
+    model: Model, prompts: Prompts, decoding: Decoding, *, ends: Sequence[int],
     compiled: Compiled | None = None,
 ) -> BeamTexts:  # fmt: skip
     """The best texts that beam search finds for each prompt. `ends` are the tokens that end a text.

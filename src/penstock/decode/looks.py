@@ -102,16 +102,16 @@ class Continuing:
             return None
         if not narrow and not stack.biased and seen is not None:
             return torch.where(seen, 0.0, -math.inf).to(dtype).unsqueeze(1)
-        behind = self._rows[:, :, None] - self.column_places[:, None]  # (R, N, W)
-        near = behind >= 0
-        near = near & (behind < window) if narrow else near
+        distance = self._rows[:, :, None] - self.column_places[:, None]  # (R, N, W)
+        near = distance >= 0
+        near = near & (distance < window) if narrow else near
         near = near if seen is None else near & seen
         if self.causal:  # each token attends to itself, because a row of only −∞ would be NaN
             near = near | torch.eye(near.shape[2], dtype=torch.bool, device=near.device)[: near.shape[1]]
         if not stack.biased:
             return torch.where(near, 0.0, -math.inf).to(dtype).unsqueeze(1)
         biases = self._by_distance(stack)
-        bias = biases[:, behind.clamp(0, biases.shape[1] - 1)].transpose(0, 1)
+        bias = biases[:, distance.clamp(0, biases.shape[1] - 1)].transpose(0, 1)
         return bias.masked_fill(~near.unsqueeze(1), -math.inf).to(dtype)
 
     def _by_distance(self, stack: Any) -> Tensor:

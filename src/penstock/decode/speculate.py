@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock.config.decoding import Decoding
 from penstock.decode.choose import adjust_logits, shares
 from penstock.decode.kv_cache import Columns, KVCache, run_pass
-from penstock.decode.texts import Generating
 from penstock.dtypes import widened
 from penstock.kernels.top import largest
+from penstock.models.model import Model
 
 _LONGEST = 3
 """Number of tokens at the end of the text that an earlier place must match; fewer if no place matches this many."""
@@ -51,7 +51,7 @@ class DraftedText:
     """One text that a model reads; its newest tokens can be undone."""
 
     def __init__(
-        self, model: Generating, columns: int, source: Sequence[int] = (), route: int | None = None
+        self, model: Model, columns: int, source: Sequence[int] = (), route: int | None = None
     ) -> None:
         self.model, self.read_count = model, 0
         self.device = next(model.parameters()).device
@@ -107,7 +107,7 @@ class Draft:
     """Guesses of a smaller model, which chooses tokens by the same settings as the larger one."""
 
     def __init__(
-        self, model: Generating, decoding: Decoding, prompt: int, columns: int, source: Sequence[int],
+        self, model: Model, decoding: Decoding, prompt: int, columns: int, source: Sequence[int],
         route: int | None = None,
     ) -> None:  # fmt: skip
         self.reading = DraftedText(model, columns, source, route)
@@ -141,7 +141,7 @@ class Draft:
 
 @torch.no_grad()
 def speculate(
-    model: Generating, ids: Sequence[int], decoding: Decoding, guess: Guess, *, ends: Sequence[int],
+    model: Model, ids: Sequence[int], decoding: Decoding, guess: Guess, *, ends: Sequence[int],
     source: Sequence[int] = (), route: int | None = None,
 ) -> list[int]:  # fmt: skip
     """New tokens after the decoder's `ids`, without the token that ends the text. `source` is an encoder–decoder's,

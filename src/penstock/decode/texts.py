@@ -14,12 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.decode.choose import history_of
 from penstock.decode.static import Compiled
-from penstock.models.model import Model
 from penstock.shards import TENSOR
 
-Generating = Model
 _FEW = 0.75
 """Share of unfinished texts below which finished ones are removed from the batch."""
 ASK = 16
@@ -70,10 +67,6 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def history(self) -> Tensor:
-        """The decoder's first tokens, (B, P), right-aligned."""
-        return history_of(self.tokens, self.lengths[:, None])
 
     def rows(self) -> list[list[int]]:
         """Token numbers of each prompt, or source, without padding."""

@@ -26,7 +26,7 @@ from penstock.decode.sample import sample
 from penstock.decode.speculate import Draft, Guess, look_up, speculate
 from penstock.decode.stages import in_parts, stages_of
 from penstock.decode.static import Compiled
-from penstock.decode.texts import Generating, Prompts
+from penstock.decode.texts import Prompts
 from penstock.errors import ConfigError
 from penstock.infer.load import Loaded, loaded
 from penstock.infer.ranks import from_all_ranks, from_rank_zero, own_texts, together
@@ -97,7 +97,7 @@ class Generator:
             opened = _generating(opens(model, tokenizer=tokenizer, shortlist=listed))
             self.whole_bytes, self.bytes = opened.whole_bytes, opened.bytes
             """Bytes of all weights in the model's folder, and of the weights that were read."""
-            self.model: Generating = opened.model
+            self.model: Model = opened.model
             self.tokenizer = opened.tokenizer
             self.start = opened.start if start is None else start
             self.ends: tuple[int, ...] = opened.ends if ends is None else tuple(ends)
@@ -108,7 +108,7 @@ class Generator:
                 raise ConfigError(
                     "The model does not say which token its decoder begins with; give its number as start."
                 )
-            self._draft: Generating | None = None
+            self._draft: Model | None = None
             if draft is not None:
                 drafting = _generating(opens(draft, tokenizer=None, beside=self.model))
                 small = drafting.model

@@ -55,7 +55,7 @@ def test_taylor_is_the_gradient_of_a_mask(form: str) -> None:
     model = _model(config)
     run = model.graph.runs[-1].name
     block: Any = getattr(model, run).blocks[1]
-    found = part_scores(model, _data(config), loss, "taylor")[run][1]
+    found = part_scores(model, run, _data(config), loss, "taylor")[1]
     groups, size = len(found.heads), block.attention.shared * block.attention.head_width
     expected = torch.zeros(groups)
     for batch in _data(config):
@@ -77,7 +77,7 @@ def test_activation_is_the_size_of_what_a_part_adds() -> None:
     down: Any = model.encoder.blocks[0].mlp.down
     seen: list[Tensor] = []
     handle = down.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].flatten(0, -2)))
-    found = part_scores(model, _data(config), loss, "activation")["encoder"][0]
+    found = part_scores(model, "encoder", _data(config), loss, "activation")[0]
     handle.remove()
     added = torch.cat(seen)[:, 5, None] * down.weight[:, 5]  # of one feature, at all tokens
     torch.testing.assert_close(found.hidden[5].float(), added.norm())

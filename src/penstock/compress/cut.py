@@ -184,7 +184,7 @@ class _Cutter:
         return keep_hidden(model, run.name, kept, shared)
 
     def _scores(self, model: Model, run: Run) -> list[BlockScores]:
-        return part_scores(model, self.batches, self.loss, self.options.by)[run.name]
+        return part_scores(model, run.name, self.batches, self.loss, self.options.by)
 
 
 def _best(scores: Tensor, count: int) -> list[int]:

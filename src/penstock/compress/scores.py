@@ -15,8 +15,8 @@ Shapes: G KV heads, M hidden width, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from penstock.compress.prune import keep_layers, take_experts
 from penstock.config.compress import Criterion, LayerCriterion
@@ -54,25 +55,22 @@ class BlockScores:
 
 
 def part_scores(
-    model: Model, batches: Sequence[Any], loss: Loss, criterion: Criterion
-) -> dict[str, list[BlockScores]]:
-    """Scores of heads and hidden features of each block, by run. `batches` may be empty for `magnitude`."""
-    gauges: dict[str, list[dict[str, _Gauge]]] = {}
-    for run in model.graph.runs:
-        blocks = gauges[run.name] = []
-        for block, layer in zip(getattr(model, run.name).blocks, run.stack.layers, strict=True):
-            size = layer.queries_per_key * layer.value_width
-            gauges_of = {"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)}
-            if block.cross is not None:
-                gauges_of["cross"] = _Gauge(block.cross.out, size)
-            if getattr(block.mlp, "shared", None) is not None:
-                gauges_of["shared"] = _Gauge(block.mlp.shared.down, 1)
-            blocks.append(gauges_of)
-    every = [gauge for blocks in gauges.values() for gauges_of in blocks for gauge in gauges_of.values()]
+    model: Model, run: str, batches: Sequence[Any], loss: Loss, criterion: Criterion
+) -> list[BlockScores]:
+    """Scores of heads and hidden features of each block of a run. `batches` may be empty for `magnitude`."""
+    gauges: list[dict[str, _Gauge]] = []
+    for block, layer in zip(getattr(model, run).blocks, model.graph.run(run).stack.layers, strict=True):
+        size = layer.queries_per_key * layer.value_width
+        gauges.append({"heads": _Gauge(block.attention.out, size), "hidden": _Gauge(block.mlp.down, 1)})
+        if block.cross is not None:
+            gauges[-1]["cross"] = _Gauge(block.cross.out, size)
+        if getattr(block.mlp, "shared", None) is not None:
+            gauges[-1]["shared"] = _Gauge(block.mlp.shared.down, 1)
+    every = [gauge for parts in gauges for gauge in parts.values()]
     if criterion != "magnitude":
         with ExitStack() as hooks, evaluating(model):
             for gauge in every:
-                hooks.enter_context(gauge.watching(gradients=criterion == "taylor"))
+                hooks.enter_context(gauge.watch(gradients=criterion == "taylor"))
             for batch in batches:
                 with torch.set_grad_enabled(criterion == "taylor"):
                     value = loss(model, batch)
@@ -81,13 +79,9 @@ def part_scores(
                     model.zero_grad(set_to_none=True)
                 for gauge in every:
                     gauge.close_batch()
-    return {
-        name: [
-            BlockScores(**{part: gauge.score(criterion) for part, gauge in gauges_of.items()})
-            for gauges_of in blocks
-        ]
-        for name, blocks in gauges.items()
-    }
+    return [
+        BlockScores(**{part: gauge.score(criterion) for part, gauge in parts.items()}) for parts in gauges
+    ]
 
 
 @dataclass(eq=False)
@@ -103,9 +97,8 @@ class _Gauge:
     sums: list[Tensor] = field(default_factory=list)
     """By batch, the absolute sums of `batch` over each group."""
 
-    @contextmanager
-    def watching(self, *, gradients: bool) -> Iterator[None]:
-        """Add each pass of the layer inside the context to the sums."""
+    def watch(self, *, gradients: bool) -> RemovableHandle:
+        """Add each pass of the layer to the sums, until the handle is removed."""
 
         def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             x, experts = inputs[0], inputs[2] if isinstance(module, ExpertLinear) else None
@@ -114,8 +107,7 @@ class _Gauge:
             else:
                 self._add("squares", x.detach().square(), experts)
 
-        with self.linear.register_forward_pre_hook(look):
-            yield
+        return self.linear.register_forward_pre_hook(look)
 
     def _add(self, name: str, values: Tensor, experts: Tensor | None) -> None:
         values = values.flatten(0, -2).double()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,37 +162,33 @@ class _InputRows:
         ]
         with ExitStack() as stack:
             for module, hook, name in hooks:
-                stack.enter_context(module.register_forward_pre_hook(_named(hook, name)))
+                stack.enter_context(module.register_forward_pre_hook(partial(hook, name)))
             yield
 
     def _mask(self, name: str, x: Tensor) -> Tensor | None:
         mask = self.masks.get(self.reads.get(name, ""))
         return mask if mask is not None and x.shape[:2] == mask.shape else None
 
-    def _blank(self, name: str, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _blank(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         mask = self._mask(name, inputs[0])
         return inputs if mask is None else (inputs[0].masked_fill(~mask[..., None], 0.0), *inputs[1:])
 
-    def _keep_visits(self, name: str, inputs: tuple[Any, ...]) -> None:
+    def _keep_visits(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self.visits[name.removesuffix(".up")] = (inputs[0] != 0).any(1)
 
-    def _rows(self, name: str, inputs: tuple[Any, ...]) -> None:
+    def _rows(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         x, mask = inputs[0], self._mask(name, inputs[0])
         if isinstance(self.modules[name], ExpertLinear):
             mask = self.visits[name.rpartition(".")[0]]
         self.see(name, x.flatten(0, -2) if mask is None else x[mask])
 
 
-def _named(hook: Callable[[str, tuple[Any, ...]], Any], name: str) -> Callable[..., Any]:
-    return lambda _, inputs: hook(name, inputs)
-
-
 @torch.no_grad()
 def watch(
     model: nn.Module, batches: Batches, names: Iterable[str], see: See, *, last: nn.Module | None = None
-) -> int:
+) -> None:
     """Run a model in evaluation mode on batches, and pass the inputs of the named linears, without padding, to `see`.
-    Each pass ends after the module `last`, if that is set. Returns the number of batches.
+    Each pass ends after the module `last`, if that is set.
 
     Raises ConfigError if there is no batch.
     """
@@ -200,17 +197,16 @@ def watch(
     def stop(*_: Any) -> None:
         raise Enough
 
-    count = 0
+    empty = True
     end: Any = nullcontext() if last is None else last.register_forward_hook(stop)
     with end, evaluating(model), rows.watched():
         for arguments in batches:
-            count += 1
+            empty = False
             rows.masks = real_tokens(model, arguments)
             with suppress(Enough):
                 model(*arguments)
-    if not count:
+    if empty:
         raise ConfigError("There is no data to calibrate with; give at least one batch.")
-    return count
 
 
 def record(model: nn.Module, batches: Batches, names: Iterable[str]) -> dict[str, InputRecord]:

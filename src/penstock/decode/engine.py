@@ -253,11 +253,11 @@ class Engine:
             for low, high, count in list(self._pieces(chunk or self.chunk)):
                 logits, slots = self._read_prompts(low, high, count), list(range(low, high))
                 if not self._text(low).unread:
-                    results.append((slots, self._choose(slots, self._texts[low:high], logits)))
+                    results.append((slots, self._choose(slots, logits)))
             steady = not any(text and text.unread for text in self._texts) and not results
         if batch is not None:
             behind = batch.places + 1 if batch.every and batch.places is not None else None
-            tokens = self._choose(batch.slots, batch.texts, self._decode(batch), behind)
+            tokens = self._choose(batch.slots, self._decode(batch), behind)
             results.append((batch.slots, tokens))
             if steady and batch.every and not any(text.done for text in batch.texts):
                 self._next = batch._replace(tokens=tokens[:, None], places=behind)
@@ -408,15 +408,12 @@ class Engine:
         table = [[*row, *[spare] * (longest - len(row))] for row in rows]
         self._past.store.look(torch.tensor(table, device=self.device))
 
-    def _choose(
-        self, slots: list[int], texts: Sequence[_SlotText | None], logits: Tensor, behind: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    def _choose(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
         """The next token (r,) of each of these slots, whose texts may have different settings. `behind` (r, 1) holds
         their positions, if these are known on the device."""
         groups: dict[int, list[int]] = {}
-        for place, text in enumerate(texts):
-            assert text is not None
-            groups.setdefault(id(text.settings), []).append(place)
+        for place, slot in enumerate(slots):
+            groups.setdefault(id(self._text(slot).settings), []).append(place)
         if len(groups) == 1:
             return self._choose_alike(slots, logits, behind)
         tokens = self._lengths.new_empty(len(slots))

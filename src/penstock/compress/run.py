@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +91,7 @@ def _compress(config: CompressConfig, original: Path, output: Path, say: Callabl
     shares = config.prune
     if config.speedup is not None and "shares" not in report:
         reached, tried = reach(bench, shares, config.speedup, say)
-        report |= {
-            "shares": {name: getattr(reached, name) for name in SHARES},
-            "tried": [asdict(choice) for choice in tried],
-        }
+        report |= {"shares": {name: getattr(reached, name) for name in SHARES}, "tried": tried}
         keep()
     shares = replace(shares, **report.get("shares", {}))
     for number, (name, prune) in enumerate(_calls(config, shares), 1):
@@ -196,21 +193,12 @@ TRIES = 5
 SHARES = ("layers", "heads", "hidden", "experts")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TriedShares:
-    """One measured choice of shares."""
-
-    shares: dict[str, float]
-    forecast: float
-    """Speed relative to the model, predicted by the planner."""
-    measured: float
-
-
 def reach(
     bench: Workbench, options: Prune, target: float, say: Callable[[str], None]
-) -> tuple[Prune, list[TriedShares]]:
+) -> tuple[Prune, list[dict[str, Any]]]:
     """The least shares, all scaled together, with which a model of these sizes is measured to be `target` times as
-    fast. Each measurement corrects the next forecasts, so that no more is removed than necessary.
+    fast; and all choices that were measured: `shares`, and the speed relative to the model, `forecast` by the planner
+    and `measured`. Each measurement corrects the next forecasts, so that no more is removed than necessary.
 
     Raises ConfigError if no shares are forecast, or measured, to be fast enough.
     """
@@ -221,20 +209,18 @@ def reach(
     for part in range(1, PARTS + 1):
         choice = _scaled(usual, MOST * part / PARTS)
         reached[choice] = before / bench.predicted(sized(bench.model, choice, multiple=multiple))
-    original, tried, factor = bench.drawn(bench.model), list[TriedShares](), 1.0
+    original, tried, factor = bench.drawn(bench.model), list[dict[str, Any]](), 1.0
     fast_enough: list[Prune] = []
     while len(tried) < TRIES:
         hopeful = [choice for choice, speed in reached.items() if speed * factor >= target]
-        if not hopeful or _shares(hopeful[0]) in [shares.shares for shares in tried]:
+        if not hopeful or _shares(hopeful[0]) in [choice["shares"] for choice in tried]:
             break
-        choice = hopeful[0]
+        choice, shares = hopeful[0], _shares(hopeful[0])
         small = bench.drawn(sized(bench.model, choice, multiple=multiple))
         slow, fast = map(statistics.median, bench.latencies([original, small]))
-        tried.append(TriedShares(shares=_shares(choice), forecast=reached[choice], measured=slow / fast))
-        say(
-            f"shares {', '.join(f'{name} {share:.2f}' for name, share in tried[-1].shares.items())}: forecast "
-            f"{reached[choice]:.2f}x, measured {slow / fast:.2f}x"
-        )
+        tried.append({"shares": shares, "forecast": reached[choice], "measured": slow / fast})
+        words = ", ".join(f"{name} {share:.2f}" for name, share in shares.items())
+        say(f"shares {words}: forecast {reached[choice]:.2f}x, measured {slow / fast:.2f}x")
         if slow / fast >= target:
             fast_enough.append(choice)
         elif fast_enough:
@@ -242,7 +228,7 @@ def reach(
         factor = slow / fast / reached[choice]
     if fast_enough:
         return fast_enough[-1], tried
-    best = max([factor * max(reached.values()), *(shares.measured for shares in tried)])
+    best = max([factor * max(reached.values()), *(choice["measured"] for choice in tried)])
     raise ConfigError(
         f"target is {target:g}x, but pruning up to {MOST:.0%} gives {best:.2f}x at most on this machine; choose a "
         "lower target, or remove other parts."

@@ -214,13 +214,13 @@ def search(
         parents, chosen = searched.step(shaped, step)
         if step + 1 == steps:
             break
-        going = None if searched.beams.fresh else searched.going()
-        asks = going is not None and not together and (device.type == "cpu" or step % ASK == ASK - 1)
-        if asks and going is not None and not bool(going.any()):
+        asks = not together and not searched.beams.fresh and (device.type == "cpu" or step % ASK == ASK - 1)
+        going = searched.going() if asks else None
+        if going is not None and not bool(going.any()):
             break
         if step % _SWEEP == _SWEEP - 1:
             passes.sweep(parents)
-        rows_left = remaining(going, compiled) if asks and going is not None else None
+        rows_left = None if going is None else remaining(going, compiled)
         if rows_left is not None:
             tokens[rows], scores[rows] = searched.best(best)
             rows, parents, chosen = rows[rows_left], parents[rows_left], chosen[rows_left]

@@ -84,7 +84,7 @@ class Balance:
     """Visits to each expert of each mixture up to the last check."""
     until: int = 0
     """Steps up to the last check."""
-    _all_steps: int = 0
+    _steps: int = 0
     _reported: tuple[int, int, int] = (0, 0, 0)
     _window: Sequence[Sequence[int]] = ()
     _waiting: Sequence[int] = ()
@@ -92,7 +92,6 @@ class Balance:
     _number: int | None = None
     """The mixture whose experts move."""
     _after: Slots = ()
-    _steps: int = 0
     _pieces: int = -1
     _stalled: float = 0.0
     _last: float = 0.0
@@ -103,10 +102,10 @@ class Balance:
         """Orders for all ranks before a step: `("begin", mixture, slots)`, `("switch",)` or `("give up",)`. `visits`
         returns the visits to each expert of each mixture so far; `pieces` is how many pieces of the current move have
         arrived, `complete` whether all have."""
-        self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
+        self._steps += 1
         if self._number is not None:
             return self._go_on(pieces, complete)
-        if self._steps >= (self.every or _LOOK) and not self._waiting:
+        if self._steps - self.until >= (self.every or _LOOK) and not self._waiting:
             self._look(visits())
         if not self._waiting:
             return []
@@ -117,7 +116,7 @@ class Balance:
     def _look(self, visits: Sequence[Sequence[int]]) -> None:
         before = self.visits or [[0] * len(row) for row in visits]
         self._window = [[a - b for a, b in zip(row, then)] for row, then in zip(visits, before)]
-        self.visits, self.until, self._steps = visits, self._all_steps, 0
+        self.visits, self.until = visits, self._steps
         self.figures = self.figures or [1.0] * len(visits)
         self.looks, self._waiting = self.looks + 1, list(range(len(visits)))
 

@@ -85,9 +85,8 @@ def _forced(logits: Tensor, rows: Tensor | bool, tokens: tuple[int, ...]) -> Ten
 
 def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor | int) -> Tensor:
     rows, size = logits.shape
-    wide = torch.cat(
-        [logits, logits.new_zeros(rows, 1)], dim=1
-    )  # the last column is for places without a token
+    # The last column is for places without a token.
+    wide = torch.cat([logits, logits.new_zeros(rows, 1)], dim=1)
     places = torch.where(history < 0, size, history)
     if settings.repetition_penalty != 1.0:
         present = wide.gather(1, places)

@@ -137,7 +137,7 @@ class _Cutter:
         size, most = stack.experts // stack.router_groups, count // stack.router_groups
 
         def best(row: Tensor) -> list[int]:
-            groups = row.split(size)
+            groups = row.view(-1, size)
             return [size * n + number for n, group in enumerate(groups) for number in _best(group, most)]
 
         return keep_experts(model, run.name, [None if row is None else best(row) for row in scores])

@@ -187,7 +187,7 @@ def _take_heads(state: State, key: str, dim: int, size: int, heads: Sequence[int
     """Keep only some KV heads of a weight, in place."""
     if (whole := state.get(key)) is not None:
         index = torch.tensor(list(heads), device=whole.device)
-        state[key] = whole.unflatten(dim, (-1, size)).index_select(dim, index).flatten(dim, dim + 1)
+        state[key] = torch.unflatten(whole, dim, (-1, size)).index_select(dim, index).flatten(dim, dim + 1)
 
 
 def _take_hidden(state: State, name: str, kept: Tensor, layer: Layer) -> None:

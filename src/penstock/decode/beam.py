@@ -156,7 +156,7 @@ class _Passes:
             places = places[0] if len(places) == 1 else places
             seen = self.seen[:, :, : self.filled]
             self.past.at(places, columns=begin, width=self.filled, seen=seen)
-            values = None if self.prompts.values is None else {}
+            values: dict[str, Tensor] | None = None if self.prompts.values is None else {}
             logits = run_pass(self.model, self.past, tokens, routes=self.routes, values=values)
         else:
             assert isinstance(self.past.store, Columns)

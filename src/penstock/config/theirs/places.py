@@ -185,7 +185,7 @@ def _turning(
             short=given.short_factor or (), long=given.long_factor or (),
         )  # fmt: skip
     fields: dict[str, Any] = {
-        ours: getattr(given, theirs) or default for ours, (theirs, default) in _SCALINGS[kind].items()
+        name: getattr(given, option) or default for name, (option, default) in _SCALINGS[kind].items()
     }
     return replace(
         plain, scaling=cast(Scaling, kind), factor=given.factor or 1.0,
@@ -308,6 +308,6 @@ def _written_rotary(rotary: Rotary, library: Library) -> dict[str, Any]:
         scaling["original_max_position_embeddings"] = rotary.trained
     if not rotary.truncate:
         scaling["truncate"] = False
-    names = ((ours, theirs) for ours, (theirs, _) in _SCALINGS[rotary.scaling].items())
-    scaling |= {theirs: value for ours, theirs in names if (value := getattr(rotary, ours))}
+    names = ((name, option) for name, (option, _) in _SCALINGS[rotary.scaling].items())
+    scaling |= {option: value for name, option in names if (value := getattr(rotary, name))}
     return {**values, "rope_scaling": scaling}

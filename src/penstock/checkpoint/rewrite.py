@@ -21,13 +21,13 @@ from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model, writ
 
 _log = logging.getLogger(__name__)
 
-_BESIDE = ("names", "tokenizer")
-
 
 def folder_beside(run: Path, tokenizer: bool | None = None) -> Path:
     """Folder in a run with what its exports hold besides weights (see `save_pretrained`): `tokenizer`, with names too,
     or `names` with class names only. By default the folder that exists."""
-    return run / _BESIDE[(run / _BESIDE[1]).is_dir() if tokenizer is None else tokenizer]
+    if tokenizer is None:
+        tokenizer = (run / "tokenizer").is_dir()
+    return run / ("tokenizer" if tokenizer else "names")
 
 
 def candidates(path: Path, *, step: int | None = None) -> list[Path]:

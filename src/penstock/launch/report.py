@@ -88,9 +88,8 @@ def write_report(error: BaseException, trace: TracebackType | None = None) -> bo
         text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     hopeless = isinstance(error, ImportError | SyntaxError)
     reason = {"text": printable(text[-_LIMIT:]), "consequence": _is_consequence(error), "hopeless": hopeless}
-    write_text(
-        path, json.dumps(reason | {"seconds": time.time()})
-    )  # atomic: the writer may be killed at any instant
+    # Atomic, because the writer may be killed at any instant.
+    write_text(path, json.dumps(reason | {"seconds": time.time()}))
     return True
 
 

@@ -142,7 +142,7 @@ def answer(asked: str, width: float = 640.0) -> str:
     if best.interval:
         rows.append(("how sure it is", best.interval.seconds(best.iteration_seconds)))
     limit = room(machine) if machine.memory_bytes else None
-    shown = found.result.predictions[:SHOWN]
+    shown = found.result[:SHOWN]
     sections = [times(shown), memories(shown, limit)]
     sides = {
         name: (one.best, costs(one.best, machine, terms))

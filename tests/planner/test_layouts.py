@@ -179,20 +179,20 @@ def test_every_layout_found_is_legal_and_fits() -> None:
     found = explore(model, A100, 512, global_batch=1152, keep=None)
     assert found.tried > 300
     assert found.too_large > 100
-    times = [one.iteration_seconds for one in found.predictions]
+    times = [one.iteration_seconds for one in found]
     # The fastest has micro-batches of three, by less than the error; an even one comes before it.
     assert times[1:] == sorted(times[1:])
-    best, odd = found.predictions[:2]
+    best, odd = found[:2]
     assert (best.plan.micro_batch % 2, odd.plan.micro_batch) == (0, 3)
     assert best.interval is not None
     assert times[1] < times[0] <= times[1] * (1 + best.interval.spread)
-    for one in found.predictions:
+    for one in found:
         assert not rules.problems(one.plan, model)
         assert one.plan.gpus == 512
         assert one.plan.global_batch == 1152
         assert one.memory_bytes < A100.memory_bytes
         assert Plan.parse(one.plan.line()) == one.plan
-    best = found.predictions[0]
+    best = found[0]
     assert predict(model, A100, best.plan).iteration_seconds == pytest.approx(best.iteration_seconds)
 
 

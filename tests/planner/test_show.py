@@ -7,7 +7,7 @@ import re
 from penstock.config.machine import load_machine
 from penstock.config.model import preset
 from penstock.planner.explain import bends
-from penstock.planner.search import SearchResult, explore, search
+from penstock.planner.search import Layouts, explore, search
 from penstock.planner.show import SHOWN
 
 
@@ -15,12 +15,12 @@ def test_a_search_and_its_predictions_are_cells_of_a_notebook() -> None:
     found = explore(preset("vit-b16"), load_machine("a100-80g"), 4, global_batch=512, keep=None)
     cell = found._repr_html_()
     assert cell.count("<svg") == 4  # time and memory, for a screen and a telephone
-    for one in found.predictions[:SHOWN]:
+    for one in found[:SHOWN]:
         assert one.plan.line() in cell
         assert f"{one.iteration_seconds:.4g}" in cell
-    single = found.predictions[0]._repr_html_()
-    assert found.predictions[0].plan.line() in single
-    assert f"{found.predictions[0].mfu:.1%}" in single
+    single = found[0]._repr_html_()
+    assert found[0].plan.line() in single
+    assert f"{found[0].mfu:.1%}" in single
     for html in (cell, single):
         assert not re.search(r"<script|https?:|src=|href=", html)
 
@@ -28,12 +28,12 @@ def test_a_search_and_its_predictions_are_cells_of_a_notebook() -> None:
 def test_the_list_of_a_search_is_the_same_cell() -> None:
     model, machine = preset("vit-digits"), load_machine("h100")
     layouts = search(model, machine, 1, global_batch=64, keep=3)
-    assert layouts == explore(model, machine, 1, global_batch=64, keep=3).predictions
+    assert layouts == explore(model, machine, 1, global_batch=64, keep=3)
     assert layouts[0].plan.line() in layouts._repr_html_()
 
 
 def test_a_search_that_found_nothing_says_so() -> None:
-    assert "No layout fits" in SearchResult(tried=3, too_large=3)._repr_html_()
+    assert "No layout fits" in Layouts(tried=3, too_large=3)._repr_html_()
 
 
 # What `penstock plan` says of a layout in sentences.

@@ -101,7 +101,7 @@ def search_all(config: PlanConfig, machine: Machine) -> None:
         runs = best_runnable(result, model, machine)
         if runs is None:
             raise ConfigError(
-                f"penstock train runs none of the {len(result.predictions):,} layouts that fit; fix less with --base."
+                f"penstock train runs none of the {len(result):,} layouts that fit; fix less with --base."
             )
         print(penstock_train(model, machine, runs.plan).command)
         return
@@ -160,7 +160,7 @@ def as_data(
     runs = best_runnable(result, config.planned, machine)
     against = [_layout(*compared) for compared in [*sides.values()][1:]]
     tried, top = {"layouts_tried": result.tried, "layouts_too_large": result.too_large}, config.top or 10
-    fastest = [_layout(layout, costs_of(config, layout, machine)) for layout in result.predictions[:top]]
+    fastest = [_layout(layout, costs_of(config, layout, machine)) for layout in result[:top]]
     return {
         **_question(config, machine, choice.best.gpus, choice), **tried, "layouts": fastest,
         "best_runnable": None if runs is None else _layout(runs, costs_of(config, runs, machine)),
@@ -193,7 +193,7 @@ def _show(
     console = plain_console()
     console.print(
         f"{config.called} ({best.parameters / 1e9:.3g} billion parameters) on {best.gpus} {machine.name}, "
-        f"{best.global_batch} samples a step: {result.tried:,} layouts, {len(result.predictions):,} fit."
+        f"{best.global_batch} samples a step: {result.tried:,} layouts, {len(result):,} fit."
     )
     section = layouts(model, result, config.top or 10)
     console.print(terminal_table(section, console.width))

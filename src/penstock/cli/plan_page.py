@@ -15,7 +15,7 @@ from penstock.errors import PenstockError
 from penstock.planner.cost import RunTerms, costs, run_words, step_words
 from penstock.planner.explain import Lever, bends, why_others_lose
 from penstock.planner.prediction import Prediction, room
-from penstock.planner.search import Base, SearchResult, explore
+from penstock.planner.search import Base, Layouts, explore
 from penstock.planner.show import SHOWN, beside, memories, tiles, times
 from penstock.report.figures import Line, lines
 from penstock.report.page import Cell, Section, Tile, origin, page
@@ -29,17 +29,17 @@ DRAWN_TURNS = 2
 
 
 def plan_page(
-    config: PlanConfig, machine: Machine, result: SearchResult, levers: Sequence[Lever], base: Base,
+    config: PlanConfig, machine: Machine, result: Layouts, levers: Sequence[Lever], base: Base,
     sides: Mapping[str, tuple[Prediction, Mapping[str, float]]],
 ) -> str:  # fmt: skip
     """The page as text. `base` is that of the search, because it is repeated for other numbers of devices; `sides` are
     layouts to compare, with their costs."""
-    model, best = config.planned, result.predictions[0]
+    model, best = config.planned, result[0]
     reasons = why_others_lose(model, machine, result, best, config.uneven())
     sections = [
         layouts(model, result, SHOWN),
-        times(result.predictions),
-        memories(result.predictions, room(machine) if machine.memory_bytes else None),
+        times(result),
+        memories(result, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
         _devices(model, machine, best, base, config.uneven()),
     ]  # fmt: skip
@@ -89,8 +89,8 @@ def _devices(
             )  # fmt: skip
         except PenstockError:
             continue
-        if result.predictions:
-            points.append(result.predictions[0])
+        if result:
+            points.append(result[0])
     measured = [(float(point.gpus), point.iteration_seconds) for point in points]
     fewest, slowest = measured[0]
     ideal = [(devices, slowest * fewest / devices) for devices, _ in measured]
@@ -149,9 +149,9 @@ _COLUMNS = {
 """Columns of the table of layouts, and their ranks: see `Cell.rank`."""
 
 
-def best_runnable(result: SearchResult, model: ModelConfig, machine: Machine) -> Prediction | None:
+def best_runnable(result: Layouts, model: ModelConfig, machine: Machine) -> Prediction | None:
     """The fastest layout that can be trained today."""
-    runs = (layout for layout in result.predictions if not problems(layout.plan, model, machine, run=True))
+    runs = (layout for layout in result if not problems(layout.plan, model, machine, run=True))
     return next(runs, None)
 
 
@@ -171,13 +171,13 @@ def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:
     return one.tokens_per_second_per_gpu, "tokens"
 
 
-def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
+def layouts(model: ModelConfig, result: Layouts, top: int) -> Section:
     """The `top` fastest layouts."""
-    best = result.predictions[0]
+    best = result[0]
     heads = [Cell(name, rank=rank) for name, rank in _COLUMNS.items()]
     heads.append(Cell(f"{rate_of(model, best)[1]}/s/GPU", rank=4))
     rows = []
-    for rank, layout in enumerate(result.predictions[:top], 1):
+    for rank, layout in enumerate(result[:top], 1):
         p = layout.plan
         extra = "".join(f" {name}{value}" for name, value in (("cp", p.cp), ("ep", p.ep)) if value > 1)
         cells = (
@@ -191,14 +191,14 @@ def layouts(model: ModelConfig, result: SearchResult, top: int) -> Section:
     return Section(title="The fastest layouts", text=text, code=best.plan.line(), columns=heads, rows=rows)
 
 
-def _error_words(result: SearchResult) -> str:
+def _error_words(result: Layouts) -> str:
     """How right the times are, and how many of the best layouts that leaves equal."""
-    best = result.predictions[0]
+    best = result[0]
     if best.interval is None:
         return ""
     error = best.interval.spread
     slowest = (1 + error) * best.iteration_seconds
-    equal = sum(layout.iteration_seconds <= slowest for layout in result.predictions)
+    equal = sum(layout.iteration_seconds <= slowest for layout in result)
     words = f"The best takes {best.interval.seconds(best.iteration_seconds)}. "
     if equal == 1:
         return f"{words}No other layout is within {error:.1%} of it, the error between layouts of one model."

@@ -14,7 +14,7 @@ from penstock.errors import PenstockError
 from penstock.planner.layouts import vary
 from penstock.planner.loads import EVEN
 from penstock.planner.prediction import Prediction, predict, room
-from penstock.planner.search import SearchResult, base_of, explore, needed_bytes, search
+from penstock.planner.search import Layouts, base_of, explore, needed_bytes, search
 from penstock.report.units import GIB, duration
 
 SECOND_WORDS = {
@@ -88,7 +88,7 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 
 
 def why_others_lose(
-    model: ModelConfig, machine: Machine, result: SearchResult, best: Prediction, uneven: Mapping[int, float] = EVEN
+    model: ModelConfig, machine: Machine, result: Layouts, best: Prediction, uneven: Mapping[int, float] = EVEN
 ) -> Iterator[str]:  # fmt: skip
     """Sentences on each choice of the best layout: the best layout with another choice, its extra cost, and layouts
     that do not fit.
@@ -99,7 +99,7 @@ def why_others_lose(
     for axis in AXES:
         chosen = getattr(best.plan, axis)
         others: dict[object, Prediction] = {}
-        for other in result.predictions:
+        for other in result:
             others.setdefault(getattr(other.plan, axis), other)
         others.pop(chosen, None)
         for value, other in sorted(others.items(), key=lambda item: item[1].iteration_seconds)[:2]:
@@ -213,8 +213,8 @@ def sensitivity(
             )
         except PenstockError:
             continue
-        if result.predictions:
-            first = result.predictions[0]
+        if result:
+            first = result[0]
             levers.append(Lever(words, first.samples_per_second / best.samples_per_second - 1, first.plan))
     return sorted(levers, key=lambda lever: -lever.gain)
 
@@ -229,7 +229,7 @@ class BestLayout:
     best: Prediction
     assumed: str
     """Settings that the line leaves open and the planner chose, with the reasons; empty for none."""
-    result: SearchResult
+    result: Layouts
     """The search; for a line that is a complete layout, this layout alone."""
 
     def against(self, best: Prediction) -> str:
@@ -272,9 +272,9 @@ def answer(
     assumed = f"assumed, for the line names no precision: {base.assumed}" if base.assumed else ""
     if line is not None and is_layout(line, gpus):
         one = predict(model, machine, base.plan, uneven=uneven)
-        return BestLayout(best=one, assumed=assumed, result=SearchResult([one], tried=1))
+        return BestLayout(best=one, assumed=assumed, result=Layouts([one], tried=1))
     layouts = search(
         model, machine, gpus, global_batch=global_batch, base=base.plan, fixed=base.fixed, keep=None, uneven=uneven,
         name=name,
     )  # fmt: skip
-    return BestLayout(best=layouts[0], assumed=assumed, result=layouts.result)
+    return BestLayout(best=layouts[0], assumed=assumed, result=layouts)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -39,32 +39,19 @@ _SECONDS = attrgetter("iteration_seconds")
 _REST = attrgetter(*(name for name in AXES if name != "micro_batch"))
 
 
-@dataclass(slots=True)
-class SearchResult:
-    """Result of a search: predictions that fit, best first, and counts of the other layouts."""
+class Layouts(list[Prediction]):
+    """The layouts that a search found to fit, the fastest first, and counts of all: a list that a notebook shows as a
+    page."""
 
-    predictions: list[Prediction] = field(default_factory=list)
-    tried: int = 0
-    too_large: int = 0
-    """Layouts that do not fit."""
-    nearest: tuple[Plan, float] | None = None
-    """The layout that needs least memory among those that do not fit, and its bytes."""
+    def __init__(self, fitting: Iterable[Prediction] = (), *, tried: int = 0, too_large: int = 0) -> None:
+        super().__init__(fitting)
+        self.tried, self.too_large = tried, too_large
+        self.nearest: tuple[Plan, float] | None = None
+        """The layout that needs least memory among those that do not fit, and its bytes."""
 
     def _repr_html_(self) -> str:
         """HTML for a notebook."""
         return cell(self)
-
-
-class Layouts(list[Prediction]):
-    """The layouts that a search found, the fastest first: a list that a notebook shows as a page."""
-
-    def __init__(self, result: SearchResult) -> None:
-        super().__init__(result.predictions)
-        self.result = result
-
-    def _repr_html_(self) -> str:
-        """HTML for a notebook."""
-        return self.result._repr_html_()
 
 
 def search(
@@ -84,9 +71,9 @@ def search(
         model, machine, gpus, global_batch=global_batch, base=base, fixed=fixed, space=space, keep=keep,
         uneven=uneven,
     )  # fmt: skip
-    if not result.predictions:
+    if not result:
         raise OutOfMemory(_nothing_fits(model, machine, gpus, result, uneven, global_batch, fixed, name))
-    return Layouts(result)
+    return result
 
 
 def default_base(model: ModelConfig, machine: Machine, gpus: int) -> Plan:
@@ -129,7 +116,7 @@ def explore(
     model: ModelConfig, machine: Machine, gpus: int, *, global_batch: int | None = None, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
     uneven: Mapping[int, float] = EVEN,
-) -> SearchResult:  # fmt: skip
+) -> Layouts:  # fmt: skip
     """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
     require("gpus", gpus, Count)
     base = base or default_base(model, machine, gpus)
@@ -139,7 +126,7 @@ def explore(
     batch = global_batch or default_batch(model, gpus)
     rates, parameters = rates_of(machine, base), totals(model).parameters
     too_large: dict[tuple[object, ...], int] = {}
-    limit, result = room(machine), SearchResult()
+    limit, result = room(machine), Layouts()
     fitting: list[Prediction] = []
 
     def legal(devices: int, samples: int) -> Iterator[Plan]:
@@ -174,7 +161,7 @@ def explore(
             f"No layout has {gpus} devices and {batch} samples a step{with_fields}: tensor parallel degrees "
             f"must divide the heads, stages must divide the {depth(model)} blocks, and replicas the samples. {near}"
         )
-    result.predictions = _even_first(sorted(fitting, key=_SECONDS)[:keep])
+    result += _even_first(sorted(fitting, key=_SECONDS)[:keep])
     return result
 
 
@@ -242,7 +229,7 @@ def default_batch(model: ModelConfig, gpus: int) -> int:
 
 
 def _nothing_fits(
-    model: ModelConfig, machine: Machine, gpus: int, result: SearchResult, uneven: Mapping[int, float],
+    model: ModelConfig, machine: Machine, gpus: int, result: Layouts, uneven: Mapping[int, float],
     global_batch: int | None, fixed: frozenset[str], name: str,
 ) -> str:  # fmt: skip
     """The reason why no layout fits, and what would make one fit: more devices, or the host's memory."""

@@ -8,7 +8,7 @@ from functools import partial
 from penstock.planner.cost import run_words, watt_hours
 from penstock.planner.explain import MEMORY_WORDS, SECOND_WORDS
 from penstock.planner.prediction import Prediction
-from penstock.planner.search import SearchResult
+from penstock.planner.search import Layouts
 from penstock.report.figures import Stack, stacked_bars
 from penstock.report.page import Cell, Section, Tile, cell, page
 from penstock.report.units import GIB, duration
@@ -80,10 +80,10 @@ def prediction_cell(one: Prediction) -> str:
 
 
 @cell.register
-def search_cell(result: SearchResult) -> str:
+def search_cell(result: Layouts) -> str:
     """A search, for a cell of a notebook: the fastest layouts, and where their time and memory go."""
     lead = f"{result.tried:,} layouts tried, {result.too_large:,} do not fit."
-    best = result.predictions[:SHOWN]
+    best = result[:SHOWN]
     if not best:
         return page("No layout fits", lead, [], [], whole=False)
     columns = [Cell(""), Cell("Plan", words=True), *map(Cell, ("s/step", "MFU", "GiB"))]

@@ -76,10 +76,10 @@ def pack_source(
     for more than 1 % of them, and where `target` exists. The pack gets its name only when it is complete.
     """
     packing = packing or Packing()
-    manifests: dict[str, ImageManifest] = {}
+    streams, manifests = _streams(Path(source)), dict[str, ImageManifest]()
     with new_pack(Path(target)) as part:
         classes: tuple[str, ...] | None = None
-        for split, (classes_of_split, samples) in _streams(Path(source)).items():
+        for split, (classes_of_split, samples) in streams.items():
             manifests[split] = _write(part / split, packing, classes_of_split or classes, samples, progress)
             classes = manifests[split].classes
     return Packed(manifests, sum(file.bytes for manifest in manifests.values() for file in manifest.files))

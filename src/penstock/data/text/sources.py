@@ -285,13 +285,14 @@ def pack_text(source: str, target: Path, packing: TextPacking | None = None) -> 
         form = "pair" if kind in ("pairs", "numbers") else "document"
     trained = _TRAINED.fullmatch(packing.tokenizer)
     data = DataConfig(source=source, **settings | ({"tokenizer": "bytes"} if trained else {}))
+    content = content_of(kind, path, data, form)
     with new_pack(target) as part:
         if trained:
             rows = content_of(kind, path, data, form).parts[0]
             tokenizer: Tokenizer = train_bpe(rows, int(trained[1]), data)
         else:
             tokenizer = open_tokenizer(data)
-        return build(content_of(kind, path, data, form), data, form, tokenizer, part)
+        return build(content, data, form, tokenizer, part)
 
 
 def train_bpe(rows: Iterator[RowOrBad], size: int, data: DataConfig) -> LibraryTokenizer:

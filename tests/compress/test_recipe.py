@@ -299,7 +299,7 @@ def test_the_last_round_quantises_what_was_pruned_and_taught(
     with pytest.raises(ConfigError, match=r"set quantise\.inputs to static"):
         _config(teacher, tmp_path / "x", **{"quantise": "int8", "quantise.learn": "3"})
     for changes, words in (
-        ({"steps": "quantise,prune", "quantise": "int8"}, "put it last"),
+        ({"steps": "quantise,prune", "quantise": "int8"}, "put quantise last"),
         ({"steps": "prune,quantise"}, "but no format"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -10,7 +10,7 @@ import torch
 
 from helpers.generation import tiny
 from helpers.served import served
-from penstock.config.load import load
+from penstock.config.load import load, to_dict
 from penstock.data.text.tokenizers import Bytes
 from penstock.errors import ConfigError
 from penstock.infer.generator import Generator
@@ -18,6 +18,7 @@ from penstock.models.convert import save_pretrained
 from penstock.planner.loads import LoadRecord, read_loads
 from penstock.serve.balance import slots_by
 from penstock.serve.settings import ServeConfig
+from penstock.serve.worker import opened
 
 
 @pytest.mark.sweep
@@ -80,3 +81,10 @@ def test_replicas_stand_on_ranks_by_their_loads() -> None:
 def test_what_cannot_be_served_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(ServeConfig, overrides={name: str(value) for name, value in words.items()})
+
+
+def test_ranks_are_not_started_where_heads_cannot_be_split(tmp_path: Path) -> None:
+    save_pretrained(tiny("llama", dtype=torch.float32), tmp_path)
+    settings = {**to_dict(ServeConfig(tp=4)), "model": str(tmp_path)}
+    with pytest.raises(ConfigError, match=r"tp=4 does not divide the model's 2 KV heads; use a tp of 1 or 2"):
+        opened(settings)

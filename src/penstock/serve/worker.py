@@ -144,13 +144,19 @@ class Worker:
 def opened(settings: dict[str, Any]) -> Opened:
     """Open the model of `penstock serve`, with its engine."""
     from penstock.config.decoding import InferConfig
-    from penstock.config.model import vocabulary_of
+    from penstock.config.model import stacks, vocabulary_of
+    from penstock.config.rule import divisors
     from penstock.models.convert import model_in
     from penstock.serve.led import plan_of
 
     degrees = plan_of(settings)
     plan = replace(InferConfig(dtype=settings["dtype"]).as_plan, tp=degrees.tp, dp=degrees.dp, ep=degrees.ep)
     config = model_in(settings["model"])
+    for kv in {layer.kv_heads for stack in stacks(config) for layer in stack.kinds} if config else ():
+        if kv % degrees.tp:  # before ranks are started
+            raise ConfigError(
+                f"tp={degrees.tp} does not divide the model's {kv} KV heads; use a tp of {divisors(kv)}."
+            )
     about: dict[str, Any] = {
         "writes": config is None or config.graph.writer is not None,
         "vocabulary": 0 if config is None else vocabulary_of(config),

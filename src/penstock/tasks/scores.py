@@ -102,7 +102,6 @@ ORDERS = 6
 """Longest n-gram of characters in chrF."""
 _BETA = 2.0
 CHRF_SUMS = 3 * ORDERS
-BLEU_SUMS = 10
 
 
 def chrf_sums(written: str, reference: str) -> list[int]:

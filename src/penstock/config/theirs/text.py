@@ -110,7 +110,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
     settings.setdefault("sequence", settings.get("max_positions", 512))
     if both:
         settings.setdefault("decoder_sequence", settings["sequence"])
-    base = library.base
+    base: Any = library.base
     return settled(from_dict(type(base), settings, base=base, origin="config.json"))
 
 

@@ -176,7 +176,7 @@ def _enter_message(name: str, data: bytes) -> None:
         lock.__exit__()
     else:
         Path("metrics.jsonl").write_bytes(data + b"\n")
-        Records(Path(), None).rewind(3)
+        Records(Path()).rewind(3)
 
 
 DOORS = {

@@ -38,7 +38,7 @@ def _batch(config: Any, how: str, step: int, samples: int) -> tuple[Any, ...]:
     batch = families.batches(config, step, samples)
     if how == "sees":
         *inputs, targets = batch
-        more = [None] * (config.graph.arguments.index("sees") - len(inputs))
+        more = [None] * (config.graph.arguments.index("memory_index") - len(inputs))
         return *inputs, *more, torch.arange(samples) % 2, targets
     if how == "words":
         *inputs, targets = batch

@@ -37,9 +37,9 @@ class Recording(Engine):
         super().__init__(*args, **kwargs)
         self.logits: list[torch.Tensor] = []
 
-    def _choose(self, slots: Any, texts: Any, logits: torch.Tensor, behind: Any = None) -> torch.Tensor:
+    def _choose(self, slots: Any, logits: torch.Tensor, behind: Any = None) -> torch.Tensor:
         self.logits.append(logits.clone())
-        return super()._choose(slots, texts, logits, behind)
+        return super()._choose(slots, logits, behind)
 
 
 def _requests() -> list[Request]:

@@ -111,9 +111,7 @@ def stack_changes(name: str, data: str) -> dict[str, Any]:
 def write_rows(data: str, folder: Path) -> Path:
     """The rows of the data as tables, of which that of held-out ones has `EVALUATED`, evenly taken."""
     languages = languages_of(data)
-    content = (
-        numbers("translation", (DIGITS, *languages)) if data == "numbers" else names("translation", languages)
-    )
+    content = numbers("translation", (DIGITS, *languages)) if data == "numbers" else names(languages)
     folder.mkdir(parents=True, exist_ok=True)
     for split, part in zip(("train", "val"), content.parts):
         rows = [row for row in part if isinstance(row, TextRow) and len(row.texts[1].encode()) < LONGEST]

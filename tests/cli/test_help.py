@@ -51,6 +51,8 @@ def test_train_lists_ten_options_and_all_of_them_where_asked(
         pages.append(capsys.readouterr().out)
     short, full, again = pages
     assert short == again
+    # After a short page the parser knows all options again.
+    app.parse_args(["train", "--recipe.patience", "3"], exit_on_error=False, print_error=False)
     listed = [line for line in short.splitlines() if line.startswith(("│ --", "│ MODEL"))]
     assert len(listed) == 11, listed
     for option in ("--data", "--from", "--epochs", "--steps", "--lr", "--batch-size", "--plan", "--config"):

@@ -134,11 +134,12 @@ def _main(typed: Sequence[str]) -> int:
         check_words(words)
         if instead := removed("commands").get(words[0]):
             raise ConfigError(f"penstock {words[0]} was removed; {instead}.")
-        if not {*app.help_flags, "--help-all"}.isdisjoint(_own_words(words)):
-            from penstock.cli._help import describe_by_docstring
+        with contextlib.ExitStack() as help_page:
+            if not {*app.help_flags, "--help-all"}.isdisjoint(_own_words(words)):
+                from penstock.cli._help import described_by_docstring
 
-            words = describe_by_docstring(app, words)
-        result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
+                words = help_page.enter_context(described_by_docstring(app, words))
+            result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()  # a full disk is reported here, or by a traceback at the end of Python
     except CycloptsError as error:
         _show(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import re
@@ -32,9 +33,11 @@ ALL = "--help-all"
 _MORE = "\n\nThese are the options that most need; `{} --help-all` lists all of them."
 
 
-def describe_by_docstring(app: App, words: Sequence[str]) -> list[str]:
-    """Let the help page of the verb in the command line `words` begin with the verb's docstring. Returns the words for
-    the parser, which has no `--help-all`: for a verb with many options `--help` lists the most needed ones.
+@contextlib.contextmanager
+def described_by_docstring(app: App, words: Sequence[str]) -> Iterator[list[str]]:
+    """Inside, the help page of the verb in the command line `words` begins with the verb's docstring. Yields the words
+    for the parser, which has no `--help-all`: for a verb with many options `--help` lists the most needed ones. Later
+    calls in this process take all of them again.
 
     Verbs are imported late, so each is registered with one line of description. Without this, that line would be the
     whole help page.
@@ -42,13 +45,22 @@ def describe_by_docstring(app: App, words: Sequence[str]) -> list[str]:
     chain, commands, _ = app.parse_commands([word for word in words if word not in (*app.help_flags, ALL)])
     command = commands[-1]
     verb: Any = command.default_command
+    pages = getattr(verb, "pages", None)
     if getattr(verb, "__module__", "").startswith("penstock."):  # and not a flag of the parser's own
         command.help = verb.__doc__ = unwrapped(inspect.getdoc(verb) or "")
-        if pages := getattr(verb, "pages", None):
-            verb.__signature__ = page = pages[ALL in words]
-            verb.__annotations__ = {option.name: option.annotation for option in page.parameters.values()}
+        if pages:
+            _take_options(verb, pages[ALL in words])
             command.help += "" if ALL in words else _MORE.format(" ".join((app.name[0], *chain)))
-    return ["--help" if word == ALL else word for word in words]
+    try:
+        yield ["--help" if word == ALL else word for word in words]
+    finally:
+        if pages:
+            _take_options(verb, pages[True])
+
+
+def _take_options(verb: Any, page: inspect.Signature) -> None:
+    verb.__signature__ = page
+    verb.__annotations__ = {option.name: option.annotation for option in page.parameters.values()}
 
 
 def unwrapped(doc: str) -> str:

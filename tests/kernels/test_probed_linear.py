@@ -29,7 +29,7 @@ from penstock.probe import libraries
 RATES = {"forward": (100.0, 90.0), "input": (80.0, 100.0), "weight": (90.0, 92.0), "vocabulary": (50.0, 80.0)}
 MACHINE = replace(
     TOY,
-    peak_flops={"fp32": 1e11, ONEDNN: 1e11},
+    peak_flops={"fp32": 1e11, "bf16": 1e11, ONEDNN: 1e11},
     gemm=tuple(
         GemmSample(dtype=dtype, m=64, n=n, k=64, form=form, flops_per_second=1e9 * rate)
         for form, both in RATES.items()
@@ -94,9 +94,13 @@ def test_a_choice_follows_what_was_measured() -> None:
     choose = onednn_choice(MACHINE)
     assert [choose(64, 64, 64, form) for form in ("forward", "input", "weight")] == [False, True, False]
     assert choose(64, 50257, 64, "forward"), "logits have rates of their own"
-    assert library_obstacle(MACHINE) is None
-    assert "as fast as oneDNN" in str(library_obstacle(replace(MACHINE, gemm=MACHINE.gemm[:2])))
-    assert "no measured rates" in str(library_obstacle(TOY))
+    vit, slow = PRESETS["vit-ti16"], replace(MACHINE, gemm=MACHINE.gemm[:2])
+    assert library_obstacle(MACHINE, None, Plan()) is library_obstacle(MACHINE, vit, Plan()) is None
+    for machine, model, line, words in (
+        (TOY, None, "", "no measured rates"), (slow, None, "", "MKL is as fast as oneDNN"),
+        (slow, vit, "", "predicted to be as fast"), (MACHINE, vit, "precision=O1", "predicted to be as fast"),
+    ):  # fmt: skip
+        assert words in str(library_obstacle(machine, model, Plan.parse(line)))
     plain, chosen = (
         predict(PRESETS["vit-ti16"], MACHINE, Plan.parse(line)) for line in ("", "matmul=probed")
     )

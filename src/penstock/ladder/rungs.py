@@ -201,7 +201,7 @@ for _each in (
     Rung(
         "matmul-probed", 110, "faster fp32 library",
         "Each fp32 product of a linear layer takes the library, MKL or oneDNN, that was measured to be faster here.",
-        plan(matmul="probed"), obstacle=lambda _, situation: library_obstacle(situation.machine),
+        plan(matmul="probed"), obstacle=lambda now, there: library_obstacle(there.machine, now.model, now.plan),
     ),
     Rung(
         "memory", 150, "keep freed memory",

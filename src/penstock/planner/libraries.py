@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from penstock.config.machine import Machine, ProductForm
+from penstock.config.model import ModelConfig
+from penstock.config.plan import Plan
 from penstock.planner.constants import DEFAULT
+from penstock.planner.prediction import predict
 from penstock.planner.price import form_of
 from penstock.planner.rates import ONEDNN, SPECIAL, products_in
 
 WORTH = 1.05
 """oneDNN multiplies a shape that it was measured to multiply so many times as fast as MKL."""
+GAIN = 1.02
+"""A choice is worth trying if a step is predicted to be so many times as fast."""
 
 
 @lru_cache(maxsize=8)
@@ -29,10 +35,19 @@ def onednn_choice(machine: Machine) -> Callable[[int, int, int, ProductForm], bo
     return faster
 
 
-def library_obstacle(machine: Machine) -> str | None:
-    """Why a choice would change nothing, in a sentence; None if oneDNN is faster for a measured product."""
+def library_obstacle(machine: Machine, model: ModelConfig | None, plan: Plan) -> str | None:
+    """Why a choice would gain nothing, in a sentence; None if a step of `model` is predicted to gain, or if oneDNN is
+    faster for some measured product and there is no model to predict."""
     if machine.device != "cpu" or ONEDNN not in machine.peak_flops:
         return f"{machine.name} has no measured rates of oneDNN beside those of MKL"
+    if model is not None:
+        plans = (replace(plan, matmul="highest"), replace(plan, matmul="probed"))
+        fixed, chosen = (predict(model, machine, each).iteration_seconds for each in plans)
+        return (
+            None
+            if fixed > GAIN * chosen
+            else "MKL is predicted to be as fast as oneDNN for this model's products"
+        )
     faster = onednn_choice(machine)
     measured = [s for s in machine.gemm if s.dtype == "fp32" and s.plain]
     if any(faster(s.m, s.n, s.k, SPECIAL.get(s.form, s.form)) for s in measured):

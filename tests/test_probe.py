@@ -76,12 +76,13 @@ def test_rates_are_plausible(measured: Machine) -> None:
     assert measured.source == "measured"
     assert measured.name == machine_name(CPU)
     assert measured.name.endswith("1 threads")
-    assert {"fp32", "fp32_medium", "bf16", "fp16"} <= set(measured.peak_flops)
+    types = {"fp32", "bf16", "fp16"} | ({"fp32_medium"} if this_cpu().bf16 is not False else set())
+    assert types | {"fp32_onednn"} <= set(measured.peak_flops)
     assert 1e9 < measured.peak_flops["fp32"] < 1e13
     assert 1e8 < measured.memory_bytes_per_second < 1e12
     assert 1e-7 < measured.launch_seconds < 1e-3
     assert measured.launch_seconds < measured.operator_seconds < 1e-3
-    assert {s.dtype for s in measured.kernels} == {"fp32", "fp32_medium", "bf16", "fp16"}
+    assert {s.dtype for s in measured.kernels} == types
     kernels = {sample.name: sample.per_second for sample in measured.kernels if sample.dtype == "fp32"}
     assert {"gelu", "gelu_backward", "norm", "norm_backward", "softmax", "softmax_backward"} < set(kernels)
     activations = {
@@ -214,7 +215,7 @@ def test_the_peak_is_the_best_sample(measured: Machine) -> None:
 
 def test_gradients_are_measured_as_they_lie(measured: Machine) -> None:
     """Of each layer, both gradients of each type, over the same numbers as its forward pass."""
-    for kind in ("fp32", "fp32_medium", "bf16", "fp16", "int8"):
+    for kind in {"fp32", "fp32_medium", "fp32_onednn", "bf16", "fp16", "int8"} & set(measured.peak_flops):
         forward, inputs, weights = (
             [s for s in measured.gemm if s.dtype == kind and s.form == form]
             for form in ("forward", "input", "weight")

@@ -19,6 +19,7 @@ from penstock.config.activations import Mlp
 from penstock.config.fused import FUSED_FORM
 from penstock.config.machine import KernelSample
 from penstock.config.plan import Matmul
+from penstock.cpu import this_cpu
 from penstock.kernels.bias_activation import bias_activation
 from penstock.kernels.dropout import dropout
 from penstock.kernels.native_blocks import attend_samples, computes_blocks
@@ -61,6 +62,8 @@ def kernel_samples(device: torch.device, quick: bool, budget: float) -> list[Ker
     """
     samples: list[KernelSample] = []
     for name, dtype, matmul in _TYPES:
+        if matmul == "medium" and this_cpu().bf16 is False:
+            continue  # torch computes as for `highest`
         kernels = _Kernels(name, dtype, device, budget)
         with matmul_precision(matmul):
             try:

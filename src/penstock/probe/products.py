@@ -120,7 +120,8 @@ def _kinds(device: torch.device) -> list[_Kind]:
     fp32 = _float_operands(torch.float32)
     kinds = [_Kind("fp32", fp32, F.linear)]
     if device.type == "cpu":
-        kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
+        if this_cpu().bf16 is not False:  # else torch multiplies as for `highest`
+            kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
         kinds.append(_Kind(ONEDNN, fp32, by_onednn, gradients=lambda a, b: by_onednn(a, b.t())))
     elif _has_tensor_cores(device):
         kinds.append(_Kind("tf32", fp32, F.linear, matmul="high"))
@@ -142,7 +143,8 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmSample]:
     """Rates of matrix products in each type that this device supports. A CPU's two libraries for fp32 are measured
-    twice if oneDNN seems to be faster than MKL, and the better rates are kept: other programs can only slow them."""
+    twice if oneDNN seems to be faster than MKL, and the better rates are kept: other programs can only slow them. A
+    `quick` measurement measures once."""
     generator = torch.Generator(device=device).manual_seed(0)
 
     def rates(kinds: list[_Kind]) -> dict[tuple[str, ProductForm, Shape], GemmSample]:
@@ -155,7 +157,7 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
     best = rates(kinds)
     pairs = [(best.get(("fp32", *key[1:])), s) for key, s in best.items() if key[0] == ONEDNN]
     faster = any(mkl and s.flops_per_second > WORTH * mkl.flops_per_second for mkl, s in pairs)
-    if agreed(float(faster)):  # ranks measure the same products
+    if not quick and agreed(float(faster)):  # ranks measure the same products
         again = rates([kind for kind in kinds if kind.name in ("fp32", ONEDNN)])
         best |= {
             key: s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from penstock.models.heads import Vocabulary
 from penstock.parallel import ALONE, ParallelDims
 from penstock.planner.libraries import library_obstacle, onednn_choice
 from penstock.planner.rates import ONEDNN
-from penstock.probe import libraries
+from penstock.probe import libraries, products
 
 # Rates by pass: oneDNN is faster in one of three, and where a vocabulary's logits are computed.
 RATES = {"forward": (100.0, 90.0), "input": (80.0, 100.0), "weight": (90.0, 92.0), "vocabulary": (50.0, 80.0)}
@@ -143,3 +144,26 @@ def _choices_of_a_rank() -> list[bool]:
 
 def test_ranks_choose_alike() -> None:
     assert pool(2).run(_choices_of_a_rank) == [[False, True, False]] * 2
+
+
+def test_a_script_saves_and_copies_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole model in `torch.save` is torch's own, and opens where no Penstock is; a copy multiplies as the model."""
+    monkeypatch.setattr(libraries, "machine_for", lambda _: MACHINE)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    libraries.choose_libraries(model, torch.device("cpu"), ALONE)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    opened = torch.load(file, weights_only=False)
+    assert type(opened[0]) is type(opened[2]) is nn.Linear
+    assert isinstance(model[0], probed.ProbedLinear)
+    x = torch.randn(3, 4)
+    for other in (opened, deepcopy(model), copy(model)):
+        torch.testing.assert_close(other(x), model(x))
+    assert isinstance(deepcopy(model)[0], probed.ProbedLinear)
+    assert isinstance(copy(model[0]), probed.ProbedLinear)
+
+
+def test_a_torch_without_onednn_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert ONEDNN not in {kind.name for kind in products._kinds(torch.device("cpu"))}

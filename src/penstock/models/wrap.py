@@ -7,6 +7,8 @@ one first. `exchange` replaces a module as a whole. Names in a model's state dic
 
 from __future__ import annotations
 
+import copy
+import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,8 +77,33 @@ def set_class(module: M, cls: type) -> M:
 @functools.cache
 def _class_over(kind: Any, base: Any) -> Any:
     """A subclass of `kind` and `base` with the name of `base`."""
+
+    def as_base(module: Any, call: Callable[[], Any]) -> Any:
+        laid = type(module)
+        set_class(module, base)
+        try:
+            return call()
+        finally:
+            set_class(module, laid)
+
+    def copied(module: Any, call: Callable[[], Any]) -> Any:
+        laid = type(module)
+        return set_class(as_base(module, call), laid)
+
+    def reduced(module: Any, protocol: Any) -> Any:
+        made, arguments, *state = as_base(module, lambda: module.__reduce_ex__(protocol))
+        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle would refuse it: the class of the module is not `base`.
+            made, arguments = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
+        return (made, arguments, *state)
+
+    methods = {  # a copy has the class too; a pickle is the plain module, which loads without Penstock
+        "__reduce_ex__": reduced,
+        "__copy__": lambda module: copied(module, lambda: copy.copy(module)),
+        "__deepcopy__": lambda module, memo: copied(module, lambda: copy.deepcopy(module, memo)),
+    }
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__, _LAID: kind}
-    return type(base.__name__, (kind, base), named)
+    return type(base.__name__, (kind, base), {**methods, **named})
 
 
 def swap(module: M, kind: type) -> M:

@@ -15,8 +15,6 @@ from penstock.planner.prediction import predict
 from penstock.planner.price import form_of
 from penstock.planner.rates import ONEDNN, SPECIAL, products_in
 
-WORTH = 1.05
-"""oneDNN multiplies a shape that it was measured to multiply so many times as fast as MKL."""
 GAIN = 1.02
 """A choice is worth trying if a step is predicted to be so many times as fast."""
 
@@ -26,11 +24,12 @@ def onednn_choice(machine: Machine) -> Callable[[int, int, int, ProductForm], bo
     """A function that tells whether a product (m, k) @ (k, n) of a linear layer's pass is faster by oneDNN than by MKL,
     in fp32 on a machine where both were measured."""
     mkl, onednn = (products_in(machine, name, DEFAULT, 0, math.inf) for name in ("fp32", ONEDNN))
+    either = mkl._replace(other=onednn)
 
     @lru_cache(maxsize=1 << 12)
     def faster(m: int, n: int, k: int, form: ProductForm) -> bool:
         special = form_of(mkl, form, m, n, k)
-        return onednn.rate(m, n, k, special) > WORTH * mkl.rate(m, n, k, special)
+        return either.rate(m, n, k, special) > mkl.rate(m, n, k, special)
 
     return faster
 
@@ -43,11 +42,9 @@ def library_obstacle(machine: Machine, model: ModelConfig | None, plan: Plan) ->
     if model is not None:
         plans = (replace(plan, matmul="highest"), replace(plan, matmul="probed"))
         fixed, chosen = (predict(model, machine, each).iteration_seconds for each in plans)
-        return (
-            None
-            if fixed > GAIN * chosen
-            else "MKL is predicted to be as fast as oneDNN for this model's products"
-        )
+        if fixed > GAIN * chosen:
+            return None
+        return "MKL is predicted to be as fast as oneDNN for this model's products"
     faster = onednn_choice(machine)
     measured = [s for s in machine.gemm if s.dtype == "fp32" and s.plain]
     if any(faster(s.m, s.n, s.k, SPECIAL.get(s.form, s.form)) for s in measured):

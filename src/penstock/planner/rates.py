@@ -52,6 +52,8 @@ NEAREST = 2
 """Measured shapes of attention between which a rate is interpolated."""
 ONEDNN = "fp32_onednn"
 """The name under which a probe stores a CPU's fp32 products by oneDNN; those by torch's default, MKL, are `fp32`."""
+WORTH = 1.05
+"""A product takes oneDNN if it is measured to be so many times as fast as MKL."""
 Samples = list[tuple[float, float, float, float]]
 """Logarithms of the three sizes of each measured shape, and its rate."""
 
@@ -116,7 +118,7 @@ class Products(NamedTuple):
     """Bytes of a weight where a CPU's weights are stored in the order in which their kernel reads them, so that reading
     them from memory overlaps a part of the product; else 0."""
     other: Products | None = None
-    """Rates of another library, where each product takes the faster one."""
+    """Rates of oneDNN, where each product may take it."""
 
     def seconds(
         self, m: float, n: float, k: float, batch: float = 1, *, form: ProductForm = "forward", over_rows: bool = False,
@@ -136,7 +138,8 @@ class Products(NamedTuple):
         samples = self.measured.get(SPECIAL.get(form, form)) or self.measured.get("forward")
         rate = min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
         rate *= self.shares.get(form, 1.0)
-        return rate if self.other is None else max(rate, self.other.rate(m, n, k, form))
+        theirs = 0.0 if self.other is None else self.other.rate(m, n, k, form)
+        return theirs if theirs > WORTH * rate else rate
 
 
 @lru_cache(maxsize=1 << 15)

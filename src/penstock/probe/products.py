@@ -22,8 +22,7 @@ from penstock.config.plan import Matmul
 from penstock.cpu import this_cpu
 from penstock.errors import PenstockError
 from penstock.kernels.probed_linear import by_onednn
-from penstock.planner.libraries import WORTH
-from penstock.planner.rates import ONEDNN
+from penstock.planner.rates import ONEDNN, WORTH
 from penstock.probe.rates import agreed, seconds, wait
 from penstock.process import matmul_precision
 from penstock.products.convert import STORED
@@ -122,7 +121,8 @@ def _kinds(device: torch.device) -> list[_Kind]:
     if device.type == "cpu":
         if this_cpu().bf16 is not False:  # else torch multiplies as for `highest`
             kinds.append(_Kind("fp32_medium", fp32, F.linear, matmul="medium"))
-        kinds.append(_Kind(ONEDNN, fp32, by_onednn, gradients=lambda a, b: by_onednn(a, b.t())))
+        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            kinds.append(_Kind(ONEDNN, fp32, by_onednn, gradients=lambda a, b: by_onednn(a, b.t())))
     elif _has_tensor_cores(device):
         kinds.append(_Kind("tf32", fp32, F.linear, matmul="high"))
     # GPUs without bf16 units emulate it at a tenth of the speed of fp16, so that no plan should use it.

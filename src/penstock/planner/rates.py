@@ -138,8 +138,8 @@ class Products(NamedTuple):
         samples = self.measured.get(SPECIAL.get(form, form)) or self.measured.get("forward")
         rate = min(nearby_rate(samples, (m, n, k), NEAR_SAMPLES), self.ceiling) if samples else self.ceiling
         rate *= self.shares.get(form, 1.0)
-        theirs = 0.0 if self.other is None else self.other.rate(m, n, k, form)
-        return theirs if theirs > WORTH * rate else rate
+        onednn = 0.0 if self.other is None else self.other.rate(m, n, k, form)
+        return onednn if onednn > WORTH * rate else rate
 
 
 @lru_cache(maxsize=1 << 15)

@@ -8,7 +8,6 @@ one first. `exchange` replaces a module as a whole. Names in a model's state dic
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -91,11 +90,8 @@ def _class_over(kind: Any, base: Any) -> Any:
         return set_class(as_base(module, call), laid)
 
     def reduced(module: Any, protocol: Any) -> Any:
-        made, arguments, *state = as_base(module, lambda: module.__reduce_ex__(protocol))
-        if made is copyreg.__newobj__:  # type: ignore[attr-defined]
-            # pickle would refuse it: the class of the module is not `base`.
-            made, arguments = copyreg._reconstructor, (base, object, None)  # type: ignore[attr-defined]
-        return (made, arguments, *state)
+        # From protocol 2 on, pickle compares the class that it writes with that of the module, which is not `base`.
+        return as_base(module, lambda: module.__reduce_ex__(min(protocol, 1)))
 
     methods = {  # a copy has the class too; a pickle is the plain module, which loads without Penstock
         "__reduce_ex__": reduced,

@@ -193,7 +193,7 @@ def test_options_with_values_are_known() -> None:
     from penstock.cli import _WITH_VALUE
     from penstock.cli.run import run
     from penstock.cli.tune import tune
-    from penstock.tune.settings import TuneConfig
+    from penstock.ladder.settings import TuneConfig
 
     for verb, name in ((run, "run"), (tune, "tune")):
         keywords = {n for n, p in signature(verb).parameters.items() if p.kind is p.KEYWORD_ONLY}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from helpers.sweeps import sweep
 from penstock.config.machine import Machine
 from penstock.config.model import ViTConfig
 from penstock.config.plan import Plan
+from penstock.config.run import DataConfig
 from penstock.errors import ConfigError
 from penstock.ladder import arena, climb, course, measure, search
 from penstock.ladder.climb import _Climb
@@ -515,6 +517,12 @@ def test_the_command_makes_the_report_again() -> None:
     assert line.startswith("penstock ladder vit-digits --model.width 32 ")
     assert line.endswith("--batch 4 --rungs matmul,half --quick")
     assert command_of(LadderConfig(factory="a:b")) == "penstock ladder --model a:b"
+    data = DataConfig(source="text:my corpus", columns=("first name", "label"), separator=";")
+    words = shlex.split(command_of(LadderConfig(machine="RTX 4090", data=data)))
+    assert words[3:] == [
+        "--data", "text:my corpus", "--data.columns", "first name,label", "--data.separator", ";", "--machine",
+        "RTX 4090",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from penstock.config.machine import Machine, load_machine
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.ladder.page import to_html
 from penstock.ladder.result import LadderReport
+from penstock.ladder.settings import TuneConfig
 from penstock.ladder.show import ending, remarks, table, write
 from penstock.report.page import plain_console
 from penstock.tune import script, search
 from penstock.tune.process import Facts, ScriptCommand, ScriptEnded
-from penstock.tune.settings import TuneConfig
 
 ENDLESS = 10**9
 FACTS = Facts(
@@ -386,8 +386,17 @@ def test_rungs_that_no_script_can_have_are_refused(tuned: Callable[..., LadderRe
         tuned(World(), skip="compil")
 
 
+def test_the_command_that_repeats_a_tuning_has_its_options(tmp_path: Path) -> None:
+    command = ScriptCommand("my.trainer", ("--lr", "1"), module=True, procs=2)
+    config = TuneConfig(output=str(tmp_path), round_seconds=0.5, skip="half, int8", procs=2)
+    assert script.Script(command, config).tune_command == (
+        "penstock tune --round-seconds 0.5 --skip 'half, int8' --procs 2 -m my.trainer --lr 1"
+    )
+
+
 def test_ranks_are_started_by_torchrun(tuned: Callable[..., LadderReport]) -> None:
     report = tuned(World(gains={"optimizer=fused": 1.5}), rungs="optimizer", procs=2)
+    assert report.command == "penstock tune --rungs optimizer train.py --lr 1e-3"
     assert report.train_command == (
         'torchrun --nproc-per-node 2 -m penstock run --plan "optimizer=fused" train.py --lr 1e-3'
     )

@@ -15,9 +15,9 @@ from helpers.sweeps import sweep
 from penstock.cli import main
 from penstock.errors import ConfigError
 from penstock.ladder.result import LadderReport
+from penstock.ladder.settings import TuneConfig
 from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.search import tune
-from penstock.tune.settings import TuneConfig
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("known_machine")]
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -11,7 +11,7 @@ from penstock.boundary.files import require_folder
 from penstock.cli._options import Flag, ModuleFlag, ScriptArguments, ScriptName
 from penstock.cli.launch import require_module, require_script
 from penstock.errors import ConfigError
-from penstock.tune.settings import TuneConfig
+from penstock.ladder.settings import TuneConfig
 
 _DEFAULTS = TuneConfig()
 

@@ -1,10 +1,12 @@
-"""The settings of a climb: one frozen dataclass, the same names in Python, in a file and on the command line."""
+"""The settings of climbs: a frozen dataclass for models and one for scripts, with the same names in Python, in a file
+and on the command line."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Annotated
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any
 
 from penstock.config.convert import (
     Checked,
@@ -48,8 +50,8 @@ class LadderConfig(Checked):
     skip: tuple[str, ...] = ()
     """Rungs or groups of rungs to leave out, such as `compile`."""
     procs: Ranks = 1
-    """Processes of the rungs DDP, FSDP and HSDP: one GPU each, or a share of this CPU each; 1 leaves these rungs out.
-    """
+    """Processes of the `parallel` rungs, such as DDP and FSDP: one GPU each, or a share of this CPU each; 1 leaves
+    these rungs out."""
     quick: bool = False
     """Short rounds and loss runs, and less than half the time, for a first impression."""
     rounds: Annotated[int, Range(2, 1_000_000)] = 7
@@ -87,10 +89,42 @@ class LadderConfig(Checked):
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneConfig(Checked):
+    """How long and with what a script is tuned. Fields are the command's options; each docstring is one line, because
+    `--help` shows it.
+    """
+
+    budget: Positive = 300.0
+    """Seconds for everything, compiling included."""
+    rounds: Annotated[int, Range(2, 1_000_000)] = 7
+    """Rounds of turns, at least, before a difference under 5 % counts."""
+    round_seconds: Positive = 0.3
+    """Seconds of one turn, at least."""
+    rungs: str = ""
+    """Rungs or groups of rungs to try, separated by commas, such as half,compile; all by default."""
+    skip: str = ""
+    """Rungs or groups of rungs to leave out."""
+    procs: Ranks = 1
+    """Number of ranks to start the script with, as torchrun does."""
+    timeout: Positive = 300.0
+    """Seconds that the script may be silent, for example before its first step."""
+    output: FilledText = "runs/tune"
+    """Folder of tune.html and tune.json, and of what the script writes to its terminal."""
+
+
+def option(name: str, value: Any) -> str:
+    """An option of the command line with its value, quoted for a shell."""
+    tables = isinstance(value, tuple) and value and is_dataclass(value[0])  # `word` quotes these
+    return f"--{name} {word(value) if tables else shlex.quote(word(value))}"
+
+
 def data_words(data: DataConfig) -> list[str]:
     """Command-line options that select these data."""
-    options = {name: word(value) for name, value in changes(DataConfig(), data)}
-    return [f"--{'data' if name == 'source' else f'data.{name}'} {value}" for name, value in options.items()]
+    return [
+        option("data" if name == "source" else f"data.{name}", value)
+        for name, value in changes(DataConfig(), data)
+    ]
 
 
 def command_of(config: LadderConfig) -> str:
@@ -108,5 +142,5 @@ def command_of(config: LadderConfig) -> str:
         elif value is True:
             words.append(f"--{f.name}")
         else:
-            words.append(f"--{f.name} {','.join(value) if isinstance(value, tuple) else value}")
+            words.append(option(f.name, value))
     return " ".join(words)

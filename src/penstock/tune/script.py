@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.boundary.files import own_file
+from penstock.config.model import changes
 from penstock.config.plan import Plan
 from penstock.ladder.contender import Contenders, LossRun, Timing
 from penstock.ladder.result import Forecast
 from penstock.ladder.rung import Setting
+from penstock.ladder.settings import TuneConfig, option
 from penstock.ladder.statistics import FEWEST
 from penstock.tune.process import ScriptCommand, ScriptEnded, ScriptProcess
-from penstock.tune.settings import TuneConfig
 
 WARM_UP, LONGEST_WARM_UP = 3, 8
 """Least and most warm-up steps, which are not timed; they go on while successive steps differ by more than half."""
@@ -44,6 +45,7 @@ class Script(Contenders):
         self.folder = Path(config.output)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.title = shlex.join([command.target, *command.arguments])
+        self._named = f"-m {self.title}" if command.module else self.title
         self.first = script_setting("")
         self.length = math.inf
         """Number of optimizer steps of the script; known once it has ended."""
@@ -87,12 +89,23 @@ class Script(Contenders):
 
     def train_command(self, setting: Setting) -> str:
         """The command that runs the script with a setting."""
-        line, command = setting.line, self.command
-        script = shlex.join([*(["-m"] * command.module), command.target, *command.arguments])
-        if command.procs > 1:
-            launcher = f"torchrun --nproc-per-node {command.procs}"
-            return f'{launcher} -m penstock run --plan "{line}" {script}' if line else f"{launcher} {script}"
-        return f'penstock run --plan "{line}" {script}' if line else f"python {script}"
+        line, procs = setting.line, self.command.procs
+        if procs > 1:
+            launcher = f"torchrun --nproc-per-node {procs}"
+            return (
+                f'{launcher} -m penstock run --plan "{line}" {self._named}'
+                if line
+                else f"{launcher} {self._named}"
+            )
+        return f'penstock run --plan "{line}" {self._named}' if line else f"python {self._named}"
+
+    @property
+    def tune_command(self) -> str:
+        """The command that repeats this tuning."""
+        options = [
+            option(n.replace("_", "-"), v) for n, v in changes(TuneConfig(), self.config) if n != "output"
+        ]
+        return " ".join(["penstock tune", *options, self._named])
 
     def end(self) -> None:
         for contender in [*self.open.values()]:

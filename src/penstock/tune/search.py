@@ -21,10 +21,10 @@ from penstock.ladder.course import Attempt, Course, Greedy, OnProgress
 from penstock.ladder.result import Control, LadderReport
 from penstock.ladder.rung import PlanChange, Rung, Setting, Situation, joined
 from penstock.ladder.rungs import choose
+from penstock.ladder.settings import TuneConfig
 from penstock.ladder.statistics import FEWEST
 from penstock.tune.process import Facts, ScriptCommand, ScriptEnded, ScriptProcess
 from penstock.tune.script import LONGEST_WARM_UP, LOSS_STEPS, Script, script_setting
-from penstock.tune.settings import TuneConfig
 
 SEEDS = (1, 2)
 """Numbers added to the unchanged script's seeds, to see how much chance changes its loss."""
@@ -209,7 +209,7 @@ class _Tuning(Course):
             same_results=account.chosen(same, names),
             fastest=None if fastest is None else account.chosen(fastest, [*names, *more]),
             nearest=None if path else self.nearest(a.setting for a in attempts if a.result.measured), control=control,
-            tried=(), candidates=0, batch=None, machine=to_dict(self.machine), command=f"penstock tune {script.title}",
+            tried=(), candidates=0, batch=None, machine=to_dict(self.machine), command=script.tune_command,
             procs=script.command.procs, script=dataclasses.asdict(self.facts),
         )  # fmt: skip
 

@@ -92,6 +92,29 @@ def test_steps_of_a_trainer_are_counted_once_though_it_gives_a_closure(kind: str
 
 
 @pytest.mark.usefixtures("forked_scripts")
+def test_seeds_are_shifted_however_a_script_gives_them(tmp_path: Path) -> None:
+    (tmp_path / "seeded.py").write_text(
+        "import random\nimport sys\nimport numpy as np\nimport torch\n"
+        "seed = int(sys.argv[1])\n"
+        "random.seed(a=seed, version=2)\nnp.random.seed(np.int64(seed))\ntorch.manual_seed(seed=seed)\n"
+        "drawn = random.random() + np.random.rand() + torch.rand(())\n"
+        "model = torch.nn.Linear(1, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.0)\n"
+        "while True:\n    (0.0 * model(torch.ones(1)).sum() + drawn).backward()\n    optimizer.step()\n"
+    )
+    losses = []
+    for given, added in ((3, 0), (3, 1), (4, 0)):
+        process = ScriptProcess(
+            ScriptCommand(str(tmp_path / "seeded.py"), (str(given),)), "", added, tmp_path / "log", 300.0
+        )
+        try:
+            process.first_step()
+            losses += process.losses
+        finally:
+            process.close()
+    assert losses[0] != losses[1] == losses[2]
+
+
+@pytest.mark.usefixtures("forked_scripts")
 @pytest.mark.parametrize(("what", "why"), [("none", "without a step"), ("several", "several optimizers")])
 def test_scripts_that_cannot_be_timed_are_refused(what: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -311,9 +312,14 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
 def _shift_seeds(by: int) -> None:
     """Seed all generators, in case the script does not, and add a number to each seed that it sets later."""
 
-    def shifted(seed_it: Callable[..., Any], most: int) -> Callable[..., Any]:
-        def seed(value: Any = None, *args: Any, **kwargs: Any) -> Any:
-            return seed_it((value + by) % most if isinstance(value, int) else value, *args, **kwargs)
+    def shifted(seed_it: Callable[..., Any], most: int, name: str = "seed") -> Callable[..., Any]:
+        def moved(value: Any) -> Any:
+            return (int(value) + by) % most if isinstance(value, Integral) else value
+
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if name in kwargs:
+                kwargs[name] = moved(kwargs[name])
+            return seed_it(*map(moved, args[:1]), *args[1:], **kwargs)
 
         return seed
 
@@ -323,6 +329,6 @@ def _shift_seeds(by: int) -> None:
     np.random.seed(by)
     torch.manual_seed(by)
     if by:
-        random.seed = shifted(random.seed, 1 << 62)
+        random.seed = shifted(random.seed, 1 << 62, "a")
         np.random.seed = shifted(np.random.seed, 1 << 32)
         torch.manual_seed = torch.random.manual_seed = shifted(torch.manual_seed, 1 << 62)

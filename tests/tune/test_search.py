@@ -185,7 +185,9 @@ def test_where_nothing_is_beyond_the_noise_the_script_stays(tuned: Callable[...,
     assert command == report.train_command
 
 
-def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., LadderReport]) -> None:
+def test_a_loss_beyond_seeds_and_rounding_is_not_kept(
+    tuned: Callable[..., LadderReport], tmp_path: Path
+) -> None:
     def worse(line: str, seed: int, step: int) -> float:
         return 3.0 - 0.01 * step + 0.001 * seed + (0.2 if "precision=O1" in line else 0.0)
 
@@ -204,7 +206,24 @@ def test_a_loss_beyond_seeds_and_rounding_is_not_kept(tuned: Callable[..., Ladde
     def broken(line: str, seed: int, step: int) -> float:
         return float("nan") if "fused" in line else 1.0
 
-    assert "fused" not in tuned(World(gains=gains, loss=broken)).plan
+    report = tuned(World(gains=gains, loss=broken))
+    assert "fused" not in report.plan
+    written = json.loads(write(report, tmp_path)[1].read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert None in next(rung["losses"] for rung in written["rungs"] if rung["name"] == "optimizer-fused")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_script_whose_own_loss_is_not_finite_is_tuned_by_speed(
+    tuned: Callable[..., LadderReport], tmp_path: Path, seed: int
+) -> None:
+    def broken(line: str, of: int, step: int) -> float:
+        return float("nan") if of == seed and step > 2 else 1.0
+
+    report = tuned(World(gains={"optimizer=fused": 1.3}, loss=broken), rungs="optimizer")
+    assert report.plan == "optimizer=fused"
+    assert report.noise is None
+    assert "became infinite or NaN, so that no losses were compared" in " ".join(report.notes)
+    assert "optimizer=fused" in write(report, tmp_path)[0].read_text()
 
 
 def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[..., LadderReport]) -> None:

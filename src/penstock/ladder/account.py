@@ -98,13 +98,11 @@ class Losses:
         self._curves: dict[Setting, tuple[float, ...]] = {}
 
     def measure(self, setting: Setting) -> None:
-        """Measure the losses of a setting and, first, of the baseline under several seeds, unless they are known. There
-        are none if no losses are compared, or if the baseline's are not finite."""
+        """Measure the losses of a setting, and first those of the baseline under several seeds, unless they are known.
+        Does nothing if no losses are compared, or if the baseline's are not finite."""
         if self._grow or self.noise is None:
             self._measure_noise()
-        if self.noise is None or not all(map(math.isfinite, self.noise.curves[0])):
-            return
-        if setting not in self._curves or self._grow:
+        if self.noise is not None and (setting not in self._curves or self._grow):
             self._curves[setting] = tuple(self.arena.trained(setting, self.seed, self.steps).losses)
 
     def _measure_noise(self) -> None:
@@ -115,7 +113,10 @@ class Losses:
         seeds = range(self.seed, self.seed + self._seeds + 1)
         curves = [self.arena.trained(self.arena.baseline, seed, self.steps).losses for seed in seeds]
         length = min(map(len, curves))
-        if not self._grow or length >= LEAST_STEPS:
+        if not all(math.isfinite(loss) for curve in curves for loss in curve):
+            self.noise, self.steps = None, 0
+            self.notes.append("The baseline's loss became infinite or NaN, so that no losses were compared.")
+        elif not self._grow or length >= LEAST_STEPS:
             self._curves[self.arena.baseline] = tuple(curves[0])
             self.noise = noise_of(seeds, [curve[:length] for curve in curves])
 

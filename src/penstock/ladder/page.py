@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -251,7 +252,7 @@ def _losses(report: LadderReport) -> list[Section]:
     ]  # fmt: skip
     bars = []
     for rung in report.rungs[1:]:
-        if rung.losses and (change := rung.loss_difference) is not None:
+        if rung.losses and (change := rung.loss_difference) is not None and math.isfinite(change):
             explained = abs(change) <= 2 * noise.deviation
             state: State = "kept" if explained else "higher" if change > 0 else "lower"
             bars.append(Bar(label=rung.title, state=state, value=change))

@@ -7,6 +7,7 @@ the path multiply to the total, and a figure is the same wherever it is shown.
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -296,11 +297,13 @@ class LadderReport:
         return cell(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values; `speedup`, `plan` and `train_command` are those of `same`, the name of
-        `same_results` in files."""
+        """Everything as plain JSON values, None for numbers that are infinite or NaN. `same_results` is named `same`;
+        `speedup`, `plan` and `train_command` are repeated from it."""
         values = dataclasses.asdict(self)
         values["same"] = values.pop("same_results")
-        return values | {"speedup": self.speedup, "plan": self.plan, "train_command": self.train_command}
+        values |= {"speedup": self.speedup, "plan": self.plan, "train_command": self.train_command}
+        written: dict[str, Any] = json.loads(json.dumps(values), parse_constant=lambda infinite_or_nan: None)
+        return written
 
 
 Phase = Literal["baseline", "search", "losses", "top", "path", "apart", "race"]

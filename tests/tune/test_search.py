@@ -372,6 +372,7 @@ def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> No
         ({"form": "fused"}, "optimizer-fused", "the script's AdamW is fused already"),
         ({"forms": {"fused": "Lion has no fused form"}}, "optimizer-fused", "Lion has no fused form"),
         ({"model": ""}, "compile-whole", "no module was called"),
+        ({"model": ""}, "matmul-probed", "no module was called"),
         ({"switches": {}}, "attention-plain", "the model cannot be switched"),
         ({"padding": 0.4, "switches": {}}, "padding", "the model cannot be switched"),
     ],

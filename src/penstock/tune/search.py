@@ -281,7 +281,7 @@ def unfit(rung: Rung, facts: Facts, machine: Machine) -> str:
     group, _, form = rung.name.partition("-")
     if group == "optimizer":
         return _unfit_form(form, facts)
-    if not facts.model and group not in ("matmul", "memory"):
+    if not facts.model and rung.name not in ("matmul", "memory"):
         return "no module was called with gradients, so there is no model to change"
     if group in ("half", *CHANGES_RESULTS) and facts.mixed:
         return f"the script sets its own precision: {facts.mixed}"

@@ -55,7 +55,7 @@ def result(folder: Path) -> tuple[str, str]:
     last, ratio = best["samples_per_second"]["value"], best["speedup"]["value"]
     first = f"baseline {last / ratio:,.0f} {report['unit']}/s"
     if report["nearest"]:
-        return f"{first}: nothing is faster beyond the noise here, so the plain Plan stands", best["plan"]
+        return f"{first}: nothing is faster beyond the noise here, so the plain Plan remains", best["plan"]
     same = (
         "the same but for the order of sums"
         if Plan.parse(best["plan"]).precision == "O0"

@@ -108,7 +108,7 @@ NOTHING = replace(
 def test_where_nothing_is_beyond_the_noise_the_plain_plan_stands() -> None:
     (only,) = ending(NOTHING)
     assert only[0] == (
-        "Same results: Nothing beyond ±5.3 % on this machine, so the plain Plan stands. The most promising, "
+        "Same results: Nothing beyond ±5.3 % on this machine, so the plain Plan remains. The most promising, "
         "precision=O1, measures 1.02× (0.97 to 1.07), which may be chance. A longer climb (--budget 1240) or one on a "
         "quieter machine should decide it."
     )

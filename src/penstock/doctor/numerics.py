@@ -40,8 +40,8 @@ def types(device: Any) -> Iterator[Finding]:
     a, b = (torch.randn(size, size, generator=generator).to(device) for _ in range(2))
     exact = (a.double() @ b.double().t()).float()
     half = {name: (a.to(dtype), b.to(dtype)) for dtype, name in HALVES.items()}
-    # A tolerance is several times the error of rounding the operands; that of fp32 is loose, because an environment
-    # variable may ask for TF32.
+    # A tolerance is several times the error of rounding the operands. For fp32 it is loose, because an environment
+    # variable may select TF32.
     products: list[tuple[str, Callable[[], Any], float]] = [
         ("fp32", lambda: F.linear(a, b), 1e-2),
         ("bf16", lambda: F.linear(*half["bf16"]), 2e-2),
@@ -71,9 +71,9 @@ def types(device: Any) -> Iterator[Finding]:
 
 
 def _fastest(call: Callable[[], Any], device: Any) -> float:
-    """Seconds of the fastest of five calls: a rough figure, where `penstock probe` measures.
+    """Seconds of the fastest of five calls, a rough figure; `penstock probe` measures precisely.
 
-    It takes one CPU thread. With more, a busy neighbour slows small products up to a hundredfold, each differently.
+    Uses one CPU thread. With more, a busy neighbour slows small products up to a hundredfold, each differently.
     """
     import torch
 

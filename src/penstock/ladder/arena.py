@@ -71,7 +71,7 @@ def stopped_at(end: float, what: str) -> Iterator[None]:
 T = TypeVar("T")
 
 COMPILE_SECONDS = {"none": 0.0, "blocks": 10.0, "whole": 30.0, "graphs": 30.0}
-"""Expected seconds of compiling, from ViT-Ti/16 on one core; measured ones replace it."""
+"""Expected seconds of compiling, from ViT-Ti/16 on one core; measured times replace them."""
 AGAIN = 0.3
 """Time to compile a form again, as a share of the first time: torch's cache already holds its kernels."""
 
@@ -239,7 +239,7 @@ class Arena:
         return self.verdict_of(setting, over) == "faster"
 
     def race(self, settings: Sequence[Setting], pairs: Sequence[tuple[Setting, Setting]], end: float) -> None:
-        """Let settings take turns until all pairs are decided or the time is up; decided ones drop out."""
+        """Let settings take turns until all pairs are decided or the time is up; settings of decided pairs drop out."""
         for _ in range(self.contenders.most_rounds):
             undecided = [pair for pair in pairs if self.verdict_of(*pair) == "open"]
             running = [s for s in settings if any(s in pair for pair in undecided)]
@@ -270,7 +270,7 @@ class Arena:
         except Exception as error:
             if not self.contenders.shares_gpu or failure(error)[0] != "out of memory":
                 raise
-        # Only outside `except` is the memory free that the exception and its frames held.
+        # Outside `except`, because the exception's frames hold tensors until it ends.
         for contender in self._built.values():
             contender.close()
         self._built.clear()

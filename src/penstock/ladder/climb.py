@@ -155,7 +155,8 @@ class _Climb(Course):
         return self._report(rungs, control, best, path, offer, offered_on)
 
     def _same_results(self, best: Candidate) -> Candidate:
-        """The best candidate; in other types than the baseline's only if its loss is within the noise of seeds."""
+        """The best candidate with the same results: if it computes in other types than the baseline, its loss must be
+        within the noise of seeds."""
         search = self.search
         while rounding := search.space.computes_otherwise(best):
             phase, self.phase = self.phase, "losses"
@@ -172,8 +173,8 @@ class _Climb(Course):
         return best
 
     def _until(self, phase: Phase, *, weighing: bool = False) -> float:
-        """Time after which a phase begins nothing new: at its share of the budget, or earlier, because the path (unless
-        climbed), with `weighing` the memory measurements of its steps, and the last race must still follow."""
+        """Time after which a phase begins nothing new: its share of the budget, or earlier, so that time is left for
+        the path (before it is climbed), for measuring the memory of its steps (`weighing`), and for the last race."""
         needed = 0.0
         if phase != "race":
             needed = FEWEST * self.arena.round_of([self.first, self.search.best.setting])
@@ -186,7 +187,7 @@ class _Climb(Course):
     # The report
 
     def _kept(self, best: Candidate, path: Mapping[str, Candidate]) -> list[RungResult]:
-        """Results of the best Plan's rungs in the order of the path, first those without a step of their own on it."""
+        """Results of the best Plan's rungs in the order of the path; rungs without a step of their own come first."""
         search = self.search
         results: list[RungResult] = []
         before = search.space.first
@@ -211,7 +212,8 @@ class _Climb(Course):
         return results
 
     def _left_out(self, best: Candidate, rung: Rung) -> RungResult:
-        """Result of a rung that keeps results but is not in the best Plan: on that Plan, or in the fastest with it."""
+        """Result of a rung that keeps results but is not in the best Plan: as measured on top of that Plan, else in the
+        fastest setting with this rung."""
         search = self.search
         on_best = search.space.with_one(best, rung.name)
         least = search.space.least.get(rung.name)
@@ -241,7 +243,7 @@ class _Climb(Course):
             reason = "with it the loss differs by more than seeds explain"
         else:
             reason = NO_GAIN[self.arena.verdict_of(candidate.setting, best.setting)]
-        reason = reason or "too little of the budget was left to move to it"
+        reason = reason or "too little of the budget was left to adopt it"
         if candidate is not on_best:
             reason += " (with it, the fastest setting measured)"
         return replace(result, status="not kept", reason=reason)

@@ -1,7 +1,7 @@
-"""Contenders of a climb, each built under one setting, and the object that builds them. Free of torch.
+"""What a climb needs of whatever it races: a contender per setting, and the object that builds them. Free of torch.
 
-A climb compares settings of a model, in this process or on ranks that it starts (`models`), or of a script, in
-processes of its own (`penstock.tune.script`). Rounds, noise, verdicts, losses, last race and report are the same.
+`ladder.measure` builds settings of a model, in this process or on ranks that it starts; `tune.script` runs a script
+under each setting, in a process of its own. Rounds, noise, verdicts, losses and report are the same for both.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Contender(Protocol):
 
 
 class Contenders(ABC):
-    """Builds the contenders of a climb, and knows how many samples a step of each is worth."""
+    """Builds the contenders of a climb, and knows the work of one step of each."""
 
     title: str
     unit: str
@@ -113,7 +113,7 @@ class Contenders(ABC):
         return sys.maxsize
 
     def form(self, setting: Setting) -> Hashable:
-        """Form of the host memory of its process, if several settings share the process; changing it costs a step."""
+        """How the allocator treats freed memory, if settings share a process; changing this costs an untimed step."""
         return None
 
     def slower(self, setting: Setting, before: Setting) -> float:

@@ -68,8 +68,8 @@ class Course(ABC):
         """Run all phases."""
 
     def run(self, rungs: Sequence[Rung]) -> LadderReport:
-        """Climb, and report on all rungs, with a note if other programs used the machine meanwhile and this process was
-        alone in it. All processes are ended in any case."""
+        """Climb and report on all rungs. A note is added if other programs used the machine meanwhile, unless the climb
+        itself has several processes. All of these are ended, even after an error."""
         busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
         try:
             report = self._climb(rungs)
@@ -105,8 +105,8 @@ class Course(ABC):
         return Control(ratio=ratio, processor_ratio=processor, floor=arena.floor)
 
     def last_race(self, ends: Sequence[Setting], between: Sequence[Setting], end: float) -> None:
-        """Race the first and the last setting once more, with the settings between them that are still built: both ends
-        fix the whole ladder in the joint estimate. It ends when the intervals are narrow, or the time is up."""
+        """Race the first and the last setting once more, with the settings between them that are still built, until the
+        intervals are narrow or the time is up. The joint estimate of all steps depends most on the two ends."""
         arena = self.arena
         racing = list(dict.fromkeys([*ends, *(s for s in between if not arena.building(s))]))
         if len(racing) == 1:
@@ -195,7 +195,7 @@ class Attempt:
 
 
 class Greedy:
-    """A greedy climb from `best`."""
+    """A greedy climb: adds one rung after the other to `best`, the best setting so far."""
 
     def __init__(
         self, account: Account, situation: Situation, best: Setting, refusal: Callable[[Rung, Setting], str | None],

@@ -59,7 +59,7 @@ class Crew(Protocol):
     """The process or processes that measure."""
 
     life: int
-    """Changes when the processes end, and with them everything that they held."""
+    """Changes whenever the processes end, which loses everything that they held."""
 
     def ask(self, do: str, *arguments: Any) -> list[Any]:
         """Call the method `do` of each process's `Bench`; return the answers by rank."""
@@ -79,14 +79,14 @@ class Bench:
         return [getattr(self, do)(*arguments)]
 
     def contend(self, setting: Setting, seed: int) -> tuple[float, float | None]:
-        """Build, warm up and keep a setting. Returns the seconds of a step, as a first estimate, and of compiling, or
-        None: the extra time of the first steps over later ones.
+        """Build, warm up and keep a setting. Returns a first estimate of the seconds of a step, and the seconds of
+        compiling: how much longer the first steps took than later ones. None if nothing is compiled.
         """
         built = self.subject.build(setting, seed)
         micro_batches = self.subject.typical(setting, seed)
         contender = Warm(setting, self.subject.device, built, micro_batches)
         compiled = setting.plan.compile != "none"
-        # Before the warm-up, or its first step, which is not timed, would compile.
+        # Before the warm-up, whose first step would otherwise be an untimed one in which everything is compiled.
         set_host_memory(keep=setting.plan.host_memory == "keep")
         times: list[float] = []
         while len(times) < 2 or (len(times) < WARM_UP_STEPS and (compiled or sum(times) < LONG_WARM_UP)):

@@ -151,11 +151,11 @@ def _plans(report: LadderReport) -> list[Section]:
 
 def _gain_words(report: LadderReport) -> str:
     text = (
-        "From the baseline up: each rung of the Plan on top of the one before, so that their gains multiply to the "
-        "total. Green is beyond the noise; the interval of an unproven one holds 1. "
-        "Then what was measured on top of the best Plan: what pays but changes results, and what does not pay. Speeds "
-        "are of one joint estimate over all rounds, in which the settings take turns, so that a machine that slows "
-        "down does so for all; whiskers are intervals."
+        "From the baseline upwards, each rung of the Plan is added to those before it, so that their gains multiply to "
+        "the total. Green gains are beyond the noise; the interval of an unproven rung includes 1. Below are the rungs "
+        "measured on top of the best Plan: those that pay but change results, and those that do not pay. All speeds "
+        "come from one joint estimate over rounds in which the settings take turns, so a machine that slows down "
+        "affects all of them; whiskers are confidence intervals."
     )
     return f"{text}\n\n{noise_words(report)}".strip()
 
@@ -204,8 +204,8 @@ def _search(report: LadderReport) -> list[Section]:
         ]  # fmt: skip
         rows.append(("strong" if tried.plan == report.plan else "", cells))
     text = (
-        f"Of {report.candidates:,} combinations that keep results the planner put the most promising first, and "
-        "was corrected by each that had been measured. Repeatedly the slower half of those built was dropped."
+        f"The planner ranked {report.candidates:,} combinations that keep results; each measurement corrected its "
+        "forecasts of the others. The fastest raced, and the slower half was dropped repeatedly."
     )
     return [Section(title="What the search tried", text=text, columns=columns, rows=rows)]
 
@@ -238,11 +238,11 @@ def _losses(report: LadderReport) -> list[Section]:
     )
     text = (
         f"{steps_from}"
-        f"The grey band is the baseline under {len(noise.seeds)} seeds, which change both. A rung's difference is that "
-        f"of the mean losses of the last quarter of the steps. One standard deviation of the baseline over its "
-        f"seeds is {noise.deviation:.4f}, estimated from only {len(noise.seeds)} runs. Curves within {SAME_LOSS:g} of "
-        f"each other are drawn as one. A larger batch or image sees other samples, so that its difference is no error "
-        f"of arithmetic."
+        f"The grey band is the baseline under {len(noise.seeds)} seeds, which change weights and samples. A rung's "
+        f"difference compares mean losses over the last quarter of the steps. One standard deviation of the baseline "
+        f"over its seeds is {noise.deviation:.4f}, estimated from only {len(noise.seeds)} runs. Curves within "
+        f"{SAME_LOSS:g} of each other are drawn as one. A rung with a larger batch or image trains on other samples, "
+        f"so its difference is not an error of arithmetic."
     )
     drawn: list[Callable[..., str]] = [
         partial(
@@ -298,7 +298,9 @@ def _several(report: LadderReport) -> list[Section]:
     rows = []
     for rung in rungs:
         forecast = rung.forecast
-        equal = equality_words(rung.equality) if rung.equality else "not checked: it builds on one that was"
+        equal = (
+            equality_words(rung.equality) if rung.equality else "not checked: it builds on a rung that was"
+        )
         each = " · ".join(map(mebibytes, rung.memory_by_rank))
         memory = Cell(each, mebibytes(forecast.memory_bytes if forecast else None))
         cells = [Cell(rung.title, rung.plan, words=True), memory, Cell(equal, words=True)]

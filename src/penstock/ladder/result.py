@@ -19,8 +19,8 @@ Status = Literal[
 ]  # fmt: skip
 """`kept`: part of the Plan with the same results, and faster beyond the noise. `unproven`: part of a Plan that is
 faster as a whole, but the interval of its own gain includes 1. `not kept`: measured, and it does not pay. `offered`:
-changes results and pays, and is part of the fastest Plan only. `reported`: measured, and by its nature never part of a
-Plan. The others have no measurement, but a reason."""
+changes results and pays, and is part of the fastest Plan only. `reported`: measured for comparison, never part of a
+Plan. All other statuses have a reason instead of a measurement."""
 
 MEASURED: tuple[Status, ...] = ("baseline", "kept", "unproven", "not kept", "offered", "reported")
 
@@ -37,7 +37,7 @@ class Estimate:
     low: float
     high: float
     rounds: int = 1
-    """Rounds that measured it; for a ratio, rounds with both settings or linked to both through others."""
+    """Rounds that measured it; for a ratio, rounds with both settings or linked to both through other settings."""
 
     @classmethod
     def exact(cls, value: float) -> Estimate:
@@ -64,7 +64,7 @@ class Forecast:
     memory_bytes: int | None = None
     mfu: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of one step, by part; this field and those below are known for a model only."""
+    """Seconds of one step, by part. Known for a model only, as are samples per second, memory and MFU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,8 +113,8 @@ class Rung:
 
     @property
     def results(self) -> Results:
-        """Effect on results. The search uses rungs that keep them, and measures whether `rounding` does; rungs that
-        change them (`other`, as all that change more than the Plan) are tried separately, on top of the best."""
+        """Effect on results. The search combines rungs that keep them, and measures whether `rounding` does. Rungs that
+        change them (`other`; any rung that changes more than the Plan) are tried separately, on top of the best."""
         return self.apply.results if isinstance(self.apply, PlanChange) else "other"
 
     @property
@@ -131,7 +131,7 @@ class Rung:
         return self.obstacle(setting, situation)
 
     def refusal(self, setting: Setting, situation: Situation) -> str | None:
-        """Why the rung cannot be applied to a setting, be it by its own rule or by the rules of Plans; or None."""
+        """Why the rung cannot be applied to a setting, by its own rule or by the rules of Plans; None if it can."""
         own = self.hindrance(setting, situation)
         if own is not None:
             return own
@@ -201,7 +201,7 @@ def vision_only(setting: Setting) -> str | None:
     if graph is not None and graph.vision and graph.classes is not None:
         return None
     trait = "is your own" if graph is None else "makes images" if graph.pixels is not None else "reads text"
-    return f"it changes a Vision Transformer of Penstock's, and this model {trait}"
+    return f"it changes Penstock's own Vision Transformers, and this model {trait}"
 
 
 REGISTERED: dict[str, Rung] = {}

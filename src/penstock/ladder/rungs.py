@@ -81,7 +81,7 @@ def _fused(names: tuple[FusedName, ...], place: int) -> Rung:
 
 
 _procs = attrgetter("procs")
-_ONE_BATCH = "its function gives a single batch, from which no other batches can be made"
+_ONE_BATCH = "its factory returns a single batch, from which no other batches can be made"
 
 
 def _not_packed(setting: Setting, situation: Situation) -> str | None:
@@ -195,12 +195,12 @@ for _each in (
     Rung(
         "matmul", 100, "fast fp32 matmul",
         "Matrix products of fp32 are faster with fewer bits of the fraction: 10 in TF32 on a GPU, 7 on a CPU with AMX. "
-        "Other CPUs with bf16 units multiply in fp32 by oneDNN, up to twice as fast as by MKL; the rest gain nothing.",
+        "Other CPUs with bf16 units use oneDNN's fp32, up to twice as fast as MKL's; the rest gain nothing.",
         plan(matmul=lambda situation: "high" if situation.machine.device == "cuda" else "medium"),
     ),
     Rung(
         "matmul-probed", 110, "faster fp32 library",
-        "Each fp32 product of a linear layer takes the library, MKL or oneDNN, that was measured to be faster here.",
+        "Each fp32 product of a linear layer uses the library, MKL or oneDNN, that was measured to be faster here.",
         plan(matmul="probed"), obstacle=lambda now, there: library_obstacle(there.machine, now.model, now.plan),
     ),
     Rung(
@@ -344,7 +344,7 @@ for _each in (
     ),
     Rung(
         "image", 900, "larger image (FLOP/s)",
-        "256 pixels make 16 × 16 patches, which tiles divide; 224 make 14 × 14. A sample takes more work, so "
+        "256 pixels make 16 × 16 patches, which fill the kernels' tiles; 224 make 14 × 14. A sample is more work, so "
         "this is compared in model FLOP/s; it is reported, and not carried over to later rungs.",
         _larger_image, obstacle=lambda setting, situation: vision_only(setting), compared_by="flops", carried=False,
     ),
@@ -352,8 +352,8 @@ for _each in (
     _compressed("width", 920, "half perceptrons", "Perceptrons have half as many hidden features.", _half_width),
     Rung(
         "muon", 930, "Muon for AdamW",
-        "Updates of the blocks' matrices are orthogonalised. A step takes longer, but fewer may reach the same "
-        "loss; the seconds to a loss are measured over a few steps, at AdamW's learning rate. Results differ, so it is "
+        "Updates of the blocks' matrices are orthogonalised. A step takes longer, but fewer steps may reach the same "
+        "loss; the time to a loss is measured over a few steps, at AdamW's learning rate. Results differ, so it is "
         "reported and not carried over to later rungs; `--recipe.optimizer muon` trains with it.",
         plan(algorithm="muon", optimizer="fused"), carried=False,
     ),

@@ -123,8 +123,8 @@ class Search:
         return self.forecast(least) - (self.forecast(before) if before else 0.0)
 
     def _centre_on_fastest(self) -> None:
-        """Change all choices of the centre that are each expected to gain, or only the best one, as long as that
-        gains."""
+        """Move the centre to the setting that is expected to be fastest: as long as it gains, change all choices that
+        are each expected to gain, or only the best of them."""
         start = self.centre if self.allowed(self.centre) else self.best
         centre, fastest = None, max(start, self.best, key=self.speed)
         while centre is None or self.speed(fastest) > self.speed(centre):
@@ -204,8 +204,8 @@ class Search:
     def scout(self, end: float) -> None:
         """Try candidates while one is expected to be faster than the best, and there is time.
 
-        Time is reserved to try the compiled form of the best: where steps are slow, eager trials would use it up. None
-        is reserved for that of the baseline, if no other trial would fit then.
+        Time is reserved to try the compiled form of the best, because eager trials of slow steps would use it up. For
+        the baseline's compiled form none is reserved if no other trial would then fit.
         """
         while candidate := self._next(end - sum(map(self._cost, self._best_compiled()))) or self._first(end):
             self.arena.keep = {self.arena.baseline, self.best.setting}

@@ -72,7 +72,7 @@ def remarks(report: LadderReport, *, every: bool = False) -> list[str]:
         )
     lines += [f"{rung.title}: {equality_words(rung.equality)}." for rung in report.rungs if rung.equality]
     if any(rung.memory_by_rank for rung in report.rungs):
-        lines.append("The MiB of several processes are those of the fullest one.")
+        lines.append("For several processes, MiB is the memory of the one with the highest peak.")
     return [*lines, *filter(None, [noise_words(report)]), *report.notes]
 
 
@@ -137,7 +137,7 @@ def _counted(report: LadderReport) -> list[str]:
 
 
 def _reasons(report: LadderReport) -> list[str]:
-    """Reasons why rungs were not measured or not kept, each with all rungs that it holds for."""
+    """Reasons why rungs were not measured or not kept, each with the rungs to which it applies."""
     reasons: dict[str, list[str]] = {}
     for rung in report.rungs:
         if rung.reason:
@@ -150,7 +150,7 @@ def _reasons(report: LadderReport) -> list[str]:
 
 _PHASES = {
     "baseline": "baseline", "search": "search for the fastest Plan", "losses": "losses of several seeds",
-    "top": "each optimisation taken away once", "path": "the path from the baseline to it",
+    "top": "each optimisation removed or added once", "path": "the path from the baseline to it",
     "apart": "what changes results", "race": "first and last against each other",
 }  # fmt: skip
 _DOING = {

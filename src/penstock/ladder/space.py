@@ -91,7 +91,8 @@ class Space:
         return (*key[:place], name, *key[place + 1 :])
 
     def fitting(self, **wanted: Callable[[Any], bool]) -> list[list[str]]:
-        """Answers to each choice that give fields of the Plan a wanted value, where the choice sets them."""
+        """For each choice the answers that give these fields of the Plan a wanted value; all answers of a choice that
+        does not set them."""
 
         def value(name: str, field: str) -> Any:
             first = self.first.setting
@@ -131,8 +132,8 @@ class Space:
     def path(self, to: Candidate, speed: Callable[[Candidate], float]) -> dict[str, Candidate]:
         """Order in which to climb from the baseline to a candidate: rungs, each with the candidate that it leads to.
 
-        Of the rungs that gain at this point the lowest on the ladder comes first; if none gains yet, because it only
-        pays together with another, the one that loses least. Rungs that are not legal yet wait.
+        The next rung is the lowest on the ladder that gains at this point; if none does, because rungs only pay
+        together, it is the one that loses least. Rungs that are not legal yet wait.
         """
         here, path = self.first, dict[str, Candidate]()
         left = sorted(to.rungs, key=lambda name: self.rungs[name].place)

@@ -154,7 +154,7 @@ class Joint(Generic[K]):
         return max(FLOOR, math.expm1(math.sqrt(max(0.0, difference**2 - explained))))
 
     def seconds(self, first: K) -> float:
-        """Seconds per step of a setting at the machine's usual pace, that of the median round."""
+        """Seconds per step of a setting at the machine's usual pace, taken from the median round."""
         if first not in self._index:
             return math.exp(np.median(self._alone)) if self._alone else math.nan
         paces = np.mean(self._timings - self._levels, axis=1, where=self._present)

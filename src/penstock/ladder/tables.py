@@ -114,7 +114,7 @@ def plain(report: LadderReport) -> str:
 
 def stays(report: LadderReport) -> str:
     """The advice if nothing is faster."""
-    return "the plain Plan stands" if report.script is None else "the script stays as it is"
+    return "the plain Plan remains" if report.script is None else "the script stays as it is"
 
 
 def plan_words(report: LadderReport, chosen: Chosen) -> str:
@@ -177,9 +177,10 @@ def nothing_words(report: LadderReport) -> str:
 QUIET = 0.1
 """Most cores that other programs keep busy on a machine that counts as quiet."""
 SCATTERED = 6.0
-"""Noise floors; if the baseline's interval to itself is wider than that, not the floor hides small gains."""
+"""If the baseline's interval against itself is wider than this many noise floors, scatter between rounds hides small
+gains, and not the floor."""
 MOST_RATIO = 100.0
-"""An interval whose end is more than this many times its start says nothing: it comes from too few rounds."""
+"""An interval whose upper end is more than this many times its lower end comes from too few rounds to say anything."""
 
 
 def noise_words(report: LadderReport) -> str:

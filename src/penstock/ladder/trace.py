@@ -127,11 +127,11 @@ class _SavedBytes:
 
 
 class TensorMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every storage that operators return inside it, once, as long as it lives.
+    """Counts the bytes of all storages that operators return while it is active, each once, until it is freed.
 
-    `held` are existing tensors that count; `ignored` (a batch of the caller's) do not. An operator's temporary memory
-    is not counted. The growth of the process would say little of small models: allocators keep memory, libraries cache,
-    pages are shared.
+    Existing tensors in `held` count too; those in `ignored`, such as the caller's batch, never do. Temporary memory
+    inside an operator is not counted. The process's growth would say little about a small model, because allocators
+    keep memory, libraries cache, and pages are shared.
     """
 
     def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:

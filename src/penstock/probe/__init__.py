@@ -1,8 +1,7 @@
 """Measure a machine: matrix products, memory, the cost of one operator, and collectives where ranks are connected.
 
-Every rate is taken from the lower quartile of repeated calls' times, because other processes can only lengthen them.
-Matrices are random: zeros draw less power and run faster on GPUs. A probe restores torch's precision settings, random
-state and gradient mode.
+Every rate comes from the median time of repeated calls. Matrices are random: zeros draw less power and run faster on
+GPUs. A probe restores torch's precision settings, random state and gradient mode.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def machine_for(device: str | torch.device = "auto") -> Machine:
     kept = cached_machine(name)
     if kept is not None and _version_note() in kept.notes:
         if not _was_busy(kept, where):
-            return replace(kept, kind=kind_of(where.type))  # which Machines of before do not hold
+            return replace(kept, kind=kind_of(where.type))  # missing in Machines that earlier versions stored
         log.warning("%s was busy when it was measured, and is measured again", name)
     else:
         if where.type == "cuda":

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 def choose_libraries(model: nn.Module, device: torch.device, dims: ParallelDims) -> None:
     """Let linear layers of torch's own class, and heads over a vocabulary, choose a library for each product, in place.
 
-    All ranks choose by rank 0's measurement, so that what they compute twice stays equal. Raises ConfigError on another
-    device than a CPU, and EnvironmentProblem if oneDNN was not measured.
+    All ranks choose by rank 0's measurement, so that results which several ranks compute stay equal. Raises ConfigError
+    unless the device is a CPU, and EnvironmentProblem if oneDNN was not measured.
     """
     if device.type != "cpu":
         raise ConfigError(
@@ -35,7 +35,7 @@ def choose_libraries(model: nn.Module, device: torch.device, dims: ParallelDims)
     machine = machines[0]
     if machine is None or ONEDNN not in machine.peak_flops:
         raise EnvironmentProblem(
-            "plan.matmul=probed needs a torch with oneDNN, which this one is not; leave plan.matmul out."
+            "plan.matmul=probed needs a build of torch with oneDNN, and this one has none; leave plan.matmul out."
         )
     choose_by(onednn_choice(machine))
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

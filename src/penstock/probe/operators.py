@@ -40,7 +40,7 @@ _TYPES: tuple[tuple[str, torch.dtype, Matmul], ...] = (
     ("bf16", torch.bfloat16, "highest"),
     ("fp16", torch.float16, "highest"),
 )
-"""A type's name, what operands are stored in, and the setting of fp32 products."""
+"""A type's name, the dtype of the operands, and the precision setting of fp32 products."""
 _ROWS, _WIDTH = 512, 384
 _SCORES = ((12608, 16), (1024, 197), (100, 2017))
 """Rows of softmax and their length: an element of a short row takes longer, most of all in half types, whose vector

@@ -43,9 +43,10 @@ _CPU_QUICK = ("square half", "mlp in", "mlp out")
 _LAYERS = ("mlp in", "mlp out", "qkv")
 """Shapes whose gradients are measured too, on a CPU."""
 _RAGGED = "mlp in"
-"""Shape that a CPU also computes with one output more."""
+"""Shape that is also measured with one more output, on a CPU."""
 _VOCABULARY: Shape = (128, 32001, 512)
-"""Shape of a layer that makes logits, which a CPU computes in the types of such layers. Its rows are ragged too."""
+"""Shape of a layer that computes logits, measured on a CPU in the types that such layers use. Its number of outputs is
+odd too."""
 _CUDA_SHAPES: dict[str, Shape] = {
     "square": (8192, 8192, 8192), "deep": (2048, 2048, 13312), "mlp in": (25216, 3072, 768),
     "mlp out": (25216, 768, 3072), "wide mlp in": (25216, 5120, 1280), "wide mlp out": (25216, 1280, 5120),
@@ -230,8 +231,8 @@ def stored_samples(quick: bool, budget: float) -> Iterator[GemmSample]:
 
 
 def reading_samples(budget: float) -> Iterator[KernelSample]:
-    """How fast such layers read their weights from memory: several layers in turn, too large for a cache, with one row
-    of inputs."""
+    """How fast packed layers read their weights from memory: several layers in turn, too large for a cache, with one
+    row of inputs."""
     x, linear = _linear((1, _READ_SIDE, _READ_SIDE), "fp32", torch.Generator().manual_seed(0))
     count = _READ_BYTES // (4 * _READ_SIDE**2)
     try:

@@ -37,8 +37,8 @@ def shared(device: torch.device) -> Iterator[None]:
 
 
 def agreed(value: float) -> float:
-    """The largest `value` over the ranks, by which they decide what to measure together; `value` itself where this
-    process measures alone. Ranks that decided by their own values would wait for each other for ever."""
+    """The largest `value` over the ranks, or `value` itself where this process measures alone. Ranks decide by it what
+    to measure together: with a decision each they would wait for each other for ever."""
     return _over_ranks(value, torch.device("cpu"), largest=True) if _sharing.get() else value
 
 
@@ -154,7 +154,7 @@ SMALL, LARGE = 64, 1 << 20
 REPEATS = 9
 BETWEEN_SECONDS, MEETINGS, TURNS = 5e-3, 10, 4
 """Seconds that ranks compute between two calls, calls in a series, and number of series, to learn the cost of
-a call in a step. Tensor parallel layers of a few million weights meet as often."""
+a call in a step. Ranks of tensor-parallel layers with a few million weights communicate as often."""
 TURN_SECONDS = 0.125
 """Time that a rank computes to learn how fast it is: many turns of the scheduler."""
 
@@ -180,7 +180,7 @@ def measure_link(device: torch.device) -> Link:
 
 
 def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
-    """Measure within each `group` of this size while the others do the same, or between all ranks."""
+    """Measure within `group` while all groups of its size do the same, or between all ranks if it is None."""
     ranks, rank = distributed.get_world_size(group), distributed.get_rank()
 
     def numbers(count: int) -> Tensor:

@@ -269,7 +269,7 @@ class Chart:
     def legend(self, entries: Sequence[Entry], x: float, y: float, width: float) -> float:
         """Draw entries from (x, y) on in rows of at most `width`, each entry in at most three lines.
 
-        y is the baseline of the first row; returns that of the row after the last.
+        y is the baseline of the first row; returns the baseline for the row after the last.
         """
         space, row, at = 20.0, 19.0, x
         for entry in entries:

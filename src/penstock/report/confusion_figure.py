@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.report.chart import SMALL, WIDE, Chart, Scale, text_width, wrap
 
 MOST_CLASSES = 40
-"""Most classes; cells of more would be too small to read."""
+"""Most classes that are drawn: cells of a larger matrix would be too small to read."""
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, width: float = WIDE) -> str:

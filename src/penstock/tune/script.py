@@ -156,8 +156,8 @@ class ScriptContender:
             self._turn(wanted)
 
     def _turn(self, steps: int) -> float | None:
-        """Seconds per step of some steps; None if the script ended during them, as it will whenever it comes there.
-        Raises ScriptEnded if it failed, or is too short to be timed."""
+        """Seconds per step over `steps` steps; None if the script reached its end during them. Raises ScriptEnded if it
+        failed, or is too short to be timed."""
         process = self.process
         try:
             seconds = process.turn(steps)

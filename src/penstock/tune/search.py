@@ -145,11 +145,11 @@ class _Tuning(Course):
             return (
                 f"{what}: it ended without a step of an optimizer of torch.optim, and steps are what is timed"
                 + (f" ({end.why})" if end.why else "")
-                + ". Give the script that trains, with the arguments that let it train."
+                + ". Name the script that trains, with the arguments that make it train."
             )
         return (
             f"{what}: it ended after {end.steps} optimizer step{'s' * (end.steps > 1)}, and warming up and a turn take "
-            f"at least {LONGEST_WARM_UP + FEWEST}; give it more through its own arguments, or more data."
+            f"at least {LONGEST_WARM_UP + FEWEST}; give it more steps through its own arguments, or more data."
         )
 
     # -- rungs

@@ -39,8 +39,8 @@ class ScriptSwitches:
         self.line, self.plan, self.named = line, Plan.parse(line), Plan.named(line)
         self._held = ExitStack()
         problems = [
-            f"plan.{name} cannot be applied to a script from outside, which decides that itself; penstock run accepts "
-            f"{', '.join(APPLIED)}."
+            f"plan.{name} cannot be applied to a script from outside, because the script itself decides it; penstock "
+            f"run accepts {', '.join(APPLIED)}."
             for name in sorted(self.named - {*APPLIED})
         ]
         if "optimizer" in self.named and self.plan.optimizer == "contiguous":

@@ -169,15 +169,15 @@ def steps(folder: Path) -> list[int]:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed save left. Rank 0 does it, and the other ranks wait."""
+    """Remove the files of interrupted saves. Rank 0 does it, and the other ranks wait."""
 
     def leftovers() -> None:
-        for entry in [entry for entry in folder.iterdir() if _LEFT.fullmatch(entry.name)]:
-            _log.info("Removing %s, which an interrupted save left.", entry)
-            _remove(entry)
+        for entry in [*folder.iterdir()] if folder.is_dir() else ():
+            if _LEFT.fullmatch(entry.name):
+                _log.info("Removing %s, which an interrupted save left.", entry)
+                _remove(entry)
 
-    if folder.is_dir():
-        current_coordinator().first(leftovers)
+    current_coordinator().first(leftovers)
 
 
 def _point_latest(folder: Path, name: str) -> None:

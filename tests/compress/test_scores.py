@@ -161,3 +161,6 @@ def test_unequal_blocks_come_out_where_parts_matter_unequally() -> None:
     assert (second.heads, second.perceptron.width) == (1, 48)
     with pytest.raises(ConfigError, match="removes nothing"):
         list(cuts(model, Prune(hidden=0.01), _data(config), loss, multiple=16))
+    blocks = _model(ENROLLED["experts of blocks"].config)
+    with pytest.raises(ConfigError, match="blocks of experts cannot be pruned"):  # whatever its data reaches
+        list(cuts(blocks, Prune(heads=0.5, by="activation"), [], loss, multiple=16))

@@ -62,6 +62,7 @@ def cuts(
         share = getattr(options, parts.partition(" ")[0])
         for name in [run.name for run in model.graph.runs if share]:
             run = model.graph.run(name)
+            with_layers(model.config, run, run.stack.layers)  # raises before anything is scored
             if (smaller := without(model, run)) is not model:
                 counts = [f"{_count(parts, each.graph.run(name).stack):,}" for each in (model, smaller)]
                 yield PruneCut(f"{name}: {parts} {' → '.join(counts)}", smaller)

@@ -38,7 +38,8 @@ DAMPING = 0.01
 def round_by_blocks(
     model: nn.Module, batches: Callable[[], Batches], formats: Mapping[str, StoredFormat]
 ) -> dict[str, RoundedWeight]:
-    """Round the weights of the named linears, each in its format. The model then has the rounded values.
+    """Round the weights of the named linears, each in its format, except those that no sample reaches. The model then
+    has the rounded values.
 
     Raises as `watch`.
     """
@@ -56,7 +57,7 @@ def round_by_blocks(
 
         if names:
             watch(model, batches(), names, add, last=model.get_submodule(block))
-        for name in names:
+        for name in filter(hessians.__contains__, names):
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             rounded[name] = gptq(linear.weight, hessians.pop(name), formats[name])

@@ -163,13 +163,20 @@ class _Work:
         norms = norm_readers(self.model) if self.options.smooth else {}
         read = [name for names in norms.values() for name in names]
         # Experts that no token visits do not show what their norm returns, but the router sees all of it.
-        return record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
+        records = record(self.model, self.data.batches(), dict.fromkeys([*self.linears, *read]))
+        if self.options.inputs == "static":
+            unseen = [name for name in self.linears if not records[name].rows]
+            self.kept |= dict.fromkeys(
+                unseen, "no calibration sample reaches it, so its inputs have no scale"
+            )
+            self.linears = {name: one for name, one in self.linears.items() if name not in unseen}
+        return records
 
     def _round(self, records: Mapping[str, InputRecord]) -> None:
         options = self.options
         by_gptq = {name: layer for name, layer in self.linears.items() if isinstance(layer, nn.Linear)}
         if options.weights == "gptq":
-            # Only for accuracy or speed may layers stay unrounded; a copy of all is as large as the model.
+            # Layers stay unrounded only for accuracy or speed; otherwise no copy, as large as the model, is needed.
             keep = by_gptq if options.drop is not None or options.speed else {}
             before = {name: layer.weight.detach().clone() for name, layer in keep.items()}
             self.rounded |= round_by_blocks(self.model, self.data.batches, dict.fromkeys(by_gptq, self.form))

@@ -116,6 +116,11 @@ def test_an_index_and_its_files_must_agree(tmp_path: Path) -> None:
     _index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"})
     with pytest.raises(CheckpointError, match=r"one.safetensors holds 'a', which is in"):
         read_state_dict(tmp_path)
+    # transformers leaves an index whose files it has replaced by a single one.
+    save_file({"c": torch.zeros(2)}, tmp_path / "model.safetensors")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.safetensors").unlink()
+    assert read_state_dict(tmp_path).keys() == {"c"}
 
 
 @pytest.mark.parametrize(

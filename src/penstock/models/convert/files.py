@@ -59,7 +59,10 @@ def described(path: str | Path) -> dict[str, Tensor]:
 def _headers(path: Path) -> dict[Path, dict[str, TensorInfo]]:
     """The safetensors files at `path` with the content of their headers, which is checked."""
     if path.is_dir() and (path / INDEX).exists():
-        return _of_index(path)
+        places: dict[str, str] = read_index(path / INDEX, remedy=_REMEDY)["weight_map"]
+        # transformers leaves the index of an earlier model that it replaces by one in a single file.
+        if not (path / WEIGHTS).exists() or any((path / name).exists() for name in places.values()):
+            return _of_index(path, places)
     if path.is_dir():
         path = path / WEIGHTS
     if not path.exists():
@@ -72,8 +75,7 @@ def _headers(path: Path) -> dict[Path, dict[str, TensorInfo]]:
     return {path: read_header(path, refused=_BROKEN, remedy=_REMEDY)}
 
 
-def _of_index(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
-    places: dict[str, str] = read_index(folder / INDEX, remedy=_REMEDY)["weight_map"]
+def _of_index(folder: Path, places: Mapping[str, str]) -> dict[Path, dict[str, TensorInfo]]:
     headers = {
         folder / name: read_header(folder / name, refused=_BROKEN, remedy=_REMEDY)
         for name in sorted(set(places.values()))

@@ -298,12 +298,11 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _how_to_enrol(path: str, more: str = "") -> str:
+def _how_to_enrol(path: str) -> str:
     """The part of an error message that says how to enrol a model class."""
-    also = f", {more}" if more else ""
     return (
         f"Enrol it: penstock.models.anatomy.enrol({path!r}, Family(anatomy=lambda model: Anatomy(family='mine', "
-        f"stacks=(Stack(blocks=(Block('layers.0', (roles.Norm('layers.0.norm'), …)), …)),)){also}))."
+        f"stacks=(Stack(blocks=(Block('layers.0', (roles.Norm('layers.0.norm'), …)), …)),))))."
     )
 
 

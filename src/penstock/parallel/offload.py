@@ -32,17 +32,14 @@ ON_DEVICE = 2
 whose copy is in progress."""
 
 
-def offload_blocks(
-    model: nn.Module, device: torch.device, *, keep_last: bool = True, least_bytes: int | None = None
-) -> None:
+def offload_blocks(model: nn.Module, device: torch.device, *, keep_last: bool = True) -> None:
     """Keep the activations of each block in host memory, in place. Results stay bit-identical.
 
-    With `keep_last` those of the last block stay on the device, which is best if its backward pass comes next. Raises
-    ConfigError if the blocks of a foreign model cannot be found.
+    With `keep_last` the last block's activations stay on the device, which is best if its backward pass comes next.
+    Raises ConfigError if the blocks of a foreign model cannot be found.
     """
-    least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
     blocks = [block for stack in anatomy_of(model).stacks for block in stack.blocks]
-    transfers = Transfers(device, least_bytes)
+    transfers = Transfers(device, LEAST_BYTES)
     for number, block in enumerate(blocks):
         module = model.get_submodule(block.name)
         last = keep_last and number == len(blocks) - 1

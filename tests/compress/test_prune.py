@@ -159,7 +159,7 @@ def test_removed_experts_are_those_that_no_token_is_sent_to(form: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[Model], object], str]] = {
-    "a block twice": ("gpt", lambda m: keep_layers(m, "decoder", [1, 1]), "rising numbers from 0 to 1"),
+    "a block twice": ("gpt", lambda m: keep_layers(m, "decoder", [1, 1]), "numbers from 0 to 1, ascending"),
     "no block": ("gpt", lambda m: keep_layers(m, "decoder", []), "at least one"),
     "no such run": ("gpt", lambda m: keep_layers(m, "encoder", [0]), "it has decoder"),
     "other heads": ("t5", lambda m: keep_heads(m, "encoder", [[0], [1]]), "share the relative biases"),

@@ -48,8 +48,8 @@ def save(folder: Path, snapshot: Snapshot, *, keep: int = 2, best: int = 0) -> P
     With torch.distributed, all its ranks call this, each with its own snapshot of the same step. All of them must see
     `folder`. A `step-N` that exists and verifies is not written again: a run has one state at a step.
 
-    Raises: EnvironmentProblem: the disk has too little room or fails, for any rank; older checkpoints are untouched.
-    CheckpointError: what was written does not read back.
+    Raises EnvironmentProblem if the disk has too little room or fails, on any rank; older checkpoints are untouched.
+    Raises CheckpointError if the new checkpoint does not read back.
     """
     coordinator = current_coordinator()
     parts = take_apart(snapshot, coordinator.rank)

@@ -52,7 +52,7 @@ class Coordinator:
         try:
             outcome = True, work()
         except Exception as error:  # noqa: BLE001  # every rank must answer, whatever happened
-            sent = isinstance(error, PenstockError | OSError)  # others may not survive pickling
+            sent = isinstance(error, PenstockError | OSError)  # other errors may not survive pickling
             own = error
             outcome = False, error if sent else RuntimeError(f"{type(error).__name__}: {error}")
         outcomes: list[Any] = [None] * self.world
@@ -100,8 +100,8 @@ def new_group() -> dist.ProcessGroup | None:
 def collect(work: Callable[[], T]) -> list[T]:
     """Call `work` on every rank, and return the results of all ranks, by rank.
 
-    If a rank fails, all raise: that rank its own error, the others an error of the same type that names the rank, or
-    `EnvironmentProblem` if the error is not Penstock's. So no rank waits for a rank that has given up.
+    If a rank fails, all raise: that rank its own error, all other ranks an error of the same type that names the rank,
+    or `EnvironmentProblem` if the error is not Penstock's. So no rank waits for a rank that has given up.
     """
     try:
         return current_coordinator().all(work)

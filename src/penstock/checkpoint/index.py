@@ -69,8 +69,8 @@ class Held(NamedTuple):
 
 
 def held_pieces(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, list[Held]]:
-    """The pieces of each tensor that this rank holds; empty pieces, such as those of 3 rows over 4 ranks, are left out.
-    Raises TypeError for a dtype that checkpoints do not support."""
+    """The pieces of each tensor that this rank holds, without empty ones, such as the fourth rank's of 3 rows. Raises
+    TypeError for a dtype that checkpoints do not support."""
     return {
         name: [
             Held(

@@ -57,14 +57,13 @@ class Checkpoint:
         world: int | None = None,
         held: Collection[str] | None = None,
     ) -> Snapshot:
-        """The checkpoint's content for rank `rank` of `world` (default: as many as saved it).
+        """The checkpoint's content for rank `rank` of `world` (default: the number of ranks that saved it).
 
         `like` maps names of the model's parameters to the parameters. A tensor that the checkpoint holds under such a
         name (a weight, its average, the optimizer's moments), with the parameter's shape, is put on the parameter's
-        device and, if that is a DTensor, into a DTensor of the same placements, of which only this rank's part is read.
-        All other tensors, or all without `like`, are read whole to the CPU. If a rank holds a part of the model only,
-        `held` names the weights it needs; by default all are read. Not collective. Raises CheckpointError if a file
-        cannot be read.
+        device; for a DTensor only this rank's part is read, into a DTensor with the same placements. All other tensors,
+        or all without `like`, are read whole to the CPU. If a rank holds a part of the model only, `held` names the
+        weights it needs; by default all are read. Not collective. Raises CheckpointError if a file cannot be read.
         """
         with trusted(self.path):
             old = self._has_former_names()

@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 def folder_beside(run: Path, tokenizer: bool | None = None) -> Path:
-    """Folder in a run with what its exports hold besides weights (see `save_pretrained`): `tokenizer`, with names too,
-    or `names` with class names only. By default the folder that exists."""
+    """The folder in a run with the files that its exports get besides weights (see `save_pretrained`): `tokenizer`, or
+    for runs without a tokenizer `names`, with class names. By default the folder that exists."""
     if tokenizer is None:
         tokenizer = (run / "tokenizer").is_dir()
     return run / ("tokenizer" if tokenizer else "names")
@@ -186,8 +186,8 @@ def _names(checkpoint: Checkpoint, which: str) -> list[str]:
 
 def average(checkpoints: Sequence[Checkpoint], which: str = "weights") -> dict[str, Tensor]:
     """The mean of each weight in fp32: summed and divided in fp64, and rounded once. Besides the sums, with 8 bytes per
-    weight, one set is in memory. Integer tensors, such as frozen weights in few bits, are those of the last checkpoint.
-    Raises ConfigError if they are not of the same model, or have no such set.
+    weight, one set is in memory. Integer tensors, such as frozen weights in few bits, are the last checkpoint's. Raises
+    ConfigError if the checkpoints are of different models, or have no such set.
 
     (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018; Vaswani et al., NeurIPS 2017, section 6.1.)
     """
@@ -216,7 +216,7 @@ def export_average(path: Path, folder: Path, *, count: int, which: str = "weight
     if len(saved) < count:
         raise ConfigError(
             f"{path} has {len(saved)} checkpoint{'' if len(saved) == 1 else 's'}, but --last is {count}. "
-            f"Train with --keep {count} to keep as many."
+            f"Train with --keep {count}."
         )
     checkpoints = [open_verified(each) for each in reversed(saved[:count])]
     export_model(checkpoints[-1], folder, which, state=average(checkpoints, which))

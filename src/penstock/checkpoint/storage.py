@@ -32,7 +32,7 @@ def write_json(path: Path, document: Any) -> Written:
 def write_chunks(
     folder: Path, index: Index, world: int, pieces: Mapping[str, Sequence[Piece]], *, rank: int
 ) -> dict[str, Written]:
-    """Write those of its `pieces` that `index` assigns to rank `rank` of `world`: a file for each set."""
+    """Write the pieces that `index` assigns to rank `rank` of `world`, which holds `pieces`: a file for each set."""
     files: dict[str, dict[str, Tensor]] = {}
     for name, entry in index.items():
         file = file_name(name.partition("/")[0], rank, world)

@@ -140,8 +140,8 @@ def by_index(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str,
         settings = [{k: v for k, v in h.items() if k != "params"} for h in homes]
         if any(other != settings[0] for other in settings):
             raise CheckpointError(
-                f"The stored optimizer groups parameters differently: {named['params'][0]} and others of its group "
-                f"were trained with different settings. Use the recipe that it was saved with."
+                f"The stored optimizer groups parameters differently: {named['params'][0]} and other parameters of its "
+                f"group were trained with different settings. Use the recipe that it was saved with."
             )
         own = {key: group[key] for key in _OWN if key in group}
         groups.append({**(settings[0] if settings else group), **own})

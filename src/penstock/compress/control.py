@@ -1,4 +1,4 @@
-"""Accuracy control: rounds all layers but the fewest that the accuracy requires, and but those it makes no faster."""
+"""Accuracy control: as few layers as possible stay unrounded, to keep the accuracy; and rounding must not cost time."""
 
 from __future__ import annotations
 

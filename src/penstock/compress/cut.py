@@ -40,7 +40,7 @@ class PruneCut(NamedTuple):
 
 
 def multiple_of(options: Prune, device: torch.device) -> int:
-    """The number that hidden widths are cut to multiples of."""
+    """Hidden widths are cut to multiples of this number."""
     return options.multiple or (GPU_MULTIPLE if device.type == "cuda" else VECTOR)
 
 
@@ -194,8 +194,8 @@ def _best(scores: Tensor, count: int) -> list[int]:
 
 
 def _comparable(scores: Sequence[Tensor], options: Prune) -> list[Tensor]:
-    """Scores that can be compared between blocks: Taylor scores are changes of the loss; others are divided by the norm
-    of their block's scores (Molchanov et al., ICLR 2017, section 2.2)."""
+    """Scores that can be compared between blocks: Taylor scores are changes of the loss; all others are divided by the
+    norm of their block's scores (Molchanov et al., ICLR 2017, section 2.2)."""
     if options.by == "taylor":
         return list(scores)
     return [block / block.norm().clamp(min=torch.finfo(block.dtype).tiny) for block in scores]

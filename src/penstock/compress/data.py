@@ -33,7 +33,7 @@ class QuantiseData:
     score: Callable[[nn.Module], float] | None = None
     """Evaluates a model, in points: higher is better."""
     timed: int | None = None
-    """Samples of the pass that `QuantiseOptions.speed` must make faster; None: as many as in a batch."""
+    """Samples of the pass that `QuantiseOptions.speed` must make faster; None: a batch's."""
 
 
 def task_data(

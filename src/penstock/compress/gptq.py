@@ -93,8 +93,8 @@ def gptq(weight: Tensor, hessian: Tensor, form: StoredFormat) -> RoundedWeight:
 
 
 def _inverse_factor(weight: Tensor, hessian: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse, in place. Columns of the weight whose inputs were
-    always zero become zero: they change no output."""
+    """The upper Cholesky factor of the damped Hessian's inverse, in place. The weight's columns for inputs that were
+    always zero become zero."""
     diagonal = hessian.diagonal()
     dead = diagonal == 0
     diagonal[dead] = 1.0
@@ -112,9 +112,9 @@ _LEAST = 1e-5
 
 
 def norm_readers(model: nn.Module) -> dict[str, list[str]]:
-    """The norms of a model's blocks that can be smoothed, those with weights, by name, and the linears that alone read
-    the output of each, including a router and experts: those of the part that follows it, in a parallel block of every
-    part. Raises ConfigError for a model that is not Penstock's: roles alone do not show whether norms come first."""
+    """The norms of a model's blocks that can be smoothed, by name: norms with weights. For each, the names of all
+    linears that read its output, including a router and experts: the next part's, in a parallel block all parts'.
+    Raises ConfigError for a model that is not Penstock's: roles alone do not show whether norms come first."""
     if not isinstance(model, Model):
         raise ConfigError(
             f"Only Penstock's own models are smoothed, because a {type(model).__name__} does not say whether its norms "

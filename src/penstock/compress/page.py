@@ -122,8 +122,8 @@ def _speed_cells(first: Mapping[str, Any], row: Mapping[str, Any]) -> list[Cell]
 
 
 def card(config: CompressConfig, name: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown with the hub's header. `rows` are those of compress.json, from the original to the compressed model, and
-    `name` is the original's name.
+    """Markdown with the hub's header. `rows` are compress.json's, from the original to the compressed model, and `name`
+    is the original's name.
     """
     source = config.model or ""
     head = {"library_name": "penstock", "tags": ["penstock", "compressed"], "base_model": on_hub(source)}

@@ -50,8 +50,8 @@ def keep_layers(model: Model, run: str, blocks: Sequence[int]) -> Model:
 def keep_heads(
     model: Model, run: str, groups: Sequence[Sequence[int]], cross: Sequence[Sequence[int]] | None = None
 ) -> Model:
-    """The model with only these KV heads in each block of a run, with the queries that share them. `cross` are those of
-    cross attention, as many in each block as in self-attention.
+    """The model with only these KV heads in each block of a run, and the queries that share them. `cross` are the KV
+    heads of cross attention, in each block the same number as in self-attention.
 
     Raises ConfigError if positions are biases, which blocks share, and blocks would keep different heads; and for
     ALiBi, whose slopes follow from the number of heads.
@@ -102,7 +102,7 @@ def keep_hidden(
     model: Model, run: str, columns: Sequence[Tensor], shared: Sequence[Tensor | None] | None = None
 ) -> Model:
     """The model with only these hidden features of the perceptron in each block of a run: (M',) numbers; for a mixture
-    (E, M'), separately for each expert. `shared` are those of the experts that every token visits, (S · M',).
+    (E, M'), separately for each expert. `shared` are the features of the shared experts, (S · M',).
 
     Raises ConfigError for numbers that a block does not have.
     """
@@ -117,7 +117,7 @@ def keep_hidden(
             common, count = None if shared is None else shared[number], layer.mixture.shared_experts
             if common is None or len(common) != kept.shape[-1] * count:
                 raise ConfigError(
-                    f"{name} has {count} shared experts; keep as many times the hidden features of one."
+                    f"{name} has {count} shared experts; keep {kept.shape[-1]} hidden features for each of them."
                 )
             _take_hidden(state, f"{name}.shared", common, layer.resized(hidden=width * count))
         narrower.append(layer.resized(hidden=kept.shape[-1]))
@@ -125,7 +125,7 @@ def keep_hidden(
 
 
 def keep_experts(model: Model, run: str, experts: Sequence[Sequence[int] | None]) -> Model:
-    """The model with only these experts in each mixture of a run, as many in each; None for blocks without a mixture.
+    """The model with only these experts in each mixture of a run, in each the same number; None for blocks without one.
 
     Raises ConfigError if the data select experts, and if groups of experts would become unequal.
     """
@@ -216,13 +216,14 @@ def _require_numbers(parts: str, numbers: Sequence[int], count: int) -> None:
     ordered = list(numbers)
     if not ordered or ordered != sorted(set(ordered)) or ordered[0] < 0 or ordered[-1] >= count:
         raise ConfigError(
-            f"What is kept of {parts} must be rising numbers from 0 to {count - 1}, at least one, not {ordered[:9]}."
+            f"To keep a part of {parts}, give at least one of the numbers from 0 to {count - 1}, ascending, not "
+            f"{ordered[:9]}."
         )
 
 
 def with_layers(config: ModelConfig, run: Run, layers: Sequence[Layer]) -> ModelConfig:
     """The configuration in which the run has these layers, expressed by the sizes of its stack if possible. Raises
-    ConfigError if experts are whole blocks, of which each depth has the same number."""
+    ConfigError if experts are whole blocks: each depth must have one of every expert."""
     if run.stack.experts_in == "block":
         raise ConfigError(
             f"{run.setting}.experts_in is block, and blocks of experts cannot be pruned; prune the dense model, and "

@@ -106,7 +106,7 @@ def quantise_folder(
 
 
 def candidates(model: nn.Module, form: StoredFormat) -> tuple[dict[str, AnyLinear], dict[str, str]]:
-    """The linears of a model to which a format applies, by name, including experts; and why not to others."""
+    """The linears that a format can store, by name, including experts; and by name why it cannot store the rest."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, AnyLinear)}
     anatomy = anatomy_of(model)
     kept = dict(left_out(linears, anatomy, PRODUCTS[form]))

@@ -182,8 +182,7 @@ def _export(config: CompressConfig, folder: Path, output: Path, about: str) -> N
     partial.rename(target)
 
 
-# -- shares of pruning that reach a speed: by the planner's forecast, then by measuring models of these sizes, whose
-# weights need not be trained for that
+# -- shares of pruning that reach a speed: by the planner's forecast, then by measuring untrained models of these sizes
 
 
 MOST, PARTS = 0.95, 95

@@ -200,7 +200,7 @@ def expert_scores(
     model: Model, run: str, batches: Sequence[Any], loss: Loss, *, by_error: bool
 ) -> list[Tensor | None]:
     """Scores (E,) of the experts of each mixture of a run: the number of tokens that visit each, or with `by_error` the
-    relative change of the mixture's outputs without it, when its tokens go to others.
+    relative change of the mixture's outputs without it, when its tokens go to other experts.
 
     Raises ConfigError for the error of experts in groups."""
     scores: list[Tensor | None] = []

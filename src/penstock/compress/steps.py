@@ -32,7 +32,7 @@ class StepCall:
     source: Path
     """Folder of the model that is read."""
     target: Path
-    """Folder that is written; what an interrupted call left there is resumed, or written again."""
+    """Folder that is written; a run that an interrupted call left there is resumed, other files are replaced."""
     original: Path
     """Folder of the model that is compressed, the teacher."""
     prune: Prune

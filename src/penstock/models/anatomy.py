@@ -144,9 +144,9 @@ class Family:
     switches: Switches | Callable[[Any], Switches] = field(default_factory=dict)
     """Functions of a model and a value, keyed by the Plan field that they apply; or a function that returns this
     mapping for a model. For fields in `SWITCHES` the value is the field's value. For `recompute` it is the name of a
-    block whose attention scores the backward pass recomputes, for `cp` the `Cut` that says which tokens of each sample
-    this rank has, and for `tp` this rank's index among the ranks that split the heads, with their number: for what a
-    model computes for all heads without weights.
+    block: the backward pass recomputes its attention scores. For `cp` it is the `Cut` that says which tokens of each
+    sample this rank has. For `tp` it is this rank's index and the number of ranks that split the heads, so that biases
+    without weights are computed for its heads only.
     """
 
 
@@ -283,7 +283,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, a model is in evaluation mode; afterwards the mode of each module is what it was."""
+    """Inside, a model is in evaluation mode; afterwards the mode of each module is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -350,7 +350,7 @@ def _trailing(model: nn.Module, blocks: str) -> Iterator[str]:
 
 
 def numbered(names: Iterable[str], pattern: str) -> tuple[str, ...]:
-    """The distinct prefixes of `names` that match `pattern`, keyed by its one group, which is a number."""
+    """The distinct prefixes of `names` that match `pattern`, sorted by the number in its group."""
     beginnings = {(int(m.group(1)), m.group(0)) for name in names if (m := re.match(pattern, name))}
     return tuple(name for _, name in sorted(beginnings))
 

@@ -1,4 +1,4 @@
-"""The balance loss of mixtures of experts, whose gradient is added to that of the router's logits.
+"""The balance loss of mixtures of experts. Its gradient is added to the gradient of the router's logits.
 
 With f_e the share of visits that go to expert e, P_e the mean of its softmax over the tokens, and z_t a token's
 log-sum-exp of logits, a layer's loss is
@@ -7,13 +7,13 @@ log-sum-exp of logits, a layer's loss is
 
 (Fedus et al., JMLR 2022, equations 4 to 6; Zoph et al., 2022, equation 5). The losses of the layers are added: each is
 balanced by itself. Means are over the non-padding tokens of a sample, then over samples. f has no gradient. In training
-it is the f of the step before, over all its micro-batches and ranks, and the first step has none: so B is a mean over
-samples, and its gradient the same however a step is cut into micro-batches and over ranks. In a training loop other
-than `TrainStep`, f is computed from each micro-batch.
+it is computed from the previous step, over all its micro-batches and ranks; in the first step it is 0. So B is a mean
+over samples, and its gradient does not depend on how a step is split into micro-batches and over ranks. In a training
+loop other than `TrainStep`, f is computed from each micro-batch.
 
-The backward pass adds the gradient of B to that of the router's logits, times the gradient that arrives at the
-micro-batch's part of the step's loss, divided by the number of micro-batches (`weighed`). So it carries the same loss
-scale as the loss, and tasks, pipelines and gradient accumulation need no code for it.
+In the backward pass the gradient of B is multiplied by the gradient that arrives at the micro-batch's loss, and divided
+by the number of micro-batches (`weighed`). So it has the same loss scale as the loss, and tasks, pipelines and gradient
+accumulation need no code for it.
 """
 
 from __future__ import annotations

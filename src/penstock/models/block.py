@@ -113,8 +113,8 @@ class ModulatedBlock(Block):
 
 
 class ExpertSamples(Around):
-    """Runs a block on the samples of its expert, and leaves the others as they are. The number of samples changes every
-    step, so only the block itself is compiled."""
+    """Runs a block on the samples of its expert, and does not change other samples. Their number changes every step, so
+    only the block itself is compiled."""
 
     kind = "samples of an expert"
 
@@ -177,7 +177,7 @@ class Branch(nn.Module):
 
     @property
     def dropout_alone(self) -> float | None:
-        """The probability of dropout if dropout is the only operation on the branch; None if there are others."""
+        """The probability of dropout if no other operation is on the branch; else None."""
         if self.norm is not None or self.scale is not None or self.stochastic:
             return None
         return self.dropout.p if self.dropout is not None and self.training else 0.0
@@ -206,7 +206,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 def drop_path(branch: Tensor, rate: Tensor, *, batch_dim: int) -> Tensor:
     """Stochastic depth (Huang et al., ECCV 2016, eq. 2): zero the branch of each sample with probability `rate`, and
-    scale the others by 1 / (1 − rate).
+    scale all other branches by 1 / (1 − rate).
 
     branch: (B, N, D), or (N, B, D) with `batch_dim` 1. `rate` is a tensor, not a number, so that blocks of
     different rates share one compiled graph and nothing waits for the device.

@@ -159,7 +159,7 @@ class _Tokens:
 
     def rows(self, rows: Tensor, targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Which of `rows`, counted over whole samples, are this rank's; the same rows counted over its own tokens; and
-        their targets. With targets only this rank's rows are returned, else row 0 stands for each of the others.
+        their targets. With targets only this rank's rows are returned; without, other ranks' rows are replaced by 0.
         """
         cut, count = self.cut, self.count
         places = cut.places(cut.rank, count, rows.device)

@@ -184,8 +184,8 @@ def _axial(rates: Tensor, first: int, side: int, places: Tensor) -> Tensor:
 
 
 def frequencies(rotary: Rotary, features: int, device: torch.device) -> Tensor:
-    """Radians per position of each pair of features: (K/2,), fp32, scaled as `rotary.scaling` says, if it says so for
-    samples of all lengths."""
+    """Radians per position of each pair of features: (K/2,), fp32, scaled as `rotary.scaling` says; not for `longrope`,
+    which depends on the samples' lengths."""
     exponents = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     rates = torch.pow(rotary.base, -exponents)
     if rotary.scaling in ("none", "longrope"):

@@ -36,7 +36,7 @@ UNIT = 2.0**-50
 
 
 def mixtures_of(model: nn.Module) -> list[MixtureOfExperts]:
-    """The mixtures of a model in this process, in order; those of other pipeline stages have no weights here."""
+    """A model's mixtures, in order, without the mixtures of other pipeline stages."""
     return [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.up.weight is not None]
 
 
@@ -86,7 +86,7 @@ class MixtureOfExperts(nn.Module):
     loads: Tensor
     """(E,) int64: visits so far in the current step."""
     last: Tensor
-    """The same for the previous step, summed over all ranks."""
+    """(E,) int64: visits in the previous step, summed over all ranks."""
     visits: Tensor
     """(L, E) int64: visits in this process during training, by the label of the sample (one row without labels),
     including visits that a capacity drops."""

@@ -88,9 +88,9 @@ def plain_places(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def freeze_linears(model: nn.Module, base: BaseWeights, inside: str) -> dict[str, str]:
-    """Quantise, in place, the frozen linears in a model's attentions and perceptrons; returns the names of those that
-    stay as they are, each with the reason. A linear with an adapter has its own weight at `inside`. Raises ConfigError
-    if no linear can be quantised.
+    """Quantise, in place, the frozen linears in a model's attentions and perceptrons; returns, by name, the reason why
+    a linear was not quantised. A linear with an adapter has its own weight at `inside`. Raises ConfigError if no linear
+    can be quantised.
     """
     modules, made, left = dict(model.named_modules(remove_duplicate=False)), dict[nn.Module, nn.Module](), {}
     group = PRODUCTS[base].multiple[0]
@@ -110,7 +110,7 @@ def freeze_linears(model: nn.Module, base: BaseWeights, inside: str) -> dict[str
             f"recipe.lora.base={base} can store no linear layer of this {type(model).__name__} ({reasons}); leave base "
             "out."
         )
-    _log.info("%d linears are stored in %s; others: %s", len(made), base, left or "none")
+    _log.info("%d linears are stored in %s; not stored so: %s", len(made), base, left or "none")
     return left
 
 

@@ -27,9 +27,9 @@ _FORMER = {"sees": "memory_index"}
 
 @dataclass(kw_only=True)
 class Inputs:
-    """The inputs of a model in one pass. A model uses the `tensors` of its graph's inputs, and those of the other
-    fields that `graph.arguments` lists. `lengths`, `targets` and `rows` belong to the first input and the last head for
-    words that can have them, or are mappings by name."""
+    """The inputs of a model in one pass. A model uses the `tensors` of its graph's inputs, and of the other fields
+    only those listed in `graph.arguments`. `lengths` are of the first input that can have them, `targets` and `rows` of
+    the last head for words; a mapping names its inputs or heads."""
 
     tensors: dict[str, Tensor]
     """Token ids (B, N) or images (B, C, S, S) by input; an input that is left out is not computed."""
@@ -83,9 +83,9 @@ class Inputs:
 class RunInputs(NamedTuple):
     """The inputs of a run besides its tokens. A run over images has none but a memory, routes or a condition.
 
-    `lengths`, `documents` and `prefixes` are as in `Inputs`, and `memory_lengths` are those of the memory (B, M, D);
-    several memories, or weighted tokens, have a mask `memory_seen` (B, 1, 1, M) instead. `batches` lists, for each
-    input, the number of consecutive samples and whether they are causal; empty: all samples are as the run is. `shares`
+    `lengths`, `documents` and `prefixes` are as in `Inputs`, and `memory_lengths` (B,) count the memory's tokens
+    without padding; several memories, or weighted tokens, have a mask `memory_seen` (B, 1, 1, M) instead. `batches`
+    lists, for each input, the number of consecutive samples and whether they are causal; empty: as the run. `shares`
     (B, N) and `order` (B, N) are as `shares` and `places` in `Context`, and `routes` (B,) is the given expert, or group
     of experts, of each sample. `condition` (B, D) modulates the blocks of a modulated run.
     """

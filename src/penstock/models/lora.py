@@ -30,11 +30,12 @@ _BASE, _A, _B = f".{BASE}.", f".{FIRST}.weight", f".{SECOND}.weight"
 
 
 def add_adapters(model: nn.Module, lora: Lora) -> None:
-    """Add an adapter to the linears whose roles `lora` lists, and freeze all other parameters but those that `also`
-    matches. Heads for classes, and the pooler before them, are trained too. A is drawn from torch's global generator.
+    """Add an adapter to the linears whose roles `lora.parts` lists, and freeze all other parameters except those that
+    `lora.trained_parts` matches. Heads for classes, and the pooler before them, are trained too. A is drawn from
+    torch's global generator.
 
     Raises:
-        ConfigError: the model's parts are not known, it has none of these roles, or `also` fits nothing.
+        ConfigError: the model's parts are not known, it has none of these roles, or lacks a part of `trained_parts`.
         EnvironmentProblem: peft is missing.
     """
     try:
@@ -85,7 +86,7 @@ def _of_classes(model: nn.Module) -> list[Role]:
     every = list(walk(anatomy_of(model).stacks))
     heads = [role for role in every if isinstance(role, Head)]
     graph = getattr(model, "graph", None)
-    if graph is not None:  # one of ours, whose number of classes may equal that of words
+    if graph is not None:  # one of ours: it may have as many classes as words
         classes = {name for head in graph.heads_of(ClassHead) for name in head.linears}
         heads = [role for role in heads if role.name in classes]
     else:

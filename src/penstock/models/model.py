@@ -59,7 +59,7 @@ class Model(nn.Module):
     outputs by head. Weights are drawn from torch's global generator. Outputs: logits of each token (B, N, V) from a
     head for words, logits of each sample (B, classes) from one for classes, features of each token (B, N, D) from one
     for features, images (B, C, S, S) from one for images, and vectors (B, E) from one for vectors.
-    `penstock.models.inputs.Inputs` says what each argument is. With `device="meta"` nothing is allocated or computed.
+    `penstock.models.inputs.Inputs` describes the arguments. With `device="meta"` nothing is allocated or computed.
     Then call `to_empty(device=…)` and `init_weights()`, which also sets the buffers that no state dict has.
     """
 
@@ -388,7 +388,7 @@ class Model(nn.Module):
 
     def share_tokens(self, cut: Cut) -> None:
         """Compute only this rank's tokens of each sample. All ranks receive whole samples and return the same outputs.
-        Raises ConfigError for runs over several inputs, whose samples a cut would mix."""
+        Raises ConfigError for runs over several inputs: a cut would mix their samples."""
         if any(run.more_inputs for run in self.graph.runs):
             raise ConfigError("plan.cp cannot cut samples of several inputs of one run; use plan.cp=1.")
         self.cut = cut

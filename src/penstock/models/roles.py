@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A part of a model. The bare class is a part of which only the position is known."""
+    """A part of a model. An object of this class itself is a part whose role is not known, only its position."""
 
     name: str
     """Qualified name of the module, or of the parameter itself."""

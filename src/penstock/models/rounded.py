@@ -8,17 +8,17 @@ experts.
 A linear NAME is stored as `NAME.weight`, int8 (N, K), or for 4 bits uint8 (N, K/2), the first of two numbers in the low
 half of a byte; `NAME.weight_scale` and for 4 bits `NAME.weight_offset`, fp32 (N, G); and, if one scale for all its
 inputs was measured, `NAME.input_scale`, fp32. Numbers range from −127 to 127 without offsets, and from 0 to 15 with. An
-offset is a multiple of its scale, so that one of the numbers stands for zero.
+offset is a multiple of its scale, so that one of the numbers represents zero.
 
 The layout of compressed-tensors (`penstock.models.convert.compressed_tensors`) is read as well: there `input_scale` is
 (1,), and `NAME.weight_packed` holds numbers in int32.
 
-So is MXFP4 (OCP, 2023, "Microscaling Formats", section 5.3), in which gpt-oss stores its experts, (E, K, N), as
+MXFP4 is read too (OCP, 2023, "Microscaling Formats", section 5.3). gpt-oss stores its experts in it, (E, K, N), as
 `NAME_blocks`, uint8 (E, N, G, 16), and `NAME_scales`, uint8 (E, N, G): each block is 32 numbers of 4 bits, the first of
 two in the low half of a byte, times 2^(scale − 127).
 
-And fp8 in blocks, in which DeepSeek-V3 is published: `NAME.weight`, e4m3 (N, K), and `NAME.weight_scale_inv`, fp32
-(⌈N/128⌉, ⌈K/128⌉), by which the numbers of a block are multiplied.
+fp8 in blocks, DeepSeek-V3's format, is read too: `NAME.weight`, e4m3 (N, K), and `NAME.weight_scale_inv`, fp32
+(⌈N/128⌉, ⌈K/128⌉), the factor of each block's numbers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from penstock.kernels.frozen_linear import unpacked_numbers
 MOST = 127
 """The largest number of int8 that is used; −128 would have no opposite."""
 CLIP = "log_clip"
-"""Name of a linear's parameter (1,) in training: the logarithm, to base 2, of the input value that 127 stands for. So a
-step changes small and large clips by the same factor (Jain et al., "Trained Quantization Thresholds", MLSys 2020,
-section 3.3)."""
+"""Name of a linear's parameter (1,) in training: log₂ of the input value that 127 represents. So a step changes small
+and large clips by the same factor (Jain et al., "Trained Quantization Thresholds", MLSys 2020, section 3.3)."""
 _SCALE, _OFFSET, _INPUT = ".weight_scale", ".weight_offset", ".input_scale"
 _PACKED, _ZERO, _SHAPE = ".weight_packed", ".weight_zero_point", ".weight_shape"
 LEAST = 2.0**-100
@@ -61,7 +60,7 @@ class RoundedWeight:
     """fp32 scalar: the value of 1 in 8-bit inputs; None if each row of inputs has a scale of its own."""
 
     def values(self) -> Tensor:
-        """The weight that the numbers stand for, fp32 (…, N, K)."""
+        """The weight that the numbers represent, fp32 (…, N, K)."""
         groups = _grouped(self.numbers.float(), self.scales) * self.scales[..., None]
         return (groups if self.offsets is None else groups + self.offsets[..., None]).flatten(-2)
 
@@ -98,7 +97,7 @@ def nearest(weight: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Ro
 
 
 def sizes_along(x: Tensor, dim: int) -> Tensor:
-    """The largest magnitude of each fp32 slice along `dim`, which is kept with size 1."""
+    """The largest magnitude along `dim` of an fp32 tensor, at least `LEAST`; `dim` keeps size 1."""
     return x.abs().amax(dim, keepdim=True).clamp(min=LEAST)
 
 
@@ -108,8 +107,8 @@ def in_levels(x: Tensor, sizes: Tensor) -> Tensor:
 
 
 def round_rows(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
-    """A weight (…, N, K) in int8 with a scale for each output; `clip`, (…, N) or one for all, is the share of its
-    largest magnitude that 127 stands for."""
+    """A weight (…, N, K) in int8 with a scale for each output; 127 represents its largest magnitude times `clip`,
+    (…, N) or one number."""
     wide = weight.detach().float()
     share = clip[..., None] if isinstance(clip, Tensor) else clip
     sizes = (sizes_along(wide, -1) * share).clamp(min=LEAST)
@@ -145,8 +144,8 @@ def rounded_by_clips(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
 
 
 def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
-    """A weight (…, N, K) in 4 bits with a scale and an offset for each group of inputs; `clip`, (…, N, G) or one for
-    all, is the share of a group's range that the 16 numbers cover."""
+    """A weight (…, N, K) in 4 bits with a scale and an offset for each group of inputs; the 16 numbers cover a group's
+    range times `clip`, (…, N, G) or one number."""
     groups = weight.detach().float().unflatten(-1, (-1, FORMATS["int4"].group))  # type: ignore[no-untyped-call]
     # One of the numbers is zero, as other programs require; one end of the range is then off by at most half a scale.
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
@@ -156,8 +155,8 @@ def round_groups(weight: Tensor, clip: Tensor | float = 1.0) -> RoundedWeight:
 
 
 def zero_points(name: str, weight: RoundedWeight) -> Tensor:
-    """The numbers of a weight in 4 bits that stand for zero, int8 (…, N, G). Raises ConfigError if there are none, as
-    in folders written by older versions."""
+    """The zero points of a weight in 4 bits, int8 (…, N, G). Raises ConfigError if it has none, because an older
+    version wrote it."""
     assert weight.offsets is not None
     exact = -weight.offsets / weight.scales
     zeros = exact.round()
@@ -177,7 +176,7 @@ def packed_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpacked_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """The `count` numbers (…, K), int16, from which `packed_words` made the words (…, W)."""
+    """The inverse of `packed_words`: words (…, W) to their first `count` numbers, int16 (…, K)."""
     shifts = torch.arange(0, 32, bits, device=words.device)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2)[..., :count].to(torch.int16)
@@ -197,7 +196,7 @@ def rounded_in(state: Mapping[str, Tensor]) -> dict[str, RoundedWeight]:
         one = one[0] if one is not None and one.shape == (1,) else one
         whole = torch.int8 if offsets is None else torch.uint8
         if numbers is None or numbers.dtype != whole or numbers.ndim < 2:
-            raise CheckpointError(f"{name}.weight is no {whole} matrix, as its scales want. {_REMEDY}")
+            raise CheckpointError(f"{name}.weight has scales, but is not a matrix of {whole}. {_REMEDY}")
         inputs = numbers.shape[-1] * (1 if offsets is None else 2)
         fits = scales.shape[:-1] == numbers.shape[:-1] and scales.shape[-1] and inputs % scales.shape[-1] == 0
         fits = fits and (offsets is None or offsets.shape == scales.shape)

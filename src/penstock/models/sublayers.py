@@ -312,7 +312,7 @@ class CrossAttention(_Attending):
 
 class MLP(nn.Module):
     """down(activation(up(x))), with dropout after the activation. The gate's rows come first in `up`. `hidden` is the
-    hidden width, by default that of the layer.
+    hidden width, by default the layer's.
     """
 
     def __init__(self, sizes: Stack, layer: Layer, *, hidden: int | None = None, **where: Any) -> None:

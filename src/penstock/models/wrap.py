@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 A = TypeVar("A", bound="Around")
 
 _LAID = "penstock_laid"
-"""Attribute of a class made by `_class_over`: the class that it laid over another."""
+"""Attribute of a class made by `_class_over`: its `kind`."""
 ORDER = ("samples of an expert", "one call", "stages", "recomputation", "offload")
 """Kinds of `Around`, from the inside out: recomputation happens outside the selection of an expert's samples, and
 inputs that a recomputed block keeps are offloaded."""
@@ -90,7 +90,7 @@ def _class_over(kind: Any, base: Any) -> Any:
         return set_class(as_base(module, call), laid)
 
     def reduced(module: Any, protocol: Any) -> Any:
-        # From protocol 2 on, pickle compares the class that it writes with that of the module, which is not `base`.
+        # From protocol 2 on, pickle requires that the class it writes is the module's, which is not `base`.
         return as_base(module, lambda: module.__reduce_ex__(min(protocol, 1)))
 
     methods = {  # a copy has the class too; a pickle is the plain module, which loads without Penstock
@@ -103,7 +103,8 @@ def _class_over(kind: Any, base: Any) -> Any:
 
 
 def swap(module: M, kind: type) -> M:
-    """Lay `kind` over a module's class, once; `kind` calls it as `super()`. Stand-ins of precision stay outside."""
+    """Lay `kind` over a module's class, once: `kind` calls that class by `super()`. The classes of
+    `penstock.precision.copies` stay outside."""
     base: Any = module.__class__
     return module if isinstance(module, kind) else set_class(module, _class_over(kind, base))
 

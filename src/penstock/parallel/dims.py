@@ -246,8 +246,8 @@ def _remedy(plan: Plan, size: int) -> str:
 
 def fit_to_ranks(plan: Plan, size: int) -> Plan:
     """The Plan for another number of ranks with the same global batch, so that a run can continue with the remaining
-    ranks: it has more or fewer replicas of as many ranks each as before. Micro-batches keep their size if that divides
-    the batch, else they shrink to a size that does.
+    ranks: only the number of replicas changes. Micro-batches keep their size if that divides the batch, else they
+    shrink to a size that does.
 
     Raises `ConfigError` with the numbers of ranks that divide the batch, if `size` does not.
     """

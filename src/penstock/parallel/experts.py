@@ -111,7 +111,7 @@ class Visits:
 
 
 class Slices:
-    """Splits the hidden features of every expert over ranks, each of which has all tokens. See `Exchange`."""
+    """Splits the hidden features of every expert over ranks that all have all tokens. See `Exchange`."""
 
     splits_tokens = False
 
@@ -175,7 +175,7 @@ def _even(x: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class _Way:
-    """An exchange of rows between the ranks of a group: `came` and `sent` are the numbers from and to each rank."""
+    """An exchange of rows between the ranks of a group: the numbers of rows that come from and go to each rank."""
 
     def __init__(self, came: list[int], sent: list[int], group: distributed.ProcessGroup) -> None:
         self.came, self.sent, self.group = came, sent, group
@@ -221,7 +221,7 @@ class _Arrived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.way.depart(grad, back=True)
-        return grad, None  # autograd needs its shape; its values are not read
+        return grad, None  # for its shape; its values are not read
 
 
 def split_experts(model: nn.Module, dims: ParallelDims) -> None:

@@ -49,7 +49,7 @@ class Sharded(DataParallel):
     """Every module that is gathered separately; the root is last."""
 
     def begin(self, micro_batch: int, count: int) -> None:
-        """See `DataParallel`. The table above shows what is deferred to the last micro-batch."""
+        """See `DataParallel`, and above for the work that is deferred to the last micro-batch."""
         last = micro_batch == count - 1
         if micro_batch == 0:
             self.drop_copies()
@@ -84,11 +84,11 @@ def shard(
 ) -> Sharded:  # fmt: skip
     """Shard `model` over the ranks as `plan.sharding` says, in place: same object, same names, same call.
 
-    Parameters become DTensors with the same type, of which each rank holds its rows. Parameters on the meta device get
-    memory for this rank's rows only, with the values in `shares` by name. Other models first get rank 0's weights on
-    all ranks. With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices, and everything except
-    norms with O2, are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32. `optimizers` over
-    the model's parameters, with or without state, continue with the shards.
+    Parameters become DTensors of the same type; each rank holds its rows. Parameters on the meta device get memory for
+    this rank's rows only, with the values in `shares` by name. Other models first get rank 0's weights on all ranks.
+    With O1 and O2 the shards are fp32, which are O2's master weights; O1's matrices, and everything except norms with
+    O2, are gathered in half precision (`gather_mixed`), and gradients are reduced in fp32. `optimizers` over the
+    model's parameters, with or without state, continue with the shards.
 
     Raises:
         ConfigError: the model's blocks cannot be found, or a parameter cannot be sharded.
@@ -128,9 +128,7 @@ def shard(
         for unit in units:
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     _materialise(model, units, device, shares or {})
-    for entry in entries_of(
-        units
-    ):  # torch gathers from an address of its own, and optimizers may move shards
+    for entry in entries_of(units):  # torch gathers from a stored address, and optimizers may move shards
         setattr(entry.sharded_param, MOVED, functools.partial(setattr, entry, "_sharded_param_data"))
     for module in model.modules():
         if _has_parameters(module):

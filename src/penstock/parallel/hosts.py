@@ -35,8 +35,8 @@ from penstock.parallel.experts import Visits
 from penstock.shards import EXPERT
 
 ROWS = 128
-"""Most rows of one product: few enough that replicas can share an expert's visits. On a CPU 512 rows in four products
-took 1.13 to 1.16 times as long as in one, in eight up to 1.32 times."""
+"""Most rows of one product: few enough that replicas can split an expert's visits. On a CPU 512 rows took 1.13 to 1.16
+times as long in four products as in one, and up to 1.32 times in eight."""
 _DONE = 1 << 40
 """Reported instead of a mixture's number by a rank without remaining tokens."""
 _OWN = "penstock_rounds"
@@ -83,7 +83,7 @@ class Rounds:
         """The numbers of all ranks in the last round: the same on all."""
 
     def visit(self, rows: Tensor, loads: Tensor, hosts: Hosts) -> Tensor:
-        """Results of rows (V, D), sorted by expert, of which `loads` (E,) visit each."""
+        """Results of rows (V, D), sorted by expert; `loads` (E,) is the number of rows of each expert."""
         while True:
             made = self._round(hosts.number, rows, loads)
             if made is not None:

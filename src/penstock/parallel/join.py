@@ -1,4 +1,4 @@
-"""Joins this process to the others that train with it, and finds its device among theirs."""
+"""Joins this process to the process group of its run, and chooses its device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def joined(plan: Plan, device: torch.device, *, timeout: float = WAIT_SECONDS) -
         with _timeouts(timeout) if creates else nullcontext():
             yield dims_of(plan, device)
             if creates:
-                distributed.barrier()  # else a rank that leaves first breaks the connections of the others
+                distributed.barrier()  # else a rank that leaves first breaks the other ranks' connections
     finally:
         if creates:
             distributed.destroy_process_group()

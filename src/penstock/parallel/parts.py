@@ -1,4 +1,4 @@
-"""Modules of which each rank of a tensor parallel group computes a part, made by `penstock.parallel.tensor`.
+"""Modules that the ranks of a tensor parallel group compute together, made by `penstock.parallel.tensor`.
 
 The class of a module is swapped for a subclass. Its parameters stay DTensors under the same names, and read as this
 rank's parts inside the module's computation.
@@ -59,7 +59,7 @@ def cut_to_fit(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 class OfRanks:
-    """Base of all classes for modules of which each rank computes a part."""
+    """Base of all classes for modules that ranks compute together, each a part."""
 
     _parameters: dict[str, Any]
     penstock_line: Line
@@ -112,8 +112,8 @@ def _rounded_part(linear: nn.Module, weight: RoundedWeight, name: str) -> Rounde
     by_inputs = cut.dim == weight.numbers.ndim - 1
     if by_inputs and groups > 1 and groups % cut.count:
         raise ConfigError(
-            f"plan.tp={cut.count} would split inputs of {name} that share a scale, of which it has {groups}; use a tp "
-            "that divides it, or weights=plain."
+            f"plan.tp={cut.count} would split inputs of {name} that share a scale; use a tp that divides its {groups} "
+            "groups of inputs, or weights=plain."
         )
 
     def part(scales: Tensor | None) -> Tensor | None:
@@ -189,7 +189,7 @@ class SplitWords(Gathered, SplitModule):
 
 
 class SplitNorm(OfRanks):
-    """An RMS norm over the features of all heads, some of which are on each rank; each rank has the whole weight."""
+    """An RMS norm over the features of all heads, which ranks split. Each rank has the whole weight."""
 
     weight: nn.Parameter
     eps: float
@@ -205,7 +205,7 @@ class SplitNorm(OfRanks):
 
 
 class SumGradient(OfRanks):
-    """A module whose first argument all ranks need; the ranks' gradients of it are summed."""
+    """A module with a first argument that all ranks need: the ranks' gradients of it are summed."""
 
     penstock_enters: Line
 

@@ -37,7 +37,7 @@ _PRODUCTS = frozenset(
     {"aten::mm", "aten::addmm", "aten::linear", "aten::_grouped_mm", "penstock::native_grouped",
      "penstock::probed_product"}
 )  # fmt: skip
-"""Products with weights, of which a policy keeps one in `every`."""
+"""Products with weights; a policy keeps the output of one in `every`."""
 _ATTENTION = "scaled_dot_product"
 _MODULES: dict[str, tuple[type[Role], ...]] = {"attention": (Attention,), "mlp": (Perceptron, Experts)}
 

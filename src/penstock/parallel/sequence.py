@@ -252,5 +252,5 @@ def columns(x: Tensor, line: Line, whole: int) -> Tensor:
 
 
 def once_per_rank(x: Tensor, line: Line) -> Tensor:
-    """A share of a value that all ranks add to their parts of a sum; gradients are those of the whole value."""
+    """x divided by the number of ranks, for a sum to which all ranks add it. Its gradient is the sum's, not divided."""
     return _OncePerRank.apply(x, line.count)  # type: ignore[no-any-return, no-untyped-call]

@@ -41,8 +41,8 @@ class StageCut:
             model = anatomy.unknown or f"a model of the family {anatomy.family}"
             raise ConfigError(
                 f"plan.pp cuts a model by its Anatomy, and {model} cannot be cut: its blocks must be known by role, "
-                "and take and return tokens, and of several stacks it must be known what each reads. Use plan.pp=1, or "
-                "one of Penstock's own models."
+                "and take and return tokens, and for several stacks it must be known what each reads. Use plan.pp=1, "
+                "or one of Penstock's own models."
             )
         starts = (0, *accumulate(len(stack.blocks) for stack in anatomy.stacks))
         edges = (0, *accumulate(counts))
@@ -98,7 +98,7 @@ def places_of(anatomy: Anatomy, cut: StageCut) -> dict[str, frozenset[int]]:
 
 
 def counts_by_size(model: nn.Module, stages: int) -> tuple[int, ...]:
-    """Number of blocks in each stage of a model of which only the Anatomy is known, balanced by matrix weights:
+    """Number of blocks in each stage of a model without a configuration, balanced by the sizes of its matrices:
     products with them are most of the work, and each weight is used once per token.
     """
     anatomy = anatomy_of(model)

@@ -141,7 +141,7 @@ def test_a_configuration_that_asks_for_more_than_the_weights_is_refused_before_a
     config.write_text(json.dumps({**json.loads(config.read_text()), **lie}))
     monkeypatch.setattr(Model, "_build", lambda *_, **__: pytest.fail("a model was made"))
     with pytest.raises(
-        ConfigError, match=r"config.json describes a model of .* but its weights are [\d,]+ numbers"
+        ConfigError, match=r"config.json describes a model of .* but its weights have [\d,]+ elements"
     ):
         from_pretrained(tmp_path)
 

@@ -22,9 +22,8 @@ def adapter_files(
     state: Mapping[str, Tensor], config: ModelConfig, lora: Lora, base: str | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of `adapter_model.safetensors` and the values of `adapter_config.json`, for the adapters in a state
-    dict: in transformers' names if it has such a model, else in Penstock's. If one of our linears corresponds to
-    several of theirs, each of these gets its rows of B, and all of A. `base` names the weights that the adapters were
-    trained with.
+    dict: in transformers' names if it has such a model, else in Penstock's. If one of our linears is several linears
+    there, each gets its rows of B, and all of A. `base` names the weights that the adapters were trained with.
     """
     tensors, modules, turned = dict[str, Tensor](), list[str](), False
     for key in (key for key in state if key.endswith(f".{SECOND}.weight")):

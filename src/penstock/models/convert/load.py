@@ -224,8 +224,8 @@ def require_as_large(
     if needed - positions > elements * (1 if positions else 2) or positions > 64 * elements:
         sizes = ", ".join(f"{each.depth} blocks of width {each.width:,}" for each in stacks(config))
         raise error(
-            f"{where} describes a model of {needed:,} parameters ({sizes}), but its weights are {elements:,} numbers. "
-            f"{remedy}"
+            f"{where} describes a model of {needed:,} parameters ({sizes}), but its weights have {elements:,} "
+            f"elements. {remedy}"
         )
 
 
@@ -279,7 +279,7 @@ def _with_tied(state: dict[str, Tensor], model: Model) -> dict[str, Tensor]:
 
 
 def _names_of(state: Mapping[str, Tensor]) -> Names:
-    """The library whose names a ViT's state dict has. Raises ConfigError if it is none that is known."""
+    """The library whose names a ViT's state dict has. Raises ConfigError for unknown names."""
     if "patch_embed.proj.weight" in state:
         return "timm"
     stem = re.compile(r"embeddings\.patch_embeddings?(\.projection)?\.weight$")

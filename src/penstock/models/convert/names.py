@@ -65,7 +65,7 @@ class Converted(NamedTuple):
     """transformers' state dict in our names and shapes."""
 
     state: dict[str, Tensor]
-    """Does not contain names of ours for which transformers' weights have none, or one that does not fit."""
+    """Only our names for which transformers' state dict has weights that fit."""
     misfits: dict[str, str]
     """For names of ours, a sentence that says why transformers' weight does not fit."""
     left: list[str]
@@ -221,7 +221,7 @@ def respelled(state: Mapping[str, Tensor], model_type: Any = None) -> dict[str, 
     if kind is None:
         return {_renamed(name, _OLD): tensor for name, tensor in state.items()}
     changes = (*_OLD, *_SPELLINGS[kind][1])
-    if "classifier.dense.weight" in state:  # a pooler next to it is that of the pretraining
+    if "classifier.dense.weight" in state:  # a pooler next to it belongs to pretraining
         state = {name: tensor for name, tensor in state.items() if not name.startswith("roberta.pooler.")}
     named = {_renamed(name, changes): tensor for name, tensor in state.items()}
     unused = library_of(kind).shift
@@ -255,7 +255,7 @@ def text_to_hf(state: Mapping[str, Tensor], config: TextConfig) -> dict[str, Ten
 
 
 def text_pending(state: Mapping[str, Tensor], config: TextConfig) -> list[Pending]:
-    """The result of `text_to_hf` as a lazy mapping: each weight is converted when it is fetched, and not kept."""
+    """The result of `text_to_hf` as pending tensors: each is converted when it is fetched, and not kept."""
 
     def made(key: str, name: str) -> Tensor:
         return text_to_hf({name: state[name]}, config)[key]
@@ -289,10 +289,8 @@ def text_from_hf(state: Mapping[str, Tensor], model: Model) -> tuple[Converted, 
     # transformers' state dicts hold a tied weight under each of its names.
     tokens = converted.state.get("tokens.weight")
     left = [name for name in converted.left if tokens is None or not _equal(state[name], tokens)]
-    ignored = library.ignored.replace(
-        "{depth}", str(stacks(model.config)[0].depth)
-    )  # weights that may be left out
-    free = [name for name in left if re.search(ignored, name)]
+    unneeded = library.ignored.replace("{depth}", str(stacks(model.config)[0].depth))
+    free = [name for name in left if re.search(unneeded, name)]
     bias = state.get("final_logits_bias")
     if bias is not None and "final_logits_bias" in free and not bias.is_meta and bool((bias != 0).any()):
         raise ConfigError(

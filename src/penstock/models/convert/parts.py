@@ -33,8 +33,8 @@ def load_part(model: Model, run: str, source: str | Path | Model) -> None:
     of tokens and of positions may have another number of rows: the first rows are used. Segments of kind 0 are added to
     the table of tokens.
 
-    Of a CLIP of transformers it is the tower over such inputs, with the projection to vectors and their factor where
-    the run has a head for as many features. Its form is that of `vision_norm`, and of `text_causal`.
+    A CLIP of transformers is read too: its tower over such inputs, and its projection to vectors with their factor if
+    the run has a head of the same size. The run needs model.vision_norm, or model.text_causal, to have CLIP's form.
 
     Raises ConfigError, naming all, for parts that are missing or of another shape; then nothing is changed.
     """
@@ -168,7 +168,7 @@ class Tower(NamedTuple):
     """The weights of one tower of a CLIP, and the settings that their shapes do not show."""
 
     state: dict[str, Tensor]
-    """Weights of the run by their names in it; those of its input begin with `input.`."""
+    """The run's weights by their names in it; names of its input's weights begin with `input.`."""
     head: dict[str, Tensor]
     """The projection (E, D), `weight`, and the logarithm of the factor (1,), `learned`; empty without a projection."""
     sizes: dict[str, Any]

@@ -26,7 +26,7 @@ class Upcycling:
     """How perceptrons, or blocks, become experts: each expert starts as a copy; routers are random at first."""
 
     noise: float = 0.0
-    """Standard deviation of the noise added to an expert's weights, relative to that of the weight itself."""
+    """Standard deviation of the noise added to an expert's weight, relative to the weight's own."""
     seed: int = 0
     """Determines the noise."""
 
@@ -76,7 +76,7 @@ def starts_equal(stack: Stack) -> bool:
 def upcycled(
     dense: Mapping[str, Tensor], expected: Mapping[str, Tensor], config: ModelConfig, options: Upcycling
 ) -> dict[str, Tensor]:
-    """The state dict of a model with experts, named and shaped as `expected`, from that of its `dense_twin`. Routers
+    """The state dict of a model with experts, named and shaped as `expected`, from `dense`, its `dense_twin`'s. Routers
     keep their values in `expected`. Without noise nothing is copied."""
     made, sources = {}, _sources(config)
     for name, target in expected.items():
@@ -110,8 +110,8 @@ def _sources(config: ModelConfig) -> dict[str, tuple[str, bool]]:
     return sources
 
 
-# -- the experts of some labels alone, of a model whose experts are given by labels. Where one expert of each mixture is
-# left, the mixture becomes a perceptron with its weights. Where experts are whole blocks, the others are left out.
+# -- models with the experts of some labels only. A mixture with one expert left becomes a perceptron with its weights.
+# If experts are whole blocks, the blocks of other labels are left out.
 
 
 def gated(config: ModelConfig, labels: Sequence[int]) -> ModelConfig:

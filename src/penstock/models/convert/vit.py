@@ -28,9 +28,9 @@ _BLOCK = "encoder.blocks.{i}."
 
 
 def to_hf(state: Mapping[str, Tensor], config: ViTConfig, *, modules: bool = False) -> dict[str, Tensor]:
-    """Penstock's state dict in the stored names and shapes of transformers' ViTForImageClassification, or with
-    `modules` in the names of its modules in version 5; or in those of the model of `config.theirs.backbones` that
-    computes the same. Raises ConfigError if transformers has no such model.
+    """Penstock's state dict in the names and shapes of transformers' model that computes the same: a
+    ViTForImageClassification's as in its files, or with `modules` as its modules are called in version 5; or another
+    model's of `config.theirs.backbones`. Raises ConfigError if transformers has no such model.
     """
     if (written := written_as(config)) and written[0].model_type != "vit":
         one, values = written
@@ -98,7 +98,7 @@ def _projections_apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hf_names(config: ViTConfig, *, modules: bool) -> Names:
-    """The names of transformers' ViT in files, or those of its `modules` in version 5."""
+    """The names in files of transformers' ViT, or with `modules` the names of its modules in version 5."""
     ends = {
         "stem.proj": "vit.embeddings.patch_embeddings.projection", "class_token": "vit.embeddings.cls_token",
         POSITIONS: "vit.embeddings.position_embeddings", "norm": "vit.layernorm", "head": "classifier",
@@ -120,7 +120,7 @@ def _hf_names(config: ViTConfig, *, modules: bool) -> Names:
 def _names(
     config: ViTConfig, ends: Mapping[str, str], place: str, parts: Mapping[str, str], projections: Sequence[str]
 ) -> Names:  # fmt: skip
-    """A table from our names to a library's: of parts outside the blocks, and of those in block `{i}`, whose names
+    """A table from our names to a library's: `ends` outside the blocks, and `parts` of block `{i}`, whose names there
     begin with `place`."""
     named = {**ends, **{_BLOCK + part: place + name for part, name in parts.items()}}
     table = {part: WeightPlaces((name,)) for part, name in named.items()}

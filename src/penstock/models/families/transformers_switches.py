@@ -106,7 +106,7 @@ def set_padding(blocks: Iterable[nn.Module], model: nn.Module, padding: Padding)
         ):
             raise ConfigError(
                 f"plan.padding=remove cannot be applied to {type(model).__qualname__} of this version of transformers, "
-                "whose blocks hand nothing on to attention; install transformers>=5."
+                "whose blocks pass no keyword arguments on to attention; install transformers>=5."
             )
         under_sdpa(block, partial(_unpadded, _around(block), block, known))
 

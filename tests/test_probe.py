@@ -381,12 +381,9 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         assert alone, "one rank of a group asks without the others"
         made.append(quick)
         return Machine(
-            name=machine_name(device),
-            device="cpu",
-            source="measured",
-            peak_flops={"fp32": 1e9},
+            name=machine_name(device), device="cpu", source="measured", peak_flops={"fp32": 1e9},
             notes=(probe_room._version_note(),),
-        )
+        )  # fmt: skip
 
     monkeypatch.setattr(probe_room, "probe", fake)
     return made
@@ -434,13 +431,11 @@ def test_of_two_measurements_each_figure_is_the_better_one(measured: Machine) ->
         return replace(sample, **{name: slow[name] * getattr(sample, name)})
 
     other = replace(
-        measured,
-        gemm=(*map(slowed, measured.gemm[:2]), *measured.gemm[2:]),
-        kernels=tuple(map(slowed, measured.kernels)),
-        operator_seconds=2 * measured.operator_seconds,
+        measured, gemm=(*map(slowed, measured.gemm[:2]), *measured.gemm[2:]),
+        kernels=tuple(map(slowed, measured.kernels)), operator_seconds=2 * measured.operator_seconds,
         page_seconds=measured.page_seconds / 2,
         peak_flops={kind: rate / 2 for kind, rate in measured.peak_flops.items()},
-    )
+    )  # fmt: skip
     for one, two in ((measured, other), (other, measured)):
         best = probe_room._best_of(one, two)
         assert set(best.gemm) == set(measured.gemm)

@@ -95,12 +95,8 @@ def test_the_ladder_of_a_foreign_transformer(name: str, machine: str) -> None:
             batch["attention_mask"] = (torch.arange(6) < torch.tensor([[6], [2], [3], [3]])).long()
         return foreign.create(name), batch, lambda model, batch: model(**batch).loss
 
-    report = ladder(
-        factory=factory,
-        rungs=("matmul", "optimizer-fused", "attention-plain", "token-order", "loss-chunked", "padding"),
-        machine=machine,
-        **SHORT,
-    )
+    rungs = ("matmul", "optimizer-fused", "attention-plain", "token-order", "loss-chunked", "padding")
+    report = ladder(factory=factory, rungs=rungs, machine=machine, **SHORT)
     status = {rung.name: rung.status for rung in report.rungs}
     assert status["token-order"] == "unsupported"
     measured = {name for name, found in status.items() if found in ("kept", "not kept")}

@@ -89,15 +89,10 @@ def test_memory_of_replicas_and_shards() -> None:
 
 def test_on_gpus_communication_hides() -> None:
     h100 = load_machine("h100")
-    found = _predicted(
-        "dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(collective_bytes_per_second=3e11)
-    )
-    slow = _predicted(
-        "dp=4 micro_batch=256 precision=O1 attention=auto", h100, Link(collective_bytes_per_second=1e9)
-    )
-    group = group_of(
-        rates_of(rank_machine(h100, 4, Link(collective_bytes_per_second=3e11)), found.plan), 4, 1
-    )
+    line, fast = "dp=4 micro_batch=256 precision=O1 attention=auto", Link(collective_bytes_per_second=3e11)
+    found = _predicted(line, h100, fast)
+    slow = _predicted(line, h100, Link(collective_bytes_per_second=1e9))
+    group = group_of(rates_of(rank_machine(h100, 4, fast), found.plan), 4, 1)
     whole = reduce_seconds(group, 4.0 * found.parameters)
     assert found.seconds["data"] < 0.2 * whole
     assert slow.seconds["data"] > 0.1  # 88 MB of gradients, twice over 1 GB/s, less the backward pass

@@ -25,12 +25,8 @@ OWN = Setting(model=None, plan=Plan(micro_batch=8))
 
 
 def _situation(machine: Machine, procs: int = 4) -> Situation:
-    return Situation(
-        machine=machine,
-        micro_batch=8,
-        switches={"attention": get_args(AttentionBackend), "token_order": ("batch_first", "batch_second")},
-        procs=procs,
-    )
+    switches = {"attention": get_args(AttentionBackend), "token_order": ("batch_first", "batch_second")}
+    return Situation(machine=machine, micro_batch=8, switches=switches, procs=procs)
 
 
 def _holds(machine: Machine, setting: Setting) -> bool:
@@ -204,12 +200,8 @@ def test_every_preset_can_be_compressed_and_computes_less(name: str) -> None:
 
 
 def test_names_and_groups_choose() -> None:
-    assert [r.name for r in choose(("compile", "matmul"))] == [
-        "matmul",
-        "matmul-probed",
-        "compile-blocks",
-        "compile-whole",
-    ]
+    names = ["matmul", "matmul-probed", "compile-blocks", "compile-whole"]
+    assert [r.name for r in choose(("compile", "matmul"))] == names
     assert "compile-whole" not in {r.name for r in choose(skip=("compile",))}
     assert [r.name for r in choose(("optimizer",), ("optimizer-foreach",))] == [
         "optimizer-fused",

@@ -29,11 +29,7 @@ from penstock.ladder.show import ending, remarks, table, write
 
 def _rung(name: str, status: Status, ratio: float, total: float, *, difference: float = 0.0) -> RungResult:
     return RungResult(
-        name=name,
-        title=f"{name} rung",
-        why=f"Why {name}.",
-        status=status,
-        plan="precision=O1",
+        name=name, title=f"{name} rung", why=f"Why {name}.", status=status, plan="precision=O1",
         forecast=Forecast(
             samples_per_second=20.0, to_previous=1.5, to_baseline=2.5, corrected=2.4, memory_bytes=300 * 2**20, mfu=0.4,
             seconds={"gemm": 0.1},
@@ -44,9 +40,7 @@ def _rung(name: str, status: Status, ratio: float, total: float, *, difference: 
         to_baseline=Estimate(value=total, low=total - 0.01, high=total + 0.01),
         memory_bytes=350 * 2**20,
         compile_seconds=12.5 if "compile" in name else None,
-        losses=(2.0, 1.5 + difference),
-        loss=1.5 + difference,
-        loss_difference=difference,
+        losses=(2.0, 1.5 + difference), loss=1.5 + difference, loss_difference=difference,
     )  # fmt: skip
 
 
@@ -70,20 +64,13 @@ REPORT = LadderReport(
         train_command='penstock train vit-s16 --model.classifier pooled --plan "precision=O1 compile=blocks"',
         speedup=Estimate(value=2.5, low=2.49, high=2.51, rounds=9),
         samples_per_second=Estimate(value=20.0, low=19.0, high=21.0, rounds=9),
-        predicted=2.4,
-        memory_bytes=350 * 2**20,
-        loss_difference=0.5,
-        within_noise=False,
+        predicted=2.4, memory_bytes=350 * 2**20, loss_difference=0.5, within_noise=False,
     ),
     fastest=None,
     control=Control(
         ratio=Estimate(value=1.001, low=0.997, high=1.005, rounds=12), processor_ratio=None, floor=0.01
     ),
-    tried=(),
-    candidates=96,
-    batch=8,
-    rounds=7,
-    loss_steps=2,
+    tried=(), candidates=96, batch=8, rounds=7, loss_steps=2,
     machine={"name": "toy", "device": "cpu", "source": "measured", "peak_flops": {"fp32": 2e11},
              "memory_bytes_per_second": 4e10},
     environment={"machine": {"processor": "Toy", "cores": 2, "threads": 2, "gpus": [], "system": "Linux"},

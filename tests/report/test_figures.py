@@ -309,13 +309,8 @@ def test_an_axis_reaches_as_far_as_what_was_measured() -> None:
     assert "predicted 90.00×" in svg
     runaway = Line(label="diverged", points=[(1, 3.0), (2, 1e9), (3, float("nan"))])
     steady = Line(label="baseline", points=[(1, 3.0), (2, 2.0), (3, 1.0)], bold=True)
-    svg = lines(
-        [steady, runaway],
-        band=([(1, 2.9), (3, 0.9)], [(1, 3.1), (3, 1.1)]),
-        title="t",
-        x_label="x",
-        y_label="y",
-    )
+    band = [(1, 2.9), (3, 0.9)], [(1, 3.1), (3, 1.1)]
+    svg = lines([steady, runaway], band=band, title="t", x_label="x", y_label="y")
     marks = [float(t.text or "") for t in _elements(svg, "text") if re.fullmatch(r"[\d.]+", t.text or "")]
     assert max(marks) < 10
     assert "1e+09" in svg  # a pointer is told

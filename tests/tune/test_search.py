@@ -25,23 +25,14 @@ from penstock.tune.process import Facts, ScriptCommand, ScriptEnded
 
 ENDLESS = 10**9
 FACTS = Facts(
-    device="cpu",
-    model="GPT",
-    parameters=1000,
-    optimizer="AdamW",
-    blocks=2,
-    switches={"attention": ["plain"], "padding": ["remove"]},
-    fused={"residual_norm": 4, "bias_activation": 2},
-    forms={"foreach": "", "fused": ""},
-    products={"int8_all": "", "fp8_tensorwise": "fp8 needs a GPU"},
-)
+    device="cpu", model="GPT", parameters=1000, optimizer="AdamW", blocks=2,
+    switches={"attention": ["plain"], "padding": ["remove"]}, fused={"residual_norm": 4, "bias_activation": 2},
+    forms={"foreach": "", "fused": ""}, products={"int8_all": "", "fp8_tensorwise": "fp8 needs a GPU"},
+)  # fmt: skip
 AMX = replace(
-    load_machine("h100"),
-    device="cpu",
-    avx512=True,
+    load_machine("h100"), device="cpu", avx512=True, name="a CPU with units",
     peak_flops={"fp32": 1e12, "bf16": 4e12, "int8": 8e12},
-    name="a CPU with units",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -195,10 +186,8 @@ def test_a_loss_beyond_seeds_and_rounding_is_not_kept(
     report = tuned(World(gains=gains, loss=worse))
     assert report.plan == "optimizer=fused"
     half = next(step for step in report.rungs if step.name == "half-bf16")
-    assert (half.status, half.reason) == (
-        "not kept",
-        "its loss differs by more than seeds and rounding explain",
-    )
+    assert half.status == "not kept"
+    assert half.reason == "its loss differs by more than seeds and rounding explain"
     assert half.loss_difference == pytest.approx(0.2)
     report = tuned(World(gains=gains))
     assert "precision=O1" in report.plan
@@ -347,10 +336,8 @@ def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> No
     fails = {"compile=blocks": ("failed", "RuntimeError: graph"), "compile=whole": ("unsupported", "no")}
     report = tuned(World(fails=fails, gains={"optimizer=fused": 1.5}))
     steps = {step.name: step for step in report.rungs}
-    assert (steps["compile-blocks"].status, steps["compile-blocks"].reason) == (
-        "failed",
-        "RuntimeError: graph",
-    )
+    failed = steps["compile-blocks"]
+    assert (failed.status, failed.reason) == ("failed", "RuntimeError: graph")
     assert steps["compile-whole"].status == "unsupported"
     assert report.plan == "optimizer=fused"
 
@@ -359,9 +346,9 @@ def test_a_rung_that_fails_is_reported(tuned: Callable[..., LadderReport]) -> No
     ("changes", "name", "reason"),
     [
         (
-            {"mixed": "it runs under torch.autocast by itself"},
+            {"mixed": "it runs under torch.autocast"},
             "half-bf16",
-            "it runs under torch.autocast by itself",
+            "own precision: it runs under torch.autocast",
         ),
         ({"compiled": True}, "compile-whole", "the script calls torch.compile itself"),
         (

@@ -103,9 +103,8 @@ def test_seeds_are_shifted_however_a_script_gives_them(tmp_path: Path) -> None:
     )
     losses = []
     for given, added in ((3, 0), (3, 1), (4, 0)):
-        process = ScriptProcess(
-            ScriptCommand(str(tmp_path / "seeded.py"), (str(given),)), "", added, tmp_path / "log", 300.0
-        )
+        command = ScriptCommand(str(tmp_path / "seeded.py"), (str(given),))
+        process = ScriptProcess(command, "", added, tmp_path / "log", 300.0)
         try:
             process.first_step()
             losses += process.losses

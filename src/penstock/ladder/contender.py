@@ -1,4 +1,4 @@
-"""What a climb needs of whatever it races: a contender per setting, and the object that builds them. Free of torch.
+"""The contenders of a climb, one for each setting, and the object that builds them. Free of torch.
 
 `ladder.measure` builds settings of a model, in this process or on ranks that it starts; `tune.script` runs a script
 under each setting, in a process of its own. Rounds, noise, verdicts, losses and report are the same for both.

@@ -92,12 +92,9 @@ class Own(Subject):
         return super().model_flops(replace(setting, plan=plain))
 
     def train_command(self, setting: Setting) -> str:
-        plan = setting.plan.line()
+        call = f'penstock.build.build(model, penstock.Plan.parse("{setting.plan.line()}"), loss=loss)'
         ranks = f", on each of {setting.plan.gpus} ranks" if setting.plan.gpus > 1 else ""
-        return (
-            f'penstock.build.build(model, penstock.Plan.parse("{plan}"), loss=loss)  '
-            f"# model of {self.title}{ranks}"
-        )
+        return f"{call}  # model of {self.title}{ranks}"
 
     def _make(self, seed: int) -> tuple[nn.Module, Any, Loss]:
         """The factory's model, batch and loss. The model is copied, because a factory may return the same one twice."""

@@ -187,12 +187,9 @@ def joined(first: Rung, second: Rung) -> Rung:
     assert isinstance(first.apply, PlanChange)
     assert isinstance(second.apply, PlanChange)
     return replace(
-        second,
-        name=f"{first.name}+{second.name}",
-        title=f"{first.title} and {second.title}",
-        why=f"{first.why} {second.why}",
-        apply=PlanChange({**first.apply.fields, **second.apply.fields}),
-    )
+        second, name=f"{first.name}+{second.name}", title=f"{first.title} and {second.title}",
+        why=f"{first.why} {second.why}", apply=PlanChange({**first.apply.fields, **second.apply.fields}),
+    )  # fmt: skip
 
 
 def vision_only(setting: Setting) -> str | None:

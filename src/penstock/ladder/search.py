@@ -383,11 +383,9 @@ class Search:
         them and run one round."""
         settings = self._settings_of(self.space.path(self.best, self._sure_speed))
         weighing = sum(map(self.arena.turn_seconds, settings))
-        return (
-            weighing
-            if built
-            else weighing + self.arena.round_of(settings) + sum(map(self.arena.building, settings))
-        )
+        if built:
+            return weighing
+        return weighing + self.arena.round_of(settings) + sum(map(self.arena.building, settings))
 
     def path(self, best: Candidate, end: float) -> tuple[Candidate, dict[str, Candidate]]:
         """The rungs from the baseline to the best, all settings on the way measured in turn, and the candidate that

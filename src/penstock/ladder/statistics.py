@@ -133,12 +133,8 @@ class Joint(Generic[K]):
         rounds = 2.0 * self._common * self._follows / variance if variance > 0 else float(len(self._present))
         wide = factor(rounds, self._freedom) * math.sqrt(variance) if variance > 0 else 0.0
         wide = math.hypot(wide, math.log1p(floor))
-        return Estimate(
-            value=math.exp(value),
-            low=math.exp(value - wide),
-            high=math.exp(min(value + wide, 700.0)),
-            rounds=max(1, round(rounds)),
-        )
+        low, high = math.exp(value - wide), math.exp(min(value + wide, 700.0))
+        return Estimate(value=math.exp(value), low=low, high=high, rounds=max(1, round(rounds)))
 
     def noise_floor(self, setting: K, twin: K) -> float:
         """Ratio minus one by which two builds of one setting may differ, estimated from these two.

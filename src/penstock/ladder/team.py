@@ -114,11 +114,9 @@ class Team:
         ranks = LocalRanks(procs)
         scratch = self._scratch.enter_context(temporary(None, "penstock-ladder-"))
         hello = Hello(
-            config=replace(self._config, factory=self._subject.path),
-            device=self._subject.device.type,
-            threads=threads_of(procs),
-            path=[entry or os.getcwd() for entry in sys.path],
-        )
+            config=replace(self._config, factory=self._subject.path), device=self._subject.device.type,
+            threads=threads_of(procs), path=[entry or os.getcwd() for entry in sys.path],
+        )  # fmt: skip
         defaults = {
             "OMP_NUM_THREADS": str(hello.threads),
             "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",

@@ -66,14 +66,9 @@ def trace(
     model.zero_grad(set_to_none=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return recorded(
-        recorder.operators,
-        samples=samples,
-        parameters=sum(parameter.numel() for parameter in trained),
-        tensors=len(trained),
-        kept=saved.bytes,
-        working=max(0, recorder.peak - saved.bytes),
-        units=units,
-    )
+        recorder.operators, samples=samples, parameters=sum(parameter.numel() for parameter in trained),
+        tensors=len(trained), kept=saved.bytes, working=max(0, recorder.peak - saved.bytes), units=units,
+    )  # fmt: skip
 
 
 def number_of_blocks(model: nn.Module) -> int:
@@ -189,18 +184,13 @@ class _Recorder(TensorMemory):
         if func.overloadpacket.__name__.startswith(_ALLOCATING):
             return out
         if read and computes and not (_is_view(read, written) and not _in_place(func, kwargs)):
-            self.operators.append(self._op(func, args, kwargs or {}, out, (read, written)))
+            self.operators.append(self._op(func, args, kwargs or {}, out, read, written))
         return out
 
     def _op(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        tensors: tuple[list[Tensor], list[Tensor]],
-    ) -> Op:
-        read, written = tensors
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, read: list[Tensor],
+        written: list[Tensor],
+    ) -> Op:  # fmt: skip
         name = func.overloadpacket.__name__
         kind, (batch, m, n, k) = _product(func, name, args, kwargs, out)
         function = _function(name, args, kwargs)

@@ -159,12 +159,9 @@ def gemm_samples(device: torch.device, quick: bool, budget: float) -> list[GemmS
     pairs = [(best.get(("fp32", *key[1:])), s) for key, s in best.items() if key[0] == ONEDNN]
     faster = any(mkl and s.flops_per_second > WORTH * mkl.flops_per_second for mkl, s in pairs)
     if not quick and agreed(float(faster)):  # ranks measure the same products
-        again = rates([kind for kind in kinds if kind.name in ("fp32", ONEDNN)])
-        best |= {
-            key: s
-            for key, s in again.items()
-            if key not in best or s.flops_per_second > best[key].flops_per_second
-        }
+        for key, s in rates([kind for kind in kinds if kind.name in ("fp32", ONEDNN)]).items():
+            if key not in best or s.flops_per_second > best[key].flops_per_second:
+                best[key] = s
     return [*best.values()]
 
 

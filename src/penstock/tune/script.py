@@ -89,15 +89,10 @@ class Script(Contenders):
 
     def train_command(self, setting: Setting) -> str:
         """The command that runs the script with a setting."""
-        line, procs = setting.line, self.command.procs
-        if procs > 1:
-            launcher = f"torchrun --nproc-per-node {procs}"
-            return (
-                f'{launcher} -m penstock run --plan "{line}" {self._named}'
-                if line
-                else f"{launcher} {self._named}"
-            )
-        return f'penstock run --plan "{line}" {self._named}' if line else f"python {self._named}"
+        run = f'penstock run --plan "{setting.line}" {self._named}' if setting.line else self._named
+        if self.command.procs > 1:
+            return f"torchrun --nproc-per-node {self.command.procs} {'-m ' * bool(setting.line)}{run}"
+        return run if setting.line else f"python {run}"
 
     @property
     def tune_command(self) -> str:

@@ -312,14 +312,13 @@ def _traced(model: nn.Module, call: tuple[Any, Any], blocks: int) -> Workload | 
 def _shift_seeds(by: int) -> None:
     """Seed all generators, in case the script does not, and add a number to each seed that it sets later."""
 
-    def shifted(seed_it: Callable[..., Any], most: int, name: str = "seed") -> Callable[..., Any]:
+    def shifted(seed_it: Callable[..., Any], most: int) -> Callable[..., Any]:
         def moved(value: Any) -> Any:
             return (int(value) + by) % most if isinstance(value, Integral) else value
 
         def seed(*args: Any, **kwargs: Any) -> Any:
-            if name in kwargs:
-                kwargs[name] = moved(kwargs[name])
-            return seed_it(*map(moved, args[:1]), *args[1:], **kwargs)
+            named = {name: value if name == "version" else moved(value) for name, value in kwargs.items()}
+            return seed_it(*map(moved, args[:1]), *args[1:], **named)
 
         return seed
 
@@ -329,6 +328,6 @@ def _shift_seeds(by: int) -> None:
     np.random.seed(by)
     torch.manual_seed(by)
     if by:
-        random.seed = shifted(random.seed, 1 << 62, "a")
+        random.seed = shifted(random.seed, 1 << 62)
         np.random.seed = shifted(np.random.seed, 1 << 32)
         torch.manual_seed = torch.random.manual_seed = shifted(torch.manual_seed, 1 << 62)

@@ -17,8 +17,10 @@ from penstock.cli import main
 from penstock.config.load import to_dict
 from penstock.config.plan import Plan
 from penstock.config.run import Lora, Recipe, RunConfig
+from penstock.errors import ConfigError
+from penstock.models import create
 from penstock.models.convert import save_pretrained
-from penstock.models.lora import gives_classes, merged, without_adapters
+from penstock.models.lora import add_adapters, gives_classes, merged, without_adapters
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -119,3 +121,7 @@ def test_adapters_that_do_not_stand_alone_are_refused(
     said = " ".join(capsys.readouterr().err.split())
     assert "recipe.lora.rank was 0" in said
     assert "learned more than its adapters: tokens" in said
+    add_adapters(model := create(config), Lora(rank=2))
+    with pytest.raises(ConfigError, match="has adapters"):
+        save_pretrained(model, tmp_path / "x")
+    save_pretrained(model, tmp_path / "x", weights=merged(model.state_dict(), Lora(rank=2), model))

@@ -29,6 +29,7 @@ from penstock.models.convert.load import load_weights, require_as_large
 from penstock.models.convert.names import text_pending
 from penstock.models.convert.upcycle import gated, read_gated
 from penstock.models.convert.vit import to_hf
+from penstock.models.lora import is_adapted
 from penstock.models.model import Model
 from penstock.models.rounded import RoundedWeight, plain_state, rounded_by_clips, rounded_in, without_clips
 from penstock.tensorfile import SHARD_BYTES, Pending, pending, write_model
@@ -59,6 +60,11 @@ def save_pretrained(
     tokens, are added to the model's. Linears with learned clips are written in int8, as they compute.
     """
     config = cast(Any, model).config
+    if weights is None and any(map(is_adapted, model.modules())):
+        raise ConfigError(
+            "The model has adapters, which config.json cannot describe; give `weights`, the model's state dict as "
+            "penstock.models.lora.merged returns it."
+        )
     others = [*beside.iterdir()] if beside is not None and beside.is_dir() else []
     more: dict[str, Any] = {}
     for file in (file for file in others if file.name == "config.json"):

@@ -53,17 +53,12 @@ def cuts(
     Raises ConfigError if a share would remove nothing, and as the functions of `penstock.compress.prune`.
     """
     cutter = _Cutter(options, batches, loss, multiple)
-    for parts, without in (
-        ("layers", cutter.without_layers),
-        ("experts", cutter.without_experts),
-        ("heads", cutter.without_heads),
-        ("hidden features", cutter.without_hidden),
-    ):
-        share = getattr(options, parts.partition(" ")[0])
-        for name in [run.name for run in model.graph.runs if share]:
+    for parts in ("layers", "experts", "heads", "hidden features"):
+        option = parts.partition(" ")[0]
+        for name in [run.name for run in model.graph.runs if getattr(options, option)]:
             run = model.graph.run(name)
             with_layers(model.config, run, run.stack.layers)  # raises before anything is scored
-            if (smaller := without(model, run)) is not model:
+            if (smaller := getattr(cutter, f"without_{option}")(model, run)) is not model:
                 counts = [f"{_count(parts, each.graph.run(name).stack):,}" for each in (model, smaller)]
                 yield PruneCut(f"{name}: {parts} {' → '.join(counts)}", smaller)
                 model = smaller

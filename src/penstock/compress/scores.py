@@ -130,11 +130,9 @@ class _Gauge:
         columns = weight.norm(dim=-2)  # of each input feature
         if criterion == "taylor":
             scores = torch.stack(self.sums).mean(0)
-        elif criterion == "activation":
-            assert self.squares is not None
-            scores = self._grouped(columns.square() * self.squares).sum(-1).sqrt()
         else:
-            scores = self._grouped(columns.square()).sum(-1).sqrt()
+            squares: Any = self.squares if criterion == "activation" else 1.0
+            scores = self._grouped(columns.square() * squares).sum(-1).sqrt()
         return scores.cpu()
 
     def _grouped(self, values: Tensor) -> Tensor:

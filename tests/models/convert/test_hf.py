@@ -17,7 +17,6 @@ from penstock.errors import ConfigError
 from penstock.models import Model
 from penstock.models.convert import (
     config_from_hf,
-    from_hf,
     from_pretrained,
     hf_config,
     load_weights,
@@ -124,19 +123,6 @@ def test_another_image_size_interpolates_as_transformers_does() -> None:
     assert loaded.resized_from == 17
     images = torch.randn(2, 3, 48, 48)
     _close(ours(images), theirs(images, interpolate_pos_encoding=True).logits)
-
-
-def test_both_of_transformers_namings_are_read(tmp_path: Path) -> None:
-    theirs = _theirs(TINY)
-    in_memory = theirs.state_dict()
-    theirs.save_pretrained(tmp_path)
-    in_file = load_file(tmp_path / "model.safetensors")
-    bare = {name.removeprefix("vit."): tensor for name, tensor in in_memory.items()}
-    first, *others = (from_hf(state, TINY).state for state in (in_memory, in_file, bare))
-    assert sorted(first) == sorted(Model(TINY, device="meta").state_dict())
-    for other in others:
-        assert sorted(other) == sorted(first)
-        assert all(torch.equal(other[name], first[name]) for name in first)
 
 
 def test_names_written_are_those_of_the_hub(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def test_written_names_and_shapes_are_timms(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
         {"classifier": "pooled"},
         {"classifier": "pooled", "pool_norm": "after"},
         {"qk_norm": True, "layer_scale": 0.1, "qkv_bias": False},

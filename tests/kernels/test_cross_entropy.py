@@ -72,6 +72,14 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("target", [-1, 9])
+def test_a_target_that_is_no_column_is_refused(target: int, dtype: torch.dtype) -> None:
+    """The C++ kernel would write beside the logits; torch's form raises the same error."""
+    with pytest.raises((IndexError, RuntimeError), match=r"Targets go from|out of bounds"):
+        cross_entropy(torch.randn(4, 9, dtype=dtype), torch.tensor([0, kernel.IGNORED, target, 8]))
+
+
 def test_without_gradients_the_logits_stay() -> None:
     logits = torch.randn(4, 9)
     before = logits.clone()

@@ -30,20 +30,24 @@ def takes_rows(logits: Tensor) -> bool:
 def native_losses(logits: Tensor, targets: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
     """The loss of each row, (R,) in fp32, and its log Σ exp in fp64; the loss is 0 where the target is −100.
 
-    logits: (R, V), with contiguous rows; targets: (R,) int64.
+    logits: (R, V), with contiguous rows; targets: (R,) int64. Raises IndexError for other targets, as torch does.
     """
     rows, columns = logits.shape
-    targets = targets.contiguous()
+    targets = targets.long().contiguous()
     losses = logits.new_empty(rows, dtype=torch.float32)
     sums = logits.new_empty(rows, dtype=torch.float64)
     kernels = library("losses")
     assert kernels is not None
-    if rows:
-        kernels.penstock_row_losses(
-            address(logits), TYPES[logits.dtype], address(targets), *sizes(rows, columns),
-            c_int64(logits.stride(0)), c_float(smoothing), c_float(z_loss), c_int64(IGNORED), address(losses),
-            address(sums), threads_for(logits.numel()),
-        )  # fmt: skip
+    if rows and not kernels.penstock_row_losses(
+        address(logits), TYPES[logits.dtype], address(targets), *sizes(rows, columns),
+        c_int64(logits.stride(0)), c_float(smoothing), c_float(z_loss), c_int64(IGNORED), address(losses),
+        address(sums), threads_for(logits.numel()),
+    ):  # fmt: skip
+        counted = targets[targets != IGNORED]
+        raise IndexError(
+            f"Targets go from {int(counted.min())} to {int(counted.max())}, but must be from 0 to {columns - 1}, or "
+            f"{IGNORED} for rows to ignore."
+        )
     return losses, sums
 
 
@@ -56,7 +60,7 @@ def native_gradients_(
     sums: (R,), log Σ exp from `native_losses`; factors: (R,). Rows whose target is −100 become 0.
     """
     rows, columns = logits.shape
-    targets, factors = targets.contiguous(), factors.float().contiguous()
+    targets, factors = targets.long().contiguous(), factors.float().contiguous()
     kernels = library("losses")
     assert kernels is not None
     assert out.stride(1) == 1

@@ -21,10 +21,12 @@ namespace {
 // Logits of a row that are read twice while they are in the L1 cache.
 constexpr i64 BLOCK = 2048;
 
+// Returns whether all targets are columns or ignored.
 template <typename T>
-void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, float z_loss,
+bool losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stride, float smoothing, float z_loss,
             i64 ignored, float* loss, double* lse, int threads) {
-#pragma omp parallel for num_threads(threads)
+  bool valid = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : valid)
   for (i64 row = 0; row < rows; ++row) {
     const T* z = logits + row * stride;
     float most = -INFINITY, total = 0.0f, sum = 0.0f;
@@ -49,10 +51,15 @@ void losses(const T* logits, const i64* targets, i64 rows, i64 columns, i64 stri
     double l = double(most) + std::log(double(total));
     lse[row] = l;
     i64 t = targets[row];
+    if (t != ignored && (t < 0 || t >= columns)) {
+      valid = false;
+      continue;
+    }
     // The mean is read only with smoothing: logits of -inf would make it 0 times infinity.
     float mean = smoothing ? smoothing * (sum / columns) : 0.0f;
     loss[row] = t == ignored ? 0.0f : float(l) - (1.0f - smoothing) * wide(z[t]) - mean + z_loss * float(l * l);
   }
+  return valid;
 }
 
 template <typename T>
@@ -79,12 +86,11 @@ void gradients(const T* logits, T* out, const i64* targets, const double* lse, c
 
 }  // namespace
 
-extern "C" void penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride,
-                                    float smoothing, float z_loss, i64 ignored, float* loss, double* lse, int threads) {
+extern "C" int penstock_row_losses(const void* z, int type, const i64* t, i64 rows, i64 columns, i64 stride,
+                                   float smoothing, float z_loss, i64 ignored, float* loss, double* lse, int threads) {
   if (type == 1)
-    losses((const Half*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
-  else
-    losses((const float*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
+    return losses((const Half*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
+  return losses((const float*)z, t, rows, columns, stride, smoothing, z_loss, ignored, loss, lse, threads);
 }
 
 extern "C" void penstock_row_gradients(const void* z, void* g, int type, const i64* t, const double* lse,

@@ -65,12 +65,23 @@ def test_grouped_keys_and_a_scale_are_as_torchs() -> None:
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True))
 
 
-@pytest.mark.parametrize("lead", [(3,), (2, 3, 2)])
-def test_any_number_of_leading_dimensions_and_another_width_of_values(lead: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, None])
+def test_any_leading_dimensions_width_of_values_and_mask(
+    lead: tuple[int, ...], causal: bool, kind: torch.dtype | None
+) -> None:
+    """Also keys for several samples, a mask beside a causal one, and a query that attends to no key."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(*lead, 5, 8), torch.randn(*lead, 6, 8), torch.randn(*lead, 6, 3)
-    mask = torch.randn(5, 6)
-    torch.testing.assert_close(own_sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    alike = (1, *lead[1:]) if len(lead) > 1 else lead
+    q, k, v = torch.randn(*lead, 5, 8), torch.randn(*alike, 6, 8), torch.randn(*alike, 6, 3)
+    seen = torch.tensor([[1, 1, 0, 1, 0, 1]]).bool() & (torch.arange(5) != 2)[:, None]
+    mask = None if kind is None else torch.zeros(5, 6).masked_fill(~seen, -torch.inf)
+    mask = seen if kind == torch.bool else mask
+    found = own_sdpa(q, k, v, mask, is_causal=causal)
+    if causal and mask is not None:  # torch's composed form refuses both
+        mask, causal = mask.masked_fill(torch.ones(5, 6).triu(1).bool(), mask.amin()), False
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal))
 
 
 def test_plain_attention_of_half_types_stays_in_them() -> None:

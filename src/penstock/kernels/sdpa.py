@@ -32,17 +32,27 @@ def own_sdpa(
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain
     kernel, two matrix products and a softmax in the dtype of its inputs, saves the scores, (…, L, S), for backward."""
-    lead = query.shape[:-2]
+    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
 
-    def four(tensor: Tensor) -> Tensor:
-        missing = max(0, 4 - tensor.ndim)
-        return tensor[(None,) * missing].flatten(0, -4)
+    def four(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
+        tensor = tensor.expand(*heads, *tensor.shape[-2:])
+        return tensor[(None,) * max(0, 4 - tensor.ndim)].flatten(0, -4)
 
+    q, k, v = (four(t, (*lead, *t.shape[-3:-2])) for t in (query, key, value))
+    some: Tensor | None = None
     if attn_mask is not None:
-        attn_mask = four(attn_mask.expand(*lead, *attn_mask.shape[-2:]) if query.ndim > 4 else attn_mask)
-    scores = Scores(attn_mask, is_causal, dropout_p, scale)
-    out = attention(four(query), four(key), four(value), backend, scores)
-    return out.reshape(*lead, *out.shape[-2:])
+        attn_mask = four(attn_mask, (*lead, *query.shape[-3:-2]) if query.ndim > 4 else attn_mask.shape[:-2])
+    if attn_mask is not None and backend == "plain":
+        lowest, highest = (False, True) if attn_mask.dtype == torch.bool else (-torch.inf, 0.0)
+        if is_causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            attn_mask, is_causal = attn_mask.masked_fill(later, lowest), False
+        # A query that attends to no key gets zeros, as from torch's kernels.
+        some = (attn_mask > lowest).any(-1, keepdim=True)
+        attn_mask = attn_mask.masked_fill(~some, highest)
+    out = attention(q, k, v, backend, Scores(attn_mask, is_causal, dropout_p, scale))
+    out = out if some is None else out.where(some, 0.0)
+    return out.reshape(*lead, *query.shape[-3:-1], out.shape[-1])
 
 
 @dataclass(eq=False)

@@ -144,6 +144,14 @@ def test_experts_are_stored_each_by_itself(weights: Weights) -> None:
     torch.testing.assert_close(compiled(tokens), found)
 
 
+def test_a_copy_is_compiled_without_the_layer_that_it_was_copied_from() -> None:
+    stored = Int8(nn.Linear(64, 48).requires_grad_(False))
+    twin, x = copy.deepcopy(stored), torch.randn(3, 64)
+    expected = stored(x)
+    del stored
+    torch.testing.assert_close(torch.compile(twin, backend="eager", fullgraph=True)(x), expected)
+
+
 @pytest.mark.parametrize("kind", ["here", "without our kernel", "avx2"])
 @pytest.mark.parametrize("factors", [None, torch.linspace(0.5, 2.0, 64)])
 @pytest.mark.parametrize("form", [Int8, Int8Twice])

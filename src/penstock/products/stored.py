@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,27 @@ _ROWS = 32
 """Number of input rows that oneDNN packs weights for; a layout for one row is slow for others."""
 
 
-class Stored(nn.Module):
+class Numbered(nn.Module):
+    """A module that compiled code calls by its number, as one opaque operator. A copy has its own number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enter()
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._enter()
+
+    def _enter(self) -> None:
+        self.number = next(_numbers)
+        _known[self.number] = self
+
+
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class Stored(Numbered):
     """A linear layer whose weights are stored in another form: (…, in) to (…, out)."""
 
     wide = False
@@ -29,8 +50,6 @@ class Stored(nn.Module):
         self.out_features, self.in_features = linear.weight.shape  # this rank's part if the layer is split
         self.dtype = linear.weight.dtype
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.number = next(_numbers)
-        _known[self.number] = self
 
     def forward(self, x: Tensor) -> Tensor:
         if not x.numel():
@@ -52,14 +71,12 @@ class Stored(nn.Module):
         return self.kernel(x)
 
 
-_numbers = itertools.count()
-_known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
 torch.library.define("penstock::packed", "(Tensor x, int number) -> Tensor")
 
 
 @torch.library.impl("penstock::packed", "CPU")
 def _called(x: Tensor, number: int) -> Tensor:
-    return _known[number].kernel(x)
+    return _known[number].kernel(x)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("penstock::packed")  # type: ignore[untyped-decorator]
@@ -104,7 +121,7 @@ def in_place_of(linear: nn.Linear, stored: Stored) -> nn.Module:
     return stored if hand_over is None else hand_over(stored)
 
 
-class StoredExperts(nn.Module):
+class StoredExperts(Numbered):
     """An `ExpertLinear` whose experts each multiply in their own stored form, one after the other."""
 
     def __init__(self, linear: ExpertLinear, store: Callable[[int, nn.Linear], nn.Module]) -> None:
@@ -119,8 +136,6 @@ class StoredExperts(nn.Module):
             one.weight = nn.Parameter(weight, requires_grad=False)
             one.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
             self.experts.append(store(number, one))
-        self.number = next(_numbers)
-        _known_experts[self.number] = self
 
     def forward(self, x: Tensor, ends: Tensor, experts: Tensor) -> Tensor:
         """See `ExpertLinear`; in compiled code one opaque operator."""
@@ -134,15 +149,14 @@ class StoredExperts(nn.Module):
         return torch.cat([one(rows) for one, rows in zip(self.experts, torch.split(x, counts))])
 
 
-_known_experts: weakref.WeakValueDictionary[int, StoredExperts] = weakref.WeakValueDictionary()
 torch.library.define("penstock::separate", "(Tensor x, Tensor ends, int number) -> Tensor")
 
 
 @torch.library.impl("penstock::separate", "CPU")
 def _separate(x: Tensor, ends: Tensor, number: int) -> Tensor:
-    return _known_experts[number].multiplied(x, ends)
+    return _known[number].multiplied(x, ends)  # type: ignore[no-any-return]
 
 
 @torch.library.register_fake("penstock::separate")  # type: ignore[untyped-decorator]
 def _separate_shape(x: Tensor, ends: Tensor, number: int) -> Tensor:
-    return x.new_empty(len(x), _known_experts[number].out_features)
+    return x.new_empty(len(x), _known[number].out_features)

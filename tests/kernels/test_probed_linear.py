@@ -91,6 +91,18 @@ def test_other_types_no_rows_and_autocast_keep_torch_s_product() -> None:
         assert probed.probed_linear(torch.randn(3, 4), torch.randn(2, 4), None).dtype == torch.bfloat16
 
 
+def test_rows_of_any_number_and_second_derivatives_are_torch_s() -> None:
+    probed.choose_by(lambda *_: True)
+    weight = torch.randn(2, 4, requires_grad=True)
+    for shape in ((4,), (3, 4), (0, 4), (2, 1, 4)):
+        x, found = torch.randn(shape, requires_grad=True), []
+        for linear in (probed.probed_linear, F.linear):
+            y = linear(x, weight, torch.ones(2)).square().sum()
+            (first,) = torch.autograd.grad(y, x, create_graph=True)
+            found.append((y, first, *torch.autograd.grad(first.square().sum(), (x, weight))))
+        torch.testing.assert_close(*found)
+
+
 def test_a_choice_follows_what_was_measured() -> None:
     choose = onednn_choice(MACHINE)
     assert [choose(64, 64, 64, form) for form in ("forward", "input", "weight")] == [False, True, False]

@@ -1,4 +1,4 @@
-"""Linear layers in fp32 on a CPU, each product of which takes the library that was measured to be faster for its shape.
+"""Linear layers in fp32 on a CPU that multiply each shape by the library that was measured to be faster for it.
 
 torch multiplies fp32 by MKL, which on some of AMD's processors takes twice as long as oneDNN. Both compute in fp32, so
 that only rounding differs. The measured products are those of `penstock probe`; `choose_by` sets what follows from
@@ -25,7 +25,7 @@ _choice: Choice = lambda m, n, k, form: False  # noqa: E731
 
 
 def choose_by(choice: Choice) -> None:
-    """Let `probed_linear` choose libraries so, in this process."""
+    """Set the function by which `probed_linear` chooses libraries in this process."""
     global _choice
     _choice = choice
 
@@ -73,24 +73,30 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, form: str) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, form: ProductForm) -> Tensor:
-    if direct(a):
-        return _multiply(a, b, bias, form)
-    return torch.ops.penstock.probed_product(a, b, bias, form)  # type: ignore[no-any-return]
+    if not direct(a):
+        return torch.ops.penstock.probed_product(a, b, bias, form)  # type: ignore[no-any-return]
+    # Gradients are on only in a backward pass that is differentiated in turn.
+    return F.linear(a, b, bias) if torch.is_grad_enabled() else _multiply(a, b, bias, form)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(…, F) to (rows, F)."""
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 class _Probed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x.flatten(0, -2), weight, bias, "forward").view(*x.shape[:-1], len(weight))
+        return _product(_rows(x), weight, bias, "forward").view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
+        rows = _rows(gradient)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             of_x = _product(rows, weight.t(), None, "input").view_as(x)
         if ctx.needs_input_grad[1]:
-            of_weight = _product(rows.t(), x.flatten(0, -2).t(), None, "weight")
+            of_weight = _product(rows.t(), _rows(x).t(), None, "weight")
         return of_x, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

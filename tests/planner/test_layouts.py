@@ -196,6 +196,12 @@ def test_every_layout_found_is_legal_and_fits() -> None:
     assert predict(model, A100, best.plan).iteration_seconds == pytest.approx(best.iteration_seconds)
 
 
+@pytest.mark.parametrize("wrong", [{"global_batch": 0}, {"global_batch": -8}, {"keep": 0}])
+def test_a_search_for_nothing_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(wrong))} .*at least 1"):
+        search(PRESETS["gpt2"], A100, 8, **wrong)
+
+
 def test_what_fits_nowhere_says_what_would_make_it_fit() -> None:
     with pytest.raises(
         OutOfMemory, match=r"fits in no layout on 8 a100-80g.*To make it fit: use \d+ devices or more"

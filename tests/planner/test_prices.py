@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from penstock.config import rules
-from penstock.config.machine import Machine, load_machine
+from penstock.config.machine import GemmSample, Machine, load_machine
 from penstock.config.model import PRESETS, preset
 from penstock.config.plan import Plan
 from penstock.errors import ConfigError, OutOfMemory
 from penstock.planner import predict, search
 from penstock.planner.describe import describe
-from penstock.planner.explain import explain
+from penstock.planner.explain import explain, sensitivity, why_others_lose
 from penstock.planner.layouts import Space, layouts
 from penstock.planner.operators import Op, Software
 from penstock.planner.pipeline import in_flight, zero_bubble_idle
@@ -23,7 +23,7 @@ from penstock.planner.prediction import Prediction, room
 from penstock.planner.price import group_of
 from penstock.planner.price import seconds as price
 from penstock.planner.rates import rates_of
-from penstock.planner.search import _even_first, base_of, explore
+from penstock.planner.search import Layouts, _even_first, base_of, explore
 from penstock.planner.step import layout_of, part_time
 from penstock.schedules import Costs, generate, simulate
 
@@ -112,6 +112,26 @@ def test_experts_that_nobody_else_holds_are_updated_and_not_gathered() -> None:
     assert apart.seconds["data"] < 0.2 * spread.seconds["data"]
     whole, alone = one("mixtral-8x7b", "dp=8 micro_batch=1"), one("mixtral-8x7b", "dp=8 micro_batch=1 ep=8")
     assert alone.seconds["data"] < 0.05 * whole.seconds["data"]
+
+
+def test_what_would_help_scales_measured_rates_too() -> None:
+    product = GemmSample(dtype="bf16", m=8192, n=8192, k=8192, flops_per_second=5e14)
+    measured = replace(H100, gemm=(product,), collective_bytes_per_second=1e11)
+    for machine in (H100, measured):
+        base = base_of(f"{BASE} tp=8 micro_batch=1", PRESETS["gpt-22b"], machine, 8)
+        given = {"base": base.plan, "fixed": base.fixed}
+        (best,) = search(PRESETS["gpt-22b"], machine, 8, global_batch=8, keep=1, **given)
+        gains = {one.words: one.gain for one in sensitivity(PRESETS["gpt-22b"], machine, 8, best, **given)}
+        assert gains["matrix products a fifth faster"] > 0.05
+        assert gains["links inside a node twice as fast"] > 0.01
+
+
+def test_a_degree_that_is_odd_is_not_halved() -> None:
+    small = replace(H100, memory_bytes=1e9)
+    for tp, halves in ((3, False), (2, True)):
+        best = one("gpt2", f"tp={tp} micro_batch=8", small)
+        words = [*why_others_lose(PRESETS["gpt2"], small, Layouts(), best)]
+        assert any(sentence.startswith("tp=") for sentence in words) == halves
 
 
 def test_keys_go_round_whatever_the_attention() -> None:

@@ -41,7 +41,9 @@ def test_a_search_that_found_nothing_says_so() -> None:
 
 def test_the_curve_of_devices_says_why_it_bends() -> None:
     perfect = [(8, 64, {"gemm": 4.0}), (16, 64, {"gemm": 2.0})]
-    assert bends(perfect) == ["Time falls as devices grow in number: nothing bends the curve here."]
+    assert bends(perfect) == [
+        "Each sample takes nearly the same device time on all these numbers of devices."
+    ]
     bent = [*perfect, (32, 64, {"gemm": 1.0, "bubble": 0.5, "data": 0.1})]
     (words,) = bends(bent)
     assert (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from penstock.config.machine import Machine
+from penstock.config.machine import LinkRates, Machine
 from penstock.config.model import ModelConfig
 from penstock.config.plan import Plan
 from penstock.errors import PenstockError
@@ -38,7 +38,7 @@ MEMORY_WORDS = {
     "fragmentation": "fragmentation", "temporary": "temporaries",
 }  # fmt: skip
 BEND = 0.03
-"""Growth of the device time per sample, between two numbers of devices, from which it is reported."""
+"""Growth of the device time per sample, between two numbers of devices, that is worth reporting."""
 AXES = ("tp", "pp", "micro_batch", "virtual", "sharding", "recompute", "ep", "cp")
 """Fields of a Plan that can be chosen; dp follows."""
 
@@ -90,8 +90,8 @@ def _largest(parts: Mapping[str, float]) -> list[tuple[str, float, float]]:
 def why_others_lose(
     model: ModelConfig, machine: Machine, result: Layouts, best: Prediction, uneven: Mapping[int, float] = EVEN
 ) -> Iterator[str]:  # fmt: skip
-    """Sentences on each choice of the best layout: the best layout with another choice, its extra cost, and layouts
-    that do not fit.
+    """Sentences on each choice of the best layout: the fastest layout with another choice and its extra cost, then
+    layouts that do not fit.
 
     A layout is named once, under the first choice in which it differs.
     """
@@ -136,7 +136,7 @@ def bends(points: Sequence[tuple[int, int, Mapping[str, float]]]) -> list[str]:
                 f"From {fewer:,} to {more:,} devices a sample takes {dearer:.0%} more device time, most of it for "
                 f"{SECOND_WORDS.get(name, name)}."
             )
-    return sentences or ["Time falls as devices grow in number: nothing bends the curve here."]
+    return sentences or ["Each sample takes nearly the same device time on all these numbers of devices."]
 
 
 def _slower_by(best: Prediction, other: Prediction) -> float:
@@ -168,7 +168,7 @@ def _too_large(
     if plan.accumulate % 2 == 0:
         larger = vary(plan, micro_batch=2 * plan.micro_batch, accumulate=plan.accumulate // 2)
         neighbours.append((f"micro_batch={larger.micro_batch}", larger))
-    if plan.tp > 1:
+    if plan.tp % 2 == 0:
         neighbours.append((f"tp={plan.tp // 2}", vary(plan, tp=plan.tp // 2, dp=plan.dp * 2, sp=plan.tp > 2)))
     for words, other in neighbours:
         bytes_needed = needed_bytes(model, machine, other, uneven)
@@ -186,22 +186,34 @@ class Lever:
     plan: Plan
 
 
+_MEASURED_LINKS = [rate.name for rate in fields(LinkRates) if rate.name.endswith("bytes_per_second")]
+
+
+def _times(factor: float, of: Any, *names: str) -> dict[str, Any]:
+    """The named figures times a factor; unknown ones stay unknown."""
+    return {name: getattr(of, name) and factor * getattr(of, name) for name in names}
+
+
 def sensitivity(
     model: ModelConfig, machine: Machine, gpus: int, best: Prediction, *, base: Plan | None = None,
     fixed: frozenset[str] = frozenset(), uneven: Mapping[int, float] = EVEN,
 ) -> list[Lever]:  # fmt: skip
     """The changes that would help most, the largest gain first; each is searched for its own best layout."""
-    link, node = machine.link_bytes_per_second, machine.node_bytes_per_second
-    faster = {
-        name: {kind: 1.2 * rate for kind, rate in getattr(machine, name).items()}
-        for name in ("peak_flops", "achievable_flops")
-    }
-    changes: dict[str, dict[str, Any]] = {
-        "twice the memory": {"memory_bytes": 2 * machine.memory_bytes},
-        "twice the memory bandwidth": {"memory_bytes_per_second": 2 * machine.memory_bytes_per_second},
-        "links inside a node twice as fast": {"link_bytes_per_second": link and 2 * link},
-        "links between nodes twice as fast": {"node_bytes_per_second": node and 2 * node},
-        "matrix products a fifth faster": faster,
+    changes = {
+        "twice the memory": _times(2, machine, "memory_bytes"),
+        "twice the memory bandwidth": _times(2, machine, "memory_bytes_per_second"),
+        "links inside a node twice as fast": _times(2, machine, "link_bytes_per_second", *_MEASURED_LINKS)
+        | {"pairs": machine.pairs and replace(machine.pairs, **_times(2, machine.pairs, *_MEASURED_LINKS))},
+        "links between nodes twice as fast": _times(2, machine, "node_bytes_per_second"),
+        "matrix products a fifth faster": {
+            name: {kind: 1.2 * rate for kind, rate in getattr(machine, name).items()}
+            for name in ("peak_flops", "achievable_flops")
+        }
+        | {
+            "gemm": tuple(
+                replace(sample, **_times(1.2, sample, "flops_per_second")) for sample in machine.gemm
+            )
+        },
         "twice the global batch": {},
     }
     levers = []

@@ -117,8 +117,10 @@ def explore(
     fixed: frozenset[str] = frozenset(), space: Space | None = None, keep: int | None = 50,
     uneven: Mapping[int, float] = EVEN,
 ) -> Layouts:  # fmt: skip
-    """Search as `search` does, and count the layouts that lose. Raises ConfigError likewise."""
+    """Search as `search` does, but return an empty list where nothing fits. Raises ConfigError as `search` does."""
     require("gpus", gpus, Count)
+    require("global_batch", global_batch, Count | None)
+    require("keep", keep, Count | None)
     base = base or default_base(model, machine, gpus)
     problems = rules.problems(base, model, machine, degrees=False)
     if problems:
@@ -184,7 +186,7 @@ def _neighbours(
     model: ModelConfig, gpus: int, batch: int, per_node: int, possible: Callable[[int, int], bool]
 ) -> str:
     """The global batches next to `batch` that have a layout on `gpus` devices, and the numbers of devices next to
-    `gpus` that have one of `batch`."""
+    `gpus` that have a layout for `batch`."""
     degrees = itertools.product(divisors(min(gpus, per_node)), stages(model, gpus))
     replicas = {gpus // (tp * pp) for tp, pp in degrees if gpus % (tp * pp) == 0}
     # For each number of replicas, the next batch below and above.
@@ -243,7 +245,7 @@ def _nothing_fits(
     size = f"{totals(model).parameters / 1e9:.1f} billion parameters"
     problem = (
         f"{name or title(model)} ({size}) fits in no layout on {gpus} {machine.name}: the smallest needs "
-        f"{smallest / GIB:.1f} GiB of the {limit / GIB:.1f} GiB that a device has to give ({plan.line()})."
+        f"{smallest / GIB:.1f} GiB and a device has room for {limit / GIB:.1f} GiB ({plan.line()})."
     )
     more = _enough(model, machine, gpus, plan, fixed, global_batch, uneven)
     shards = plan.sharding != "ddp" and plan.dp > 1

@@ -93,10 +93,10 @@ def test_weights_are_read_while_the_core_multiplies_the_first_rows(rate: float) 
 def test_a_machine_without_the_rate_falls_back_and_says_so() -> None:
     known, trained, none = _machine(int8=RATE), _machine(), _machine(trained=0.0)
     assert assumption(known, "int8") == assumption(none, "plain") == assumption(none, "packed") == ""
-    assert "that of int8 products in training is assumed; measure it with penstock probe" in assumption(
+    assert "the rate of int8 products in training is assumed; measure it with penstock probe" in assumption(
         trained, "int8"
     )
-    assert "that of products of plain weights is assumed" in assumption(none, "int8")
+    assert "the rate of products of plain weights is assumed" in assumption(none, "int8")
     assert _seconds(trained) - _seconds(_machine(trained=2 * TRAINED)) == pytest.approx(
         _flops(trained, heads=False) / TRAINED / 2
     )

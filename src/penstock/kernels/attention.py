@@ -251,8 +251,8 @@ def split_heads(qkv: Tensor, head_width: int, shared: int = 1) -> tuple[Tensor, 
 
 
 def packed_attention(packed: Tensor, head_width: int, *, sequence_first: bool, scores: Scores) -> Tensor:
-    """`native` attention over a packed projection with as many KV heads as query heads, without rotary positions or QK
-    norm: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
+    """`native` attention over a packed projection with equal numbers of KV heads and query heads, without rotary
+    positions or QK norm: (B, N, H·3·K) to (B, N, H·K), or (N, B, …) sequence first."""
     mask: Tensor | None = scores.mask  # type: ignore[assignment]  # callers split heads for an AttentionMask
     heads = packed.view(*packed.shape[:2], -1, 3, head_width)
     return native_packed_attention(

@@ -82,7 +82,7 @@ def _ended(
     beams: Beams, scores: Tensor, parents: Tensor, chosen: Tensor, ending: Tensor | None, step: int,
     terms: Terms,
 ) -> Beams:  # fmt: skip
-    """Replace finished texts by those of the best b candidates that end now and score better."""
+    """Replace finished texts by candidates, among the best b, that end now and score better."""
     size = beams.scores.shape[1]
     tokens = chosen + 1 if ending is None else torch.where(ending, 0, chosen + 1)
     codes = (tokens + (parents << _BEAM))[:, :size] + (step << _STEP)

@@ -1,14 +1,15 @@
 """Contrastive losses: each row is compared with all vectors of another set, without holding all logits.
 
-Shapes: B rows, M others, E features. Logits are z = rows · othersᵀ. A row matches all others of its group. Its loss:
+Shapes: B rows, M other vectors, E features. Logits are z = rows · othersᵀ. A row matches all other vectors of its
+group. Its loss:
 
 - softmax: log Σ exp z_j − the mean of z_j over its group (Khosla et al., NeurIPS 2020, equation 2). If each
   group has one member, this is the cross entropy of choosing it (van den Oord et al., 2018).
 - sigmoid: Σ log(1 + exp z_j) − the sum of z_j over its group (Zhai et al., ICCV 2023, "SigLIP", equation 1)
 
 The gradient by logits is p − t, with p their softmax or sigmoid; for a matching pair t is 1 / size of the group
-(softmax) or 1 (sigmoid), otherwise 0. The chunked form handles some of the others at a time, and recomputes logits in
-the backward pass.
+(softmax) or 1 (sigmoid), otherwise 0. The chunked form handles some of the other vectors at a time, and recomputes
+logits in the backward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def contrast(
     chunk: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of each row, (B,): rows (B, E) and others (M, E) in fp32 or fp64, groups (B,) and (M,) int64. With
-    `chunk`, logits of at most `chunk` others are held at a time. For a row that matches no other vector, the mean over
-    its group is taken as 0."""
+    `chunk`, logits of at most `chunk` other vectors are held at a time. For a row that matches no other vector, the
+    mean over its group is taken as 0."""
     if chunk is None:
         return plain_contrast(rows, others, groups, other_groups, form)
     losses: Tensor = _ContrastLoss.apply(  # type: ignore[no-untyped-call]
@@ -53,7 +54,7 @@ def plain_contrast(
 
 
 class _ContrastLoss(torch.autograd.Function):
-    """The loss of each row (B,), computed for some of the others at a time."""
+    """The loss of each row (B,), computed for some of the other vectors at a time."""
 
     @staticmethod
     def forward(
@@ -96,6 +97,6 @@ def _logits(rows: Tensor, part: Tensor) -> Tensor:
 
 
 def _parts(others: Tensor, groups: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield `chunk` of the others at a time, with their groups."""
+    """Yield `chunk` of the other vectors at a time, with their groups."""
     for begin in range(0, len(others), chunk):
         yield others[begin : begin + chunk], groups[begin : begin + chunk]

@@ -25,8 +25,8 @@ LEAST_MEAN = 32
 
 
 class Documents:
-    """The lengths of the documents in each sample of a batch. Not a tuple, because code would be compiled for its
-    numbers."""
+    """The lengths of the documents in each sample of a batch. Not a tuple, because torch would compile code for its
+    values."""
 
     def __init__(
         self, runs: list[list[int]], *, causal: bool,

@@ -44,7 +44,7 @@ def dropout(
 
 def mask_of(x: Tensor, p: float) -> tuple[Tensor, float]:
     """Which elements dropout of `x` with probability `p` keeps (bool, shape of x), and the factor that scales them. On
-    a CPU the draws are those of `dropout`."""
+    a CPU it draws the same elements as `dropout`."""
     level = round(p * _LEVELS)
     if x.device.type not in ("cpu", "meta"):
         return torch.rand(x.shape, device=x.device) >= level / _LEVELS, _LEVELS / max(1, _LEVELS - level)

@@ -91,7 +91,7 @@ class BlockKernel:
     two layers, each with the scale of its inputs.
 
     `norms` belong to attention and the perceptron, in fp32; they come before these if `norm_first`, else after the
-    residual sums. An Identity stands for no norm. Raises KeyError for an activation that the kernel does not have.
+    residual sums. An Identity means no norm. Raises KeyError for an activation that the kernel does not have.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Real(NamedTuple):
 
     @classmethod
     def but(cls, padding: Tensor, *, sequence_first: bool = False) -> Real | None:
-        """All tokens but those of `padding` (B, N)."""
+        """All tokens that `padding` (B, N) does not mark."""
         count = _rounded(padding)
         if count == padding.numel():
             return None
@@ -69,7 +69,7 @@ def put_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 class Unpadded:
-    """The samples of a batch, flattened to one row. Not a tuple, because code would be compiled for its numbers.
+    """The samples of a batch, flattened to one row. Not a tuple, because torch would compile code for its values.
 
     As a mask of cross-attention it lets each sample's queries attend to that sample's keys: see `AttentionMask`.
     """

@@ -1,6 +1,6 @@
 """Operators of the attention of one Transformer block.
 
-Shapes: T = rows of tokens on this device, A features of the device's query heads, K those of its KV heads.
+Shapes: T = rows of tokens on this device, A features of the device's query heads, K features of its KV heads.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from penstock.planner.terms import Form
 WARP_SOFTMAX = 1024
 """Longest row that torch's softmax keeps in registers (its `PersistentSoftmax.cuh`)."""
 ROTARY_EAGER_BYTES = 8
-"""Bytes moved by a rotation written as single operators, in one direction and per rotated element: it computes in
-fp32."""
+"""Bytes per rotated element that a rotation composed of single operators moves in each pass: it computes in fp32."""
 
 
 def attend(
@@ -95,7 +94,7 @@ class _Attention:
     def turn(self) -> None:
         """List the rotary positions of queries and keys."""
         t, layer, c = self.t, self.layer, self.c
-        # The gradients of queries, keys and values are joined into that of the packed projection.
+        # The gradients of queries, keys and values are joined into the gradient of the packed projection.
         packed = (self.queries + 2 * self.keys) * c
         self.to.behind(Op(f"{self.name}.stack", "copy", False, read=packed, written=packed))
         if layer.rotary and not self.cross:
@@ -154,7 +153,7 @@ class _Attention:
         again = (
             queries * c if block.inputs > 1 else 0.0
         )  # what kernels keep is put together, and kept once more
-        # The causal mask is part of the added numbers, so no kernel skips the masked scores.
+        # The causal mask is part of the added bias, so no kernel skips the masked scores.
         added = self.form == "fused" and block.stack.biased and not cross and not t.host
         core = Op(
             self.name, "attention", batch=t.samples * self.heads, m=self.rows / t.samples, n=self.seen,
@@ -165,7 +164,7 @@ class _Attention:
         if self.form == "fused":
             read, written = (4 * queries + 2 * keys) * c, queries * c + made
             behind = [core._replace(forward=False, read=read, written=written)]
-            if added and block.stack.positions == "relative":  # each sample's gradients, and their sum
+            if added and block.stack.positions == "relative":  # gradients per sample, and their sum
                 numbers = core.batch * core.m * core.n * c
                 behind.append(
                     Op("attention.bias", "reduce", False, read=numbers, written=numbers, scratch=True)
@@ -238,8 +237,8 @@ def _attend_latents(to: Lister, block: BlockKind, latent: Latent, rows: float, s
 def _sinks(
     to: Lister, layer: Layer, core: Op, size: float, *moved: tuple[float, float], cross: bool, **more: Any
 ) -> None:  # fmt: skip
-    """List what sinks of self-attention cost, if there are any: operators over `size` elements that add them to the
-    softmax."""
+    """List the operators, over `size` elements, that add a layer's attention sinks, if it has any, to the softmax of
+    self-attention."""
     if layer.sinks and not cross:
         heads = max(1, layer.heads // to.terms.tp)
         to.move(f"{core.name}.sinks", size, *moved, weights=heads, tensors=1, **more)
@@ -267,9 +266,8 @@ def _add_parts(to: Lister, name: str, queries: float, keys: float, *, causal: bo
 def _kept_by_head_norms(
     to: Lister, layer: Layer, form: Form, own: float, normed: float, copied: float, rows: float
 ) -> float:
-    """Bytes that norms of queries and keys keep for the backward pass. `own` is the number of projected elements, of
-    which `normed` are normalised in `rows` rows; `copied` bytes of queries were copied before.
-    """
+    """Bytes that norms of queries and keys keep for the backward pass. `own` elements are projected and `normed` of
+    them normalised, in `rows` rows, after `copied` bytes of queries were copied."""
     t, c = to.terms, to.terms.product
     if layer.norm.kind == "layer":
         return own * c + copied + 2 * rows * t.statistic
@@ -289,8 +287,8 @@ def _composed(
 ) -> None:
     """List the operators that the fused kernel `core` would replace: scores, softmax and values.
 
-    `keys` and `own` are numbers of elements, `own` of the projection of this device's rows; `kept` is the bytes kept
-    for the scores' gradients.
+    There are `keys` elements of keys, and `own` elements in the projection of this device's rows; `kept` is the bytes
+    saved for the gradients of the scores.
     """
     t, c, name, queries = to.terms, to.terms.product, core.name, core.elements
     scores = core.batch * core.m * (core.window or core.n)

@@ -1,7 +1,7 @@
 """Operators of one Transformer block, from top to bottom.
 
 Shapes: B samples, T = rows of tokens on this device, R = rows that remain where sequence parallelism splits them, D
-width, A features of the device's query heads, K those of its KV heads, M hidden width on this device.
+width, A features of the device's query heads, K features of its KV heads, M hidden width on this device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.planner.price import distinct_places
 _NUMBER = 8
 """Bytes of the index of an expert or of a visit."""
 _REGROUP_LAUNCHES = 11
-"""Operators that sort the arrived tokens by expert, one by one even where others are compiled: three sums of exchanged
-counts, two copies of them to the host, and six that make, sort and apply the order."""
+"""Operators that sort received tokens by expert, which no compiler fuses: three sums of exchanged counts, two copies of
+them to the host, and six that make, sort and apply the order."""
 
 
 def list_block(to: Lister, block: BlockKind) -> None:
@@ -78,7 +78,7 @@ def list_block(to: Lister, block: BlockKind) -> None:
 
 def _take_samples(to: Lister, block: BlockKind, size: float) -> None:
     """Copies of an expert's samples: `size` elements of tokens, and the other inputs that blocks read. Their gradients
-    are added to those of all samples."""
+    are added into the gradients of all samples."""
     t, d = to.terms, block.stack.width
     e, experts = t.stream, block.stack.experts
     back = (1 + 3 * experts) * e, (1 + 2 * experts) * e
@@ -94,8 +94,8 @@ def _take_samples(to: Lister, block: BlockKind, size: float) -> None:
 
 
 def modulation(to: Lister, name: str, stack: Stack, parts: int, *, share: float = 1.0) -> None:
-    """The linear that makes several vectors from the condition of each sample, for a share of the samples; each such
-    linear repeats the activation."""
+    """The linear layer that turns the condition of each sample into `parts` vectors, for a share of the samples; each
+    such layer computes the activation again."""
     samples, d = to.terms.samples * share, stack.width
     to.activate(f"{name}.activation", samples * d, "silu", (to.terms.stream, to.terms.stream))
     to.gemm(name, samples, parts * d, d, bias=True, narrow=False, group="norms")
@@ -122,9 +122,9 @@ def before_split(to: Lister, rows: float, width: int, *, hides: bool = True) -> 
 
 
 def turning_copies(to: Lister, moved: float, *, forward: bool = True) -> tuple[Op, ...]:
-    """The copy beside a gathering or scattering of `moved` bytes. Devices send contiguous memory, but hold a part of
-    the tokens of each of several samples. Published runs on GPUs, and so predictions there, put tokens first.
-    """
+    """The copy beside a gathering or scattering of `moved` bytes. Devices send contiguous memory, which some tokens of
+    each of several samples are not. On GPUs predictions assume tokens in the first dimension, as in published runs, and
+    so no copy."""
     copied = to.terms.host and to.terms.copies and to.terms.samples > 1
     return (Op("turn", "copy", forward, read=moved, written=moved),) * copied
 
@@ -203,7 +203,7 @@ def _feed_experts(to: Lister, block: BlockKind, rows: float) -> None:
 
 
 def _routes_parts(to: Lister) -> bool:
-    """Whether every device routes tokens of its own to whole experts."""
+    """Whether each device routes its own tokens, to experts that are not split."""
     return to.terms.ep > 1 and not to.terms.serving
 
 
@@ -277,7 +277,7 @@ def _merge(to: Lister, chosen: float, visits: float, d: int, k: int, *, once: bo
     """The results of visits, weighted and added up for each token."""
     t, c = to.terms, to.terms.product
     kept = chosen * (d + (c != 4.0)) * c if learns else 0.0
-    if once:  # those of one device are added up before they are sent
+    if once:  # a device adds up its results for a token before it sends them
         to.move("experts.merge", chosen / k * d, (c, c), kind="copy", kept=kept, group="mlp")
     elif t.fused:
         to.move("experts.merge", visits * d, (c, c / k), (c / k + c, c), kind="copy", kept=kept, group="mlp")
@@ -291,7 +291,7 @@ def _merge(to: Lister, chosen: float, visits: float, d: int, k: int, *, once: bo
 
 def _choice_launches(mixture: ExpertMixture, *, fused: bool, serving: bool) -> tuple[int, int]:
     """Operators by which a router chooses, forward and backward: scores, top-k, their weights, the order of visits, and
-    in training loads and the balance loss. Fused ones are those that torch's compiler makes."""
+    in training loads and the balance loss. `fused` means that torch's compiler has merged them."""
     balances = bool(mixture.balances or mixture.z_loss) and not serving
     if fused:
         return 6 if serving else 9, 1 + balances

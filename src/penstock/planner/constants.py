@@ -13,16 +13,16 @@ DEFAULT_MULTIPROCESSORS = 128
 ASSUMED_HOST_LINK = 16e9
 """Host link of a device whose Machine does not state it: sixteen lanes of PCI Express 3.0."""
 HOST_LINK_SHARE = 0.8
-"""Share of that link that copies of pinned memory reach, less the headers of its packets."""
+"""Share of the host link's rate that copies of pinned memory reach, after the headers of its packets."""
 CITED_FEATURES = 128
 """Features of a head for which the rates of attention kernels are published."""
 EXPONENTIALS_PER_CLOCK = 16
 """Exponentials of one multiprocessor per clock, on every chip since Volta (CUDA C++ Programming Guide, arithmetic
 instructions)."""
 SLOWEST_CLOCK = 1.2e9
-"""A clock below that of training chips, and above half of it."""
+"""A clock (Hz) below every training chip's, and above half of it."""
 OLD_UNITS = 0.6
-"""Share of a Hopper chip's peak that kernels written for the units of Ampere can reach."""
+"""Share of a Hopper chip's peak that kernels written for Ampere can reach."""
 PRODUCTS_IN_FP32 = 3
 """TF32 products that make up one product of nearly fp32 accuracy in torch's memory-efficient kernel
 (aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h)."""
@@ -44,7 +44,7 @@ class Constants:
     """The same for chips with fp8 units, whose clock falls further under their power limit: fitted on H100. For B200
     and MI300X it is a guess."""
     unmeasured_share: float = 0.80
-    """Share of the peak that is assumed as the best rate where no sweep is known; published ceilings lie around it."""
+    """Share of the peak that is assumed as the best rate where no sweep is known; published ceilings are near it."""
     memory_share: float = 0.8523
     """Share of the memory bandwidth that streaming kernels reach: fitted."""
     tile_depth: float = 32.0
@@ -91,7 +91,7 @@ class Constants:
     routing_seconds: float = 3.2e-9
     """Time to read the destinations of one token of a group, before tokens that are sent once per device leave: each
     device reads the routes of all. From the README of HybridEP, 16 to 64 H100 with 4,096 tokens each: the time of its
-    calls beyond that of its kernels in bf16 and in fp8, without the part that grows with the bytes."""
+    calls minus the time of its kernels, in bf16 and in fp8, without the part that grows with the bytes."""
     exchange_hidden_share: float = 0.3655
     """Share of an exchange that overlaps products and attention of another micro-batch: a profile of Qwen3-30B-A3B on
     16 H100 (Megatron-Bridge, its page on overlap of expert parallelism)."""

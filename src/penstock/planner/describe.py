@@ -34,9 +34,9 @@ def describe(
 ) -> Workload:  # fmt: skip
     """The operators of one micro-batch of `model` on one device of a layout, all stages of a pipeline together.
 
-    `device` is a Machine, or `cuda` or `cpu` with `avx512` and `kind` as a Machine has them. For a batch of text,
-    `real` is the share of an encoder's tokens that are not padding, `words` the share of tokens that have a target in
-    the loss. `uneven` is the busiest device's load over the mean, by expert parallel degree: see
+    `device` is a Machine, or else `cuda` or `cpu`, with a Machine's `avx512` and `kind` as arguments. For a batch of
+    text, `real` is the share of an encoder's tokens that are not padding, `words` the share of tokens that have a
+    target in the loss. `uneven` is the busiest device's load over the mean, by expert parallel degree: see
     `penstock.planner.loads.unevenness`. `storing` says how weights are stored for inference; None is a training step.
     """
     if isinstance(device, Machine):
@@ -94,7 +94,8 @@ def workload_of(model: ModelConfig, terms: OpTerms) -> Workload:
 
 
 def _touches_rows(terms: OpTerms, table: str, tied: list[str]) -> bool:
-    """Whether the embedding's gradient is added to that of the logits row by row: see `AddTouchedRows`."""
+    """Whether the embedding's gradient is added row by row to the table's gradient from the logits: see
+    `AddTouchedRows`."""
     return terms.whole and terms.host and table in tied
 
 
@@ -351,7 +352,7 @@ def _classifier(to: Lister, head: graphs.ClassHead, run: graphs.Run, tokens: int
 
 
 def _attention_pool(to: Lister, stack: Stack, tokens: int) -> None:
-    """Attention of a learned query to all tokens of a sample, and a perceptron over that, whole on each device."""
+    """Attention of a learned query to all tokens of a sample, and a perceptron, both not split over devices."""
     t, layer, d, c = to.terms, stack.plain_layer, stack.width, to.terms.product
     a, hidden = layer.heads * layer.head_width, stack.mlp_width
     more: dict[str, Any] = {"group": "output", "narrow": False}

@@ -25,7 +25,7 @@ FORMS: tuple[ProductForm, ...] = ("forward", "input", "weight")
 BETWEEN = "between products"
 """The row of operators that a compiler joins in one kernel: norms, activations, dropout, sums and casts."""
 ALONE = {"norm": "norms", "activation": "activations", "dropout": "dropout", "torch_dropout": "dropout"}
-"""Rows of the same operators where each is a kernel of its own."""
+"""Rows of the same operators where each is a separate kernel."""
 OTHER = "sums, casts and copies"
 
 

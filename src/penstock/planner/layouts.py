@@ -41,7 +41,8 @@ class Space:
     sp: tuple[bool, ...] = (True,)
     """Sequence parallelism where there is tensor parallelism: it never costs more memory, nor more bytes sent."""
     gather: tuple[str, ...] = ("products",)
-    """Types in which sharded weights may be gathered, besides that of the level: that of products halves the bytes."""
+    """Types in which sharded weights may be gathered, in addition to the precision level's own: `products`, the type of
+    matrix products, halves the bytes."""
 
 
 def vary(plan: Plan, **changes: Any) -> Plan:

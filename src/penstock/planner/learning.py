@@ -2,7 +2,7 @@
 adapters (LoRA) are added.
 
 `learning_part` rewrites the operators of a model whose parameters are all trained. Shares of parameters and tensors are
-arguments, because only the built model knows which names a pattern fits.
+arguments, because only the built model knows which names a pattern matches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Learning:
     lora: Lora = field(default_factory=Lora)
     """Adapters; rank 0 means none."""
     classes: bool = False
-    """Whether its head learns beside adapters, as a head over classes does."""
+    """Whether the head is trained together with the adapters, as a head over classes is."""
 
 
 WHOLE = Learning()
@@ -100,7 +100,7 @@ def _adapted(part: Part, how: Learning, work: Workload) -> Part:
         return part if how.classes else replace(part, backward=tuple(_frozen(part.backward)))
     adapted = {op.linear: op for op in part.forward if _is_linear(op, how.lora.parts)}
     rank = how.lora.rank
-    # Only an attention kernel needs the input of a frozen product, where that is the kernel's output.
+    # The input of a frozen product is saved only if it is an attention kernel's output, which that kernel needs.
     unneeded = {
         op.linear
         for op in part.forward

@@ -16,13 +16,13 @@ from penstock.planner.price import form_of
 from penstock.planner.rates import ONEDNN, SPECIAL, products_in
 
 GAIN = 1.02
-"""A choice is worth trying if a step is predicted to be so many times as fast."""
+"""A choice is worth trying if a step is predicted to be faster by more than this factor."""
 
 
 @lru_cache(maxsize=8)
 def onednn_choice(machine: Machine) -> Callable[[int, int, int, ProductForm], bool]:
-    """A function that tells whether a product (m, k) @ (k, n) of a linear layer's pass is faster by oneDNN than by MKL,
-    in fp32 on a machine where both were measured."""
+    """A function that returns whether oneDNN is faster than MKL for a product (m, k) @ (k, n) of a linear layer's pass,
+    in fp32, on a machine where both were measured."""
     mkl, onednn = (products_in(machine, name, DEFAULT, 0, math.inf) for name in ("fp32", ONEDNN))
     either = mkl._replace(other=onednn)
 
@@ -35,8 +35,8 @@ def onednn_choice(machine: Machine) -> Callable[[int, int, int, ProductForm], bo
 
 
 def library_obstacle(machine: Machine, model: ModelConfig | None, plan: Plan) -> str | None:
-    """Why a choice would gain nothing, in a sentence; None if a step of `model` is predicted to gain, or if oneDNN is
-    faster for some measured product and there is no model to predict."""
+    """Why choosing a library would gain nothing, in a sentence; None if a step of `model` is predicted to gain, or if
+    oneDNN is faster for some measured product and there is no model to predict."""
     if machine.device != "cpu" or ONEDNN not in machine.peak_flops:
         return f"{machine.name} has no measured rates of oneDNN beside those of MKL"
     if model is not None:

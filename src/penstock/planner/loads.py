@@ -119,7 +119,7 @@ class LoadRecord:
 
     @classmethod
     def of_dict(cls, tree: Mapping[str, Any]) -> LoadRecord:
-        """The inverse of `to_dict`. Raises DataError for what is none."""
+        """The inverse of `to_dict`. Raises DataError for anything else."""
         if tree.get("version") != _VERSION:
             raise DataError(
                 f"This is no record of loads of version {_VERSION}; train writes one, as experts/loads.json of its "
@@ -139,7 +139,7 @@ def read_loads(path: Path) -> LoadRecord:
     """The record in a file, or in the output folder of a run.
 
     Raises:
-        DataError: there is none, or it is none.
+        DataError: there is no such file, or it is not a record.
     """
     file = path / "experts" / "loads.json" if path.is_dir() else path
     if not file.is_file():
@@ -157,16 +157,16 @@ EVEN: Mapping[int, float] = {}
 
 
 def unevenness(record: LoadRecord, experts: int) -> Mapping[int, float]:
-    """By `ep`: visits of the busiest of `ep` devices over those of the mean device, each with equally many consecutive
+    """By `ep`: visits of the busiest of `ep` devices over the mean of all, if each holds equally many consecutive
     experts. Averaged over layers, because every layer waits for its busiest device in each step.
 
     Raises:
-        ConfigError: the record is of another number of experts.
+        ConfigError: the record has another number of experts.
     """
     for name, loads in zip(record.layers, record.totals):
         if len(loads) != experts:
             raise ConfigError(
-                f"The record of loads has {len(loads)} experts in {name}, but the model {experts}; give a record of it."
+                f"The record of loads has {len(loads)} experts in {name}, but the model has {experts}; give its record."
             )
     if not record.layers:
         raise ConfigError("The record of loads has no layers; give one of a model with mixtures of experts.")
@@ -226,7 +226,7 @@ def _table(title: str, first: str, loads_by_name: Iterable[tuple[str, Sequence[i
 
 
 def loads_page(record: LoadRecord) -> str:
-    """An HTML document of its own."""
+    """The record as an HTML document."""
     worst = max(map(imbalance, record.totals), default=1.0)
     steps = record.windows[-1].until if record.windows else 0
     tiles = [

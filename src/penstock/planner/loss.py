@@ -13,7 +13,8 @@ from penstock.planner.terms import OpTerms
 
 
 def list_words(to: Lister, head: WordHead, run: Run, rows: float, *, again: bool = False) -> None:
-    """The logits of `rows` tokens over the vocabulary, and their loss; `again`: by a table that was read before."""
+    """The logits of `rows` tokens over the vocabulary, and their loss; with `again`, an earlier head has read the same
+    table."""
     t, c, last, d = to.terms, to.terms.product, run.stack, run.stack.width
     if head.transform:
         # The head of masked language models: a dense layer, its activation and a norm.
@@ -55,7 +56,7 @@ def _chunked_loss(to: Lister, head: WordHead, rows: float, columns: int, d: int)
     t, c = to.terms, to.terms.product
     # One kernel reads the logits of a chunk twice and writes their gradient over them.
     fused = _fuses_rows(t)
-    copies = 2 if head.cap else 1  # slopes of the cap lie beside capped logits
+    copies = 2 if head.cap else 1  # slopes of the cap are held together with capped logits
     most = rows_in_chunk(loss_budget(t.device) // copies, columns, int(c), fused=fused)
     alive = logit_bytes(int(c), fused=fused) * columns * copies
     chunks = math.ceil(rows / most)

@@ -42,7 +42,7 @@ class PassBytes(NamedTuple):
     entrance: float
     exit: float
     working: float
-    """Peak of a block's backward pass beyond what is kept, recomputed activations included."""
+    """Peak of a block's backward pass beyond the kept bytes, recomputed activations included."""
     output: float
     """The same for the exit."""
 
@@ -68,8 +68,8 @@ def _gradient_bytes(plan: Plan) -> tuple[float, float]:
 
 
 def _outlive(plan: Plan) -> bool:
-    """Whether gradients outlive the step, as in a flat buffer, or the micro-batch, as where they accumulate: then each
-    is made beside the one that it is added to."""
+    """Whether gradients outlive the step, as in a flat buffer, or the micro-batch, as where they accumulate: then a new
+    gradient is held until it is added to the accumulated one."""
     return plan.optimizer == "contiguous" or plan.accumulate > 1 or plan.pp > 1
 
 
@@ -278,7 +278,7 @@ def worst_stage(work: Workload, plan: Plan) -> dict[str, float]:
 
 @lru_cache(maxsize=8192)
 def weight_inputs(part: Part) -> float:
-    """Bytes of one block's inputs of products with weights, and of their outputs' gradients: what remains of a
-    micro-batch between the two halves of a split backward pass."""
+    """Bytes of one block that a micro-batch keeps between the two halves of a split backward pass: inputs of products
+    with weights, and the gradients of their outputs."""
     products = [op for op in part.forward if op.kind == "gemm" and op.weights]
     return sum(op.kept + op.written for op in products)

@@ -36,7 +36,7 @@ COLLECTIVE = frozenset(("gather", "scatter", "allreduce", "exchange", "ring"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """One kind of block, of which the model has `count`, with the sizes of `stack`."""
+    """A kind of block that the model has `count` times, with the sizes of `stack`."""
 
     stack: Stack
     layer: Layer
@@ -87,7 +87,7 @@ class Op(NamedTuple):
     """One operator. Sizes are of one device, bytes of the types that the plan computes in.
 
     `gemm`, `conv` and `bmm` multiply `batch` pairs (m, k) @ (k, n) in one launch; a `conv` is listed as its equivalent
-    product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. The others move
+    product. `attention` is a fused kernel: `batch` heads of `m` queries, `n` keys and `k` features. Other kinds move
     `read` and `written` bytes. A collective moves `read` bytes in all, over the devices of its `axis`. For an exchange
     that sends a token once to each of its devices, `k` is the token's number of destinations (else 0), `m` the share of
     the devices that these are drawn from, and `elements` the tokens of all devices, whose routes are read first.
@@ -103,11 +103,11 @@ class Op(NamedTuple):
     read: float = 0.0
     written: float = 0.0
     elements: float = 0.0
-    """Elements that an operator other than a product computes; for attention, those of all queries."""
+    """Elements that an operator other than a product computes; for attention, elements of all queries."""
     kept: float = 0.0
     """Bytes that a forward operator keeps for the backward pass, or that a backward operator frees."""
     group: str = ""
-    """The kind of what is kept."""
+    """Kind of the kept bytes, such as `scores`, by which reports sum them."""
     given: float = 0.0
     """Bytes of inputs that must still be kept if the operator is recomputed."""
     weights: int = 0
@@ -222,8 +222,8 @@ class Software(NamedTuple):
     even_stages: bool = False
     """Whether a pipeline's stages all have equally many blocks, regardless of the output's cost, as in Megatron."""
     loss: Literal["penstock", "torch", "megatron"] = "penstock"
-    """Whose operators make the loss. Unlike Penstock's, both cast logits to fp32: torch's are a log-softmax and a
-    gather, Megatron's are single operators in place (its `cross_entropy.py`)."""
+    """The library that computes the loss. torch and Megatron cast logits to fp32, for a log-softmax and a gather, or
+    for single operators in place (Megatron's `cross_entropy.py`)."""
 
     experts_apart: bool = False
     """Whether each expert multiplies in a separate kernel, on concurrent streams, as in Transformer Engine
@@ -256,7 +256,7 @@ class Part:
     parameters: int = 0
     """Parameters on one device before data parallel sharding, without those of experts."""
     experts: int = 0
-    """Parameters of experts, likewise."""
+    """Parameters of experts, on one device before data parallel sharding."""
     tensors: int = 0
     block: BlockKind | None = None
 
@@ -285,7 +285,7 @@ class Workload:
     kept_bytes: float | None = None
     """Bytes kept for the backward pass, where these were counted, as for a traced model."""
     working_bytes: float = 0.0
-    """The same for the peak of the backward pass beyond them."""
+    """Peak bytes of the backward pass beyond these, likewise counted."""
     units: int = 1
     """Number of pieces in which sharded weights are gathered: the blocks."""
     vision: bool = False

@@ -19,7 +19,7 @@ StageTimes = tuple[float, float, float]
 
 def evenly(depth: int, stages: int) -> tuple[int, ...]:
     """Equal numbers of blocks for each stage. If they are equal only when entrance and exit each count as a block,
-    these do count; otherwise the first stages get one block more than the others."""
+    they do; otherwise the first stages get one block more than the rest."""
     ends = depth % stages > 0 and (depth + 2) % stages == 0
     each, more = divmod(depth + 2 * ends, stages)
     return tuple(each + (i < more) - (ends and i in (0, stages - 1)) for i in range(stages))

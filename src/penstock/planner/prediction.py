@@ -53,7 +53,7 @@ class Prediction:
     memory_bytes: int
     """Peak, without the memory that allocator and libraries add on one device; with a margin for it on several."""
     fits: bool
-    """Whether `memory_bytes` is within `room`: the machine's memory less that of context and libraries."""
+    """Whether `memory_bytes` is within `room`: the machine's memory minus what the CUDA context and libraries take."""
     model_flops_per_second_per_gpu: float
     """FLOPs of the model's forward and backward passes, with full attention; recomputation is not counted."""
     mfu: float
@@ -138,7 +138,7 @@ def predict_pass(
     """Seconds of one forward pass in inference, without loss and dropout, over `plan.micro_batch` samples on one
     device, each operator launched by Python.
 
-    Linear layers of blocks store their `weights` for inference, and with `heads` those of heads, too. If `machine` has
+    Linear layers of blocks, and with `heads` also of heads, store their weights in the form `weights`. If `machine` has
     no rate of such layers, `penstock.planner.terms.assumption` names the rate used instead.
 
     Raises ConfigError as `predict` does.
@@ -310,8 +310,8 @@ def costs_of(work: Workload, rates: Rates, plan: Plan) -> Costs:
 
 
 def share_processors(time: StepTime, work: Workload, rates: Rates, plan: Plan) -> None:
-    """Correct a pipeline's computing and idle times where its stages share a CPU: a waiting stage leaves others
-    more."""
+    """Correct a pipeline's computing and idle times where its stages share a CPU: while one stage waits, the others
+    compute faster."""
     alone = rates.machine.alone_speedup
     if not rates.cpu or plan.pp == 1 or alone <= 1:
         return

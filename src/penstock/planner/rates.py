@@ -33,7 +33,7 @@ MOST_PARTS = 4
 SPLIT_DEPTH = 1024
 """Least inner length of one part, where a product is cut along it over more multiprocessors."""
 LINE = 64
-"""Numbers of two bytes in a cache line of 128 bytes."""
+"""Two-byte elements in a cache line of 128 bytes."""
 UNALIGNED_SHARE = 0.8
 """Rows that start inside a line: a tile row of one line then spans five sectors instead of four."""
 ODD_SHARE = 0.25
@@ -41,7 +41,7 @@ ODD_SHARE = 0.25
 FEW_ROWS = 8
 """Rows or columns up to which a product is a matrix–vector product, which is not padded to tiles."""
 VECTOR = 8
-"""Numbers in a CPU's vector, of 32 bytes in fp32."""
+"""Elements in a CPU's vector, of 32 bytes in fp32."""
 VOCABULARY = 1 << 14
 """Number of outputs of a linear layer from which on a CPU multiplies it at another rate."""
 SPECIAL: dict[ProductForm, ProductForm] = {
@@ -53,7 +53,7 @@ NEAREST = 2
 ONEDNN = "fp32_onednn"
 """The name under which a probe stores a CPU's fp32 products by oneDNN; those by torch's default, MKL, are `fp32`."""
 WORTH = 1.05
-"""A product takes oneDNN if it is measured to be so many times as fast as MKL."""
+"""A product takes oneDNN if that is measured to be faster than MKL by more than this factor."""
 Samples = list[tuple[float, float, float, float]]
 """Logarithms of the three sizes of each measured shape, and its rate."""
 
@@ -196,7 +196,7 @@ class Rates:
     gathering: float
     """All-gather's share of the link's bandwidth, where it was measured."""
     scattering: float
-    """Reduce-scatter's."""
+    """Reduce-scatter's share of it."""
     sending: float
     """Rate from one device to another in its node."""
     node: float

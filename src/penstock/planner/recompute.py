@@ -1,12 +1,12 @@
 """Recomputation: the operators that run again, the memory that a part then keeps, and the choice under a memory budget.
 
-A block recomputes in one of these ways. Words joined by a plus are done side by side.
+A block recomputes in one of these ways; words joined by a plus apply together.
 
 | way | keeps | runs again |
 |---|---|---|
-| `selective` | all but scores | what keeps scores: not a fused kernel |
-| `attention`, `mlp` | the input of the attention, of the perceptron | until all that it needs is there |
-| `early` | the block's input | until all that is needed is there, as torch's own checkpointing |
+| `selective` | all but scores | operators on scores; a fused kernel has none |
+| `attention`, `mlp` | the input of that part | that part, up to the last tensor that gradients need |
+| `early` | the block's input | the block, up to that tensor, as torch's own checkpointing |
 | `full` | the block's input | the whole block |
 | `operators` | fused attention and every other product with weights | all else, as torch's per-operator policy |
 | `elementwise` | attention and every product | norms, activations, dropout and sums |
@@ -118,7 +118,7 @@ def kept_by(part: Part, how: Recompute) -> dict[str, float]:
 
 
 class _Module(NamedTuple):
-    """Consecutive operators of a block: of its attention, of its perceptron, or others."""
+    """Consecutive operators of a block that are all in its attention, all in its perceptron, or in neither."""
 
     kind: str
     operators: tuple[Op, ...]
@@ -145,7 +145,7 @@ def _modules(operators: tuple[Op, ...]) -> tuple[_Module, ...]:
 _WRAPPED = {
     "attention": "attention", "cross": "attention.cross", "router": "mlp", "experts": "mlp", "perceptron": "mlp",
 }  # fmt: skip
-"""The module of a block that recomputes an operator of a module, as `Plan.recompute` calls it."""
+"""The name in `Plan.recompute` of the part of a block that contains an operator, by the operator's module."""
 
 
 def allowed_bytes(work: Workload, plan: Plan) -> float:
@@ -198,7 +198,7 @@ class _Point(NamedTuple):
 
 @lru_cache(maxsize=8192)
 def _curve(part: Part, compiled: bool) -> tuple[_Point, ...]:
-    """The ways of one block that no mixture of two others beats, each keeping less than the previous."""
+    """The ways of one block on the convex curve of bytes and cost, each keeping less than the previous."""
     points = [_Point(sum(kept_by(part, NOTHING).values()), 0.0, "none")]
     for kind in CHOICES:
         how = Recompute(kind, compiled=compiled)
@@ -264,8 +264,7 @@ def _last_needed(operators: tuple[Op, ...]) -> int:
 
 
 def _by_policy(operators: tuple[Op, ...], how: Recompute) -> tuple[tuple[Op, ...], dict[str, float]]:
-    """Operators that run again, and bytes that are kept by kind, where attention and every product, or a fused one and
-    every other product with weights, are kept."""
+    """Operators that run again, and kept bytes by kind, for the ways in `KEPT_PRODUCTS`."""
     every = KEPT_PRODUCTS[how.kind]
     again: list[Op] = []
     by_kind: dict[str, float] = {}

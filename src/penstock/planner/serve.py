@@ -146,8 +146,8 @@ def weights_bytes(model: ModelConfig, serving: Serving) -> float:
 
 def cache_bytes_per_token(model: ModelConfig, serving: Serving) -> float:
     """Bytes of the key–value cache per token and sequence, on one device, over all runs that a text passes as it is
-    continued, such as a body and its branch; for an encoder–decoder, those of its decoder, for tokens of both. An
-    encoder keeps none.
+    continued, such as a body and its branch; for an encoder–decoder, its decoder's cache, for tokens of source and
+    text. An encoder keeps none.
 
     With more devices than KV heads, several devices keep the same head; all devices keep the same latents.
     """
@@ -325,7 +325,7 @@ class Passes:
 
 
 def _plan(machine: Machine, *, half: bool, fp8: bool) -> Plan:
-    """A Plan with the types of inference on a machine."""
+    """A Plan with the dtypes that inference uses on a machine. Raises ConfigError where the machine has no fp8."""
     for dtype in ("bf16", "fp16") if half and not fp8 else ():
         if dtype in machine.peak_flops:
             return Plan(precision="O3", dtype=dtype, attention="flash")

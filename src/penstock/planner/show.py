@@ -62,7 +62,7 @@ def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vis
 
 
 def tiles(one: Prediction) -> list[Tile]:
-    """The numbers of one prediction worth reading first."""
+    """The figures of one prediction that are worth reading first."""
     peak = f"MFU of {one.peak_flops / 1e12:.3g} TFLOP/s ({one.peak_name})"
     return [
         Tile(value=duration(one.iteration_seconds, 3), words="per optimizer step", lead=True),

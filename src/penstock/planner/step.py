@@ -103,7 +103,7 @@ class PartTime(NamedTuple):
 
 
 class PartLayout(NamedTuple):
-    """Fields of a Plan on which the time of a part depends, besides its operators."""
+    """The fields of a Plan that decide the time of a part, together with its operators."""
 
     tp: int
     cp: int

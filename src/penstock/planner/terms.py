@@ -1,5 +1,5 @@
-"""Settings besides the model that a list of operators depends on: the Plan's, properties of a run's software that no
-Plan states, and for inference how weights are stored.
+"""Settings that decide which operators run, in addition to the model: the Plan's, properties of a run's software that
+no Plan states, and for inference how weights are stored.
 
 A CPU's probe measures layers that store their weights in few bits (`weights=int8`) as they run there: rounding,
 product, scales and bias, in one kernel if there is one. For a Machine without that measurement, such as a datasheet,
@@ -150,18 +150,18 @@ class OpTerms(NamedTuple):
 
 
 ATTENTION = "attention_block"
-"""The rate of attention in such a call, by its name in `Machine.kernels`."""
+"""Name in `Machine.kernels` of the rate of attention in blocks that are computed in one call."""
 Basis = Literal["stored", "training", "plain"]
-"""Products whose rates price such layers: the layers' own, training's, or those with plain weights."""
+"""Products whose rates price layers with stored weights: the layers' own, training's, or products of plain weights."""
 
 
 def stored_samples(machine: Machine, weights: Products) -> list[GemmSample]:
-    """The measured layers of `machine` with weights stored so."""
+    """The measured layers of `machine` that store their weights in the form `weights`."""
     return [sample for sample in machine.gemm if sample.form == "stored" and sample.dtype == weights]
 
 
 def basis_of(machine: Machine, weights: Products) -> Basis:
-    """The best rates that `machine` has for layers with weights stored so."""
+    """The best rates that `machine` has for layers that store their weights in the form `weights`."""
     row = PRODUCTS[weights]
     if stored_samples(machine, weights):
         return "stored"
@@ -169,13 +169,13 @@ def basis_of(machine: Machine, weights: Products) -> Basis:
 
 
 def assumption(machine: Machine, weights: Products) -> str:
-    """A sentence that states what a prediction with weights stored so assumes; "" if nothing."""
+    """A sentence that states the assumption of a prediction with stored `weights`; "" if there is none."""
     basis = basis_of(machine, weights)
     if basis == "stored" or PRODUCTS[weights].weights is None:
         return ""
     other = f"{weights} products in training" if basis == "training" else "products of plain weights"
     remedy = "; measure it with penstock probe" if machine.device == "cpu" else ""
-    return f"{machine.name} has no rate of inference with weights={weights}, so that of {other} is assumed{remedy}."
+    return f"{machine.name} has no rate of inference with weights={weights}, so the rate of {other} is assumed{remedy}."
 
 
 class Storing(NamedTuple):
@@ -184,10 +184,10 @@ class Storing(NamedTuple):
     weights: Products
     basis: Basis
     heads: bool
-    """Whether layers of heads do so too, besides those of blocks."""
+    """Whether layers of heads store their weights too, and not only layers of blocks."""
 
     def terms(self, plain: OpTerms) -> OpTerms:
-        """The terms of inference with layers that store their weights so."""
+        """The terms of inference with such layers."""
         stored, plain = PRODUCTS[self.weights].weights, plain._replace(serving=True)
         if stored is None:
             return plain
@@ -216,7 +216,8 @@ def joined(part: Part, machine: Machine, plan: Plan, weights: Products) -> tuple
 
 
 def in_one_call(block: BlockKind) -> bool:
-    """Whether that call supports a block, by its sizes; `penstock.products.blocks` checks the same on its modules."""
+    """Whether a block can be computed in one call, by its sizes; `penstock.products.blocks` checks the same on its
+    modules."""
     stack, layer, mlp = block.stack, block.layer, block.layer.perceptron
     masked = (
         block.causal or block.cross or layer.window or block.inputs > 1 or stack.positions in _IN_ATTENTION

@@ -22,8 +22,8 @@ from penstock.planner.states import (
 )
 
 IN_PLACE = 0.75
-"""Traffic of a CPU's in-place update over that of the additions by which its bandwidth was measured: these write to a
-third array, whose cache lines are read first, which makes four accesses where three are counted."""
+"""Factor for the bytes of a CPU's in-place update. Its bandwidth was measured by additions into a third array, whose
+cache lines are read first, so that four accesses were counted as three."""
 HOST_BYTES_PER_SECOND = 50e9
 """Bandwidth of host memory for one device's update there: eight devices share two sockets of 200 GB/s each."""
 BUCKET_BYTES = 25 * 2**20

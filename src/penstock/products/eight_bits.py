@@ -68,7 +68,7 @@ class Fp8Linear(RoundedLinear):
 
     @property
     def scaling(self) -> Scaling:
-        """Which numbers share a scale."""
+        """Which elements share a scale."""
         scales: Any = PRODUCTS[self.products].scales
         return scales  # type: ignore[no-any-return]
 

@@ -112,7 +112,7 @@ class Int8(Stored):
 
 
 class Int8Twice(Int8):
-    """The same with inputs in two parts of 8 bits."""
+    """`Int8` with inputs split into two parts of 8 bits."""
 
     one_pass = False
 

@@ -7,7 +7,7 @@ import re
 from penstock.config.machine import load_machine
 from penstock.config.model import preset
 from penstock.planner.explain import bends
-from penstock.planner.search import Layouts, explore, search
+from penstock.planner.search import Layouts, explore
 from penstock.planner.show import SHOWN
 
 
@@ -23,13 +23,6 @@ def test_a_search_and_its_predictions_are_cells_of_a_notebook() -> None:
     assert f"{found[0].mfu:.1%}" in single
     for html in (cell, single):
         assert not re.search(r"<script|https?:|src=|href=", html)
-
-
-def test_the_list_of_a_search_is_the_same_cell() -> None:
-    model, machine = preset("vit-digits"), load_machine("h100")
-    layouts = search(model, machine, 1, global_batch=64, keep=3)
-    assert layouts == explore(model, machine, 1, global_batch=64, keep=3)
-    assert layouts[0].plan.line() in layouts._repr_html_()
 
 
 def test_a_search_that_found_nothing_says_so() -> None:

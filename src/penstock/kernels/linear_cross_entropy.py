@@ -96,7 +96,7 @@ def plain_linear_cross_entropy(
     if share is None:
         columns = len(weight)
         if not torch.compiler.is_compiling():
-            weight, bias = padded_entries(weight), None if bias is None else padded_entries(bias)
+            weight, bias = padded_layer(weight, bias, weight.dtype)
         logits = capped(linear(x, weight, bias), cap)
         if not z_loss:
             return cross_entropy(logits, targets, smoothing, columns)
@@ -135,6 +135,11 @@ def padded_entries(entries: Tensor) -> Tensor:
     return F.pad(entries, (0, 0) * (entries.ndim - 1) + (0, missing)) if missing else entries
 
 
+def padded_layer(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """`padded_entries` of an output layer's weight and bias, in `dtype`."""
+    return padded_entries(weight.to(dtype)), None if bias is None else padded_entries(bias.to(dtype))
+
+
 def rows_at_once(budget: int, rows: int, columns: int, dtype: torch.dtype, *, fused: bool = False) -> int:
     """Rows per chunk: chunks are nearly equal, and none exceeds the budget. A `fused` kernel needs no memory besides
     the logits, which it overwrites with their gradient."""
@@ -152,21 +157,13 @@ def in_chunks(
     """The loss, and the gradients of x, weight and bias; a gradient that is not requested is empty. With `row_weights`,
     (R,), the gradients are of the weighted sum of the rows' losses."""
     with torch.autocast(x.device.type, enabled=False):
-        cast, offset = (
-            padded_entries(weight.to(dtype)),
-            None if bias is None else padded_entries(bias.to(dtype)),
-        )
+        cast, offset = padded_layer(weight, bias, dtype)
         share = Share(group, start, whole) if group else None
         taught: Taught | None = None
         if taught_x is not None and taught_weight is not None:
-            table, row = (
-                padded_entries(taught_weight),
-                None if taught_bias is None else padded_entries(taught_bias),
-            )
-            taught, budget = (
-                Taught(taught_x, table, row, taught_share, temperature, taught_cap),
-                budget // _TAUGHT_ROWS,
-            )
+            layer = padded_layer(taught_weight, taught_bias, taught_weight.dtype)
+            budget //= _TAUGHT_ROWS
+            taught = Taught(taught_x, *layer, taught_share, temperature, taught_cap)
         fused = share is None and fuses_rows(x.device, dtype, taught=taught is not None)
         budget = budget // CAPPED_ROWS if cap else budget
         step = rows_at_once(budget, len(x), len(weight), dtype, fused=fused)

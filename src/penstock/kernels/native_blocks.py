@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels.bias_activation import ACTIVATION_CODES
-from penstock.kernels.native import library, threads_for
+from penstock.kernels.native import library, threads_for, typed_kernel
 from penstock.kernels.native_integers import PRODUCTS_PER_ELEMENT, InputScale, PackedInt8, multiplies_integers
 
 VECTOR = 16
@@ -59,13 +59,6 @@ def computes_blocks() -> bool:
     return multiplies_integers() and library("blocks") is not None
 
 
-def _kernel(name: str) -> Any:
-    kernel = getattr(library("blocks"), name)
-    if kernel.argtypes is None:
-        kernel.argtypes = _ARGUMENTS[name]
-    return kernel
-
-
 def _ends(lengths: Sequence[int]) -> Any:
     return (c_int64 * len(lengths))(*itertools.accumulate(lengths))
 
@@ -79,7 +72,7 @@ def attend_samples(qkv: Tensor, width: int, lengths: Sequence[int], scale: float
     qkv, heads = qkv.contiguous(), qkv.shape[1] // (3 * width)
     out = qkv.new_empty(qkv.shape[0], heads * width)
     scores = sum(length * length for length in lengths) * heads
-    _kernel("penstock_attend_samples")(
+    typed_kernel("blocks", "penstock_attend_samples", _ARGUMENTS)(
         (c_int64 * 4)(qkv.shape[0], len(lengths), heads, width), qkv.data_ptr(), _ends(lengths),
         1.0 / math.sqrt(width) if scale is None else scale, out.data_ptr(), threads_for(scores),
     )  # fmt: skip
@@ -140,7 +133,7 @@ class BlockKernel:
         rows = x.contiguous()
         count = rows.numel() // self._features
         y, room = torch.empty_like(rows), rows.new_empty(count * self._room)
-        _kernel("penstock_int8_block")(
+        typed_kernel("blocks", "penstock_int8_block", _ARGUMENTS)(
             ctypes.byref(self._block), count, _ends(lengths), len(lengths), rows.data_ptr(), y.data_ptr(),
             room.data_ptr(), threads_for(count * self._work),
         )  # fmt: skip

@@ -9,14 +9,14 @@ Shapes: M rows, K inputs, N outputs; weights in ⌈N / 64⌉ panels, (panels, �
 from __future__ import annotations
 
 from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.cpu import this_cpu
-from penstock.kernels.native import TYPES, library, threads_for
+from penstock.kernels.native import TYPES, library, threads_for, typed_kernel
 
 _PANEL = 64
 PRODUCTS_PER_ELEMENT = 256
@@ -30,7 +30,6 @@ _ARGUMENTS = {
     ),
     "penstock_widened_product": (c_int, POINTER(c_int64), *[c_void_p] * 5, c_int),
 }  # fmt: skip
-"""Types of the kernels' arguments: ctypes then converts numbers itself, faster than by making objects of them."""
 InputScale = float | Literal["size", "range"]
 """How rows are rounded: with one scale, by each row's largest magnitude, or by its range."""
 QUADS, PAIRS = 4, 2
@@ -46,13 +45,6 @@ def multiplies_integers() -> bool:
 def widens_integers() -> bool:
     """Whether the kernel of bf16 products is available; it is compiled at first use."""
     return this_cpu().bf16_pairs and this_cpu().vnni and library("integers") is not None
-
-
-def _kernel(name: str) -> Any:
-    kernel = getattr(library("integers"), name)
-    if kernel.argtypes is None:
-        kernel.argtypes = _ARGUMENTS[name]
-    return kernel
 
 
 def in_panels(numbers: Tensor, each: int) -> Tensor:
@@ -109,7 +101,7 @@ class PackedInt8:
         y = rows.new_empty(rows.shape[0], outputs)
         sizes = scale.contiguous() if isinstance(scale, Tensor) else None
         scaling, inverse, scales = self.scaled("size" if isinstance(scale, Tensor) else scale)
-        _kernel("penstock_int8_product")(
+        typed_kernel("integers", "penstock_int8_product", _ARGUMENTS)(
             TYPES[rows.dtype], _Sizes(rows.shape[0], inputs, outputs), rows.data_ptr(), scaling,
             inverse, None if sizes is None else sizes.data_ptr(), self.panels.data_ptr(), self.zeros.data_ptr(),
             scales.data_ptr(), self.sums.data_ptr(), None if self.bias is None else self.bias.data_ptr(), y.data_ptr(),
@@ -124,7 +116,7 @@ def widened_product(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | No
     rows = _readable(x)
     (count, inputs), outputs = rows.shape, scales.shape[0]
     y = rows.new_empty(count, outputs)
-    _kernel("penstock_widened_product")(
+    typed_kernel("integers", "penstock_widened_product", _ARGUMENTS)(
         TYPES[rows.dtype], _Sizes(count, inputs, outputs), rows.data_ptr(), panels.data_ptr(), scales.data_ptr(),
         None if bias is None else bias.data_ptr(), y.data_ptr(),
         threads_for(y.numel() * inputs // PRODUCTS_PER_ELEMENT),

@@ -25,7 +25,7 @@ from penstock.kernels.linear_cross_entropy import (
     CAPPED_ROWS,
     FP16_SCALE,
     in_chunks,
-    padded_entries,
+    padded_layer,
     rows_at_once,
 )
 from penstock.kernels.logit_rows import row_losses
@@ -80,8 +80,7 @@ class _SampleLosses(torch.autograd.Function):
         wide = sums_type(dtype)
         losses = x.new_empty(len(x), dtype=wide)
         with torch.autocast(x.device.type, enabled=False):
-            cast = padded_entries(weight.to(dtype))
-            offset = None if bias is None else padded_entries(bias.to(dtype))
+            cast, offset = padded_layer(weight, bias, dtype)
             step = rows_at_once(budget // CAPPED_ROWS if cap else budget, len(x), len(weight), dtype)
             for first in range(0, len(x), step):
                 here = slice(first, first + step)

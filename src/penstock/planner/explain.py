@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config.machine import LinkRates, Machine
@@ -186,12 +186,20 @@ class Lever:
     plan: Plan
 
 
-_MEASURED_LINKS = [rate.name for rate in fields(LinkRates) if rate.name.endswith("bytes_per_second")]
+_LINKS = [name for name in LinkRates.__dataclass_fields__ if name.endswith("bytes_per_second")]
 
 
-def _times(factor: float, of: Any, *names: str) -> dict[str, Any]:
-    """The named figures times a factor; unknown ones stay unknown."""
-    return {name: getattr(of, name) and factor * getattr(of, name) for name in names}
+def _faster(of: Any, factor: float, *names: str) -> Any:
+    """A copy whose known figures of these names are times a factor; each is a number, or numbers by type."""
+
+    def times(value: Any) -> Any:
+        return (
+            {kind: factor * rate for kind, rate in value.items()}
+            if isinstance(value, dict)
+            else factor * value
+        )
+
+    return replace(of, **{name: value and times(value) for name in names for value in [getattr(of, name)]})
 
 
 def sensitivity(
@@ -199,26 +207,19 @@ def sensitivity(
     fixed: frozenset[str] = frozenset(), uneven: Mapping[int, float] = EVEN,
 ) -> list[Lever]:  # fmt: skip
     """The changes that would help most, the largest gain first; each is searched for its own best layout."""
-    changes = {
-        "twice the memory": _times(2, machine, "memory_bytes"),
-        "twice the memory bandwidth": _times(2, machine, "memory_bytes_per_second"),
-        "links inside a node twice as fast": _times(2, machine, "link_bytes_per_second", *_MEASURED_LINKS)
-        | {"pairs": machine.pairs and replace(machine.pairs, **_times(2, machine.pairs, *_MEASURED_LINKS))},
-        "links between nodes twice as fast": _times(2, machine, "node_bytes_per_second"),
-        "matrix products a fifth faster": {
-            name: {kind: 1.2 * rate for kind, rate in getattr(machine, name).items()}
-            for name in ("peak_flops", "achievable_flops")
-        }
-        | {
-            "gemm": tuple(
-                replace(sample, **_times(1.2, sample, "flops_per_second")) for sample in machine.gemm
-            )
-        },
-        "twice the global batch": {},
+    linked = replace(machine, pairs=machine.pairs and _faster(machine.pairs, 2, *_LINKS))
+    multiplies = replace(machine, gemm=tuple(_faster(one, 1.2, "flops_per_second") for one in machine.gemm))
+    changes: dict[str, Machine] = {
+        "twice the memory": _faster(machine, 2, "memory_bytes"),
+        "twice the memory bandwidth": _faster(machine, 2, "memory_bytes_per_second"),
+        "links inside a node twice as fast": _faster(linked, 2, "link_bytes_per_second", *_LINKS),
+        "links between nodes twice as fast": _faster(machine, 2, "node_bytes_per_second"),
+        "matrix products a fifth faster": _faster(multiplies, 1.2, "peak_flops", "achievable_flops"),
+        "twice the global batch": machine,
     }
     levers = []
-    for words, change in changes.items():
-        changed, samples = replace(machine, **change), best.global_batch * (1 if change else 2)
+    for words, changed in changes.items():
+        samples = best.global_batch * (2 if changed is machine else 1)
         try:
             result = explore(
                 model, changed, gpus, global_batch=samples, base=base, fixed=fixed, keep=1, uneven=uneven

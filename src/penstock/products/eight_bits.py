@@ -12,7 +12,7 @@ from penstock.config.formats import PRODUCTS, Products
 from penstock.errors import ConfigError
 from penstock.models.expert_linear import ExpertLinear
 from penstock.models.rounded import CLIP
-from penstock.products.fp8 import Scaling, fp8_linear, rows_in_fp8, scaled_product
+from penstock.products.fp8 import fp8_linear, rows_in_fp8, scaled_product
 from penstock.products.int8 import int8_linear
 from penstock.products.stored import Stored
 
@@ -66,15 +66,13 @@ class Fp8Linear(RoundedLinear):
             raise ConfigError(f"plan.gather=products {why}; call the whole model, or use gather=level.")
         return super().forward(x)
 
-    @property
-    def scaling(self) -> Scaling:
-        """Which elements share a scale."""
-        scales: Any = PRODUCTS[self.products].scales
-        return scales  # type: ignore[no-any-return]
-
     def multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `RoundedLinear`."""
-        how: dict[str, Any] = {"scaling": self.scaling, "dtype": dtype, "emulate": self.emulate}
+        how: dict[str, Any] = {
+            "dtype": dtype,
+            "emulate": self.emulate,
+            "scaling": PRODUCTS[self.products].scales,
+        }
         return fp8_linear(x, self.weight, self.bias, rounded=self.gathered, **how)
 
 

@@ -86,11 +86,13 @@ def _shape(x: Tensor, number: int) -> Tensor:
 
 
 class OneDnn(Stored):
-    """A linear layer with weights in oneDNN's blocked layout."""
+    """A linear layer with weights in oneDNN's blocked layout, in `dtype` if it is given."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
         super().__init__(linear)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        weight = linear.weight.detach().to(dtype or self.dtype)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self.bias = None if self.bias is None else self.bias.to(weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.called(x) if x.numel() else x.new_empty(*x.shape[:-1], self.out_features)
@@ -106,9 +108,7 @@ class Bf16(OneDnn):
     """A linear layer with weights and products in bf16."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        Stored.__init__(self, linear)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().bfloat16(), _ROWS)
-        self.bias = None if self.bias is None else self.bias.bfloat16()
+        super().__init__(linear, torch.bfloat16)
 
     def kernel(self, x: Tensor) -> Tensor:
         return super().kernel(x.bfloat16()).to(x.dtype)

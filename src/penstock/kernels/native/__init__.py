@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,9 @@ from penstock.config.machine import cache_folder, is_trusted
 from penstock.cpu import this_cpu
 from penstock.errors import EnvironmentProblem
 
-__all__ = ["TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for"]
+__all__ = [
+    "TYPES", "address", "direct", "direct_function", "library", "read_number", "sizes", "threads_for", "typed_kernel",
+]  # fmt: skip
 
 _log = logging.getLogger(__name__)
 Kernels = Literal["fused", "losses", "dropout", "attention", "grouped", "adamw", "integers", "blocks"]
@@ -69,6 +71,15 @@ def library(kernels: Kernels = "fused") -> ctypes.CDLL | None:
             problem,
         )
         return None
+
+
+def typed_kernel(kernels: Kernels, name: str, arguments: Mapping[str, tuple[Any, ...]]) -> Any:
+    """A function of an available library, with the types of its arguments by name: ctypes then converts numbers itself,
+    faster than by making objects of them."""
+    kernel = getattr(library(kernels), name)
+    if kernel.argtypes is None:
+        kernel.argtypes = arguments[name]
+    return kernel
 
 
 class _CannotBuild(Exception):

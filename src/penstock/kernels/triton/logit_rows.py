@@ -63,7 +63,7 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 tl.store(
                     line + first + lane, narrow(tl.zeros([BLOCK], tl.float32), kind), first + lane < columns
                 )
-    else:
+    else:  # a target that is no column makes the loss NaN
         # Each lane has its own sum, so that the loop's only barrier is for the maximum.
         most, most_cool, most_taught = float("-inf"), float("-inf"), float("-inf")
         total = tl.zeros([BLOCK], tl.float32)
@@ -71,9 +71,9 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         warm = tl.zeros([BLOCK], tl.float32)  # of the teacher
         drift = tl.zeros([BLOCK], tl.float32)
         added = tl.zeros([BLOCK], tl.float32)
-        # Another target makes the loss NaN: torch's assertion would end the process.
-        within = (target >= 0) & (target < columns)
-        of_target = tl.load(line + target, within, other=float("nan")).to(tl.float32)
+        of_target = tl.load(line + target, (target >= 0) & (target < columns), other=float("nan")).to(
+            tl.float32
+        )
         for first in range(0, columns, BLOCK):
             real = first + lane < columns
             value = tl.load(line + first + lane, real, other=_NONE).to(tl.float32)

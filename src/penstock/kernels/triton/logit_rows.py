@@ -71,9 +71,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
         warm = tl.zeros([BLOCK], tl.float32)  # of the teacher
         drift = tl.zeros([BLOCK], tl.float32)
         added = tl.zeros([BLOCK], tl.float32)
-        of_target = tl.load(line + target, (target >= 0) & (target < columns), other=float("nan")).to(
-            tl.float32
-        )
+        within = (target >= 0) & (target < columns)
+        of_target = tl.load(line + target, within, other=float("nan")).to(tl.float32)
         for first in range(0, columns, BLOCK):
             real = first + lane < columns
             value = tl.load(line + first + lane, real, other=_NONE).to(tl.float32)
@@ -86,9 +85,8 @@ def logit_rows_kernel(  # type: ignore[no-untyped-def]
                 value = value / temperature
                 meant = tl.load(teacher + first + lane, real, other=_NONE).to(tl.float32) / temperature
                 new = tl.maximum(most_cool, tl.max(value, 0))
-                cool = cool * exponential(_finite(most_cool) - _finite(new)) + exponential(
-                    value - _finite(new)
-                )
+                cool = cool * exponential(_finite(most_cool) - _finite(new))
+                cool += exponential(value - _finite(new))
                 most_cool = new
                 new = tl.maximum(most_taught, tl.max(meant, 0))
                 weight = exponential(meant - _finite(new))

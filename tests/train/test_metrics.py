@@ -18,6 +18,7 @@ from penstock.config.plan import Plan
 from penstock.planner import predict
 from penstock.planner.describe import totals
 from penstock.tasks.task import Fullness
+from penstock.train.callbacks import Callback
 from penstock.train.meters import Speedometer, peak_memory
 from penstock.train.metrics import Records, read_metrics
 
@@ -157,6 +158,24 @@ def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(
         records.write("steps", 1)
     assert caught.value.errno == errno.ENOSPC
     records.close()
+
+
+def test_every_callback_is_ended_in_order_even_if_another_fails(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Noting(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def on_end(self) -> None:
+            ended.append(self.name)
+            if self.name == "a":
+                raise OSError("a cannot end")
+
+    metrics = Records(tmp_path, [Noting("a"), Noting("b"), Noting("c")])
+    with pytest.raises(OSError, match="a cannot end"):
+        metrics.close()
+    assert ended == ["a", "b", "c"]
 
 
 def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -259,10 +260,9 @@ class _Run:
         return self._finish()
 
     def close(self) -> None:
-        """End threads, processes and files."""
-        self.saves.close()
-        self.loader.close()
-        self.records.close()
+        """End threads, processes and files, each even if another one fails."""
+        with closing(self.records), closing(self.loader), closing(self.saves):
+            pass
 
     def _train_step(self) -> None:
         """One optimizer step. Nothing here waits for the device."""

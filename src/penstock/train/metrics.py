@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -70,10 +71,11 @@ class Records:
             call_method(callback, record)
 
     def close(self) -> None:
-        """Close the file, and tell the callbacks that the run has ended."""
-        self._close_file()
-        for callback in self._callbacks:
-            callback.on_end()
+        """Close the file, and call every callback's `on_end`, even if another one fails."""
+        with ExitStack() as ends:
+            for callback in reversed(self._callbacks):
+                ends.callback(callback.on_end)
+            self._close_file()
 
     def _close_file(self) -> None:
         if self._file is not None:

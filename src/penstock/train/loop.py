@@ -196,7 +196,8 @@ class _Run:
         self.heads = HeadMeter(self.built.model, self.task, dims, device)
         least = partial(least_of_step, **self.work)
         self.profiler = StepProfiler(self.output, device, self._record, least, wanted=profile and dims.main)
-        records.rewind(self.step if stored else -1, again=self._recorded_again())
+        again = {"resume", "prediction", "patience", *self._due_again()}
+        records.rewind(self.step if stored else -1, again=again)
 
     def _open(self, config: RunConfig) -> Source:
         """Open the training data, and set the sizes in `config` that follow from data and teacher."""
@@ -307,7 +308,7 @@ class _Run:
         number = self.monitor.count_rewind()
         self.state.restore(stored, rewinding=True)
         self.saves.newest_step = self.step
-        self.records.rewind(self.step, again=self._recorded_again())
+        self.records.rewind(self.step, again=self._due_again())
         self._record("rewind", spikes=spikes, number=number)
 
     def _validation(self, config: RunConfig) -> Source | None:
@@ -443,9 +444,9 @@ class _Run:
     def _record(self, event: str, **values: Any) -> None:
         self.records.write(event, self.step, **values)
 
-    def _recorded_again(self) -> set[str]:
-        """Events that this start records at the step from which it resumes."""
-        return {"resume", "prediction", "patience"} | ({"evaluation"} if self._evaluation_is_due() else set())
+    def _due_again(self) -> set[str]:
+        """Events that will be recorded again at a step to which the run has returned."""
+        return {"evaluation"} if self._evaluation_is_due() else set()
 
     def _announce(self) -> None:
         """Record the run's settings and its prediction, before the first step."""

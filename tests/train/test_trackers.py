@@ -115,6 +115,20 @@ def test_mlflow_gets_one_run_that_a_resumed_one_goes_on_with(
     assert json.loads((tmp_path / "tracker.json").read_text()) == {"mlflow": "abc123"}
 
 
+def test_an_mlflow_run_whose_parameters_are_refused_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next run of the same process could not begin."""
+    seen = StandIn()
+    vars(seen)["log_params"] = lambda facts: facts["unknown"]
+    monkeypatch.setitem(sys.modules, "mlflow", seen)
+    (tracker,) = trackers("mlflow")
+    with pytest.raises(KeyError):
+        call_method(tracker, records(tmp_path)[0])
+    tracker.on_end()
+    assert [name for name, _, _ in seen.calls] == ["start_run", "end_run"]
+
+
 def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.boundary.files import own_file
 from penstock.boundary.trees import read_tree
@@ -39,13 +40,14 @@ class Callback:
         """Called after an evaluation: the task's metrics by name, `samples` and `seconds`."""
 
     def on_save(self, record: Record) -> None:
-        """Called after a checkpoint: `path` is its folder, `seconds` its duration. A background save goes on."""
+        """Called after a checkpoint: `path` is its folder, `seconds` the time that the run waited for it. With
+        `save_in_background` it may not be complete yet."""
 
     def on_record(self, record: Record) -> None:
-        """Called with every record, after the method for its event, and with those that have no such method."""
+        """Called with every record, of whatever event; after the method for its event, if there is one."""
 
     def on_end(self) -> None:
-        """The run has ended, for whatever reason; close open files and connections."""
+        """Called when the run has ended, for whatever reason; close open files and connections."""
 
 
 _METHODS = {
@@ -67,17 +69,12 @@ def is_number(value: Any) -> bool:
 
 
 _ID = "tracker.json"
-"""File in the run's folder with the identity by which a tracker knows the run, so that a resumed run continues it."""
+"""File in the run's folder with each tracker's ID of the run, so that a resumed run continues it."""
 
 
-class TrackedRun(NamedTuple):
-    """A run that a tracker has begun or continued."""
-
-    log: Callable[[dict[str, float], int], None]
-    """Takes numbers by name, and their step."""
-    end: Callable[[], None]
-    identity: str | None = None
-    """Identity by which the tracker continues this run; None if it needs none."""
+TrackedRun = Iterator[tuple[Callable[[dict[str, float], int], None], str | None]]
+"""Begins a run, or continues an earlier one, in a tracker, and ends it there. Yields a function that logs numbers by
+name at a step, and the ID by which the tracker can continue the run, None if it needs none."""
 
 
 class Tracker(Callback):
@@ -91,29 +88,27 @@ class Tracker(Callback):
                 f"--track needs the package {package}, which cannot be imported ({error}). Install it with: "
                 f"pip install 'penstock[{extra}]', or leave --track out."
             ) from None
-        self._name, self._begin = name, begin
-        self._run: TrackedRun | None = None
+        self._name, self._begin, self._ends = name, contextmanager(begin), ExitStack()
 
     def on_start(self, record: Record) -> None:
         output = Path(record["output"])
         stored = read_tree(output / _ID, "The list of trackers") if (output / _ID).exists() else {}
         known = {name: value for name, value in stored.items() if name in TRACKERS and isinstance(value, str)}
         facts = {name: value for name, value in record.items() if name not in ("event", "step")}
-        self._run = self._begin(self._package, record, facts, known.get(self._name) or None)
-        if self._run.identity is not None:
-            known[self._name] = self._run.identity
+        begun = self._begin(self._package, record, facts, known.get(self._name) or None)
+        self._log, identity = self._ends.enter_context(begun)
+        if identity is not None:
+            known[self._name] = identity
             write_file(own_file(output, _ID), [json.dumps(known).encode()])
 
     def on_step(self, record: Record) -> None:
         numbers = {name: value for name, value in record.items() if name != "step" and is_number(value)}
-        assert self._run is not None
-        self._run.log({f"{record['event']}/{name}": n for name, n in numbers.items()}, record["step"])
+        self._log({f"{record['event']}/{name}": n for name, n in numbers.items()}, record["step"])
 
     on_evaluation = on_step
 
     def on_end(self) -> None:
-        if self._run is not None:
-            self._run.end()
+        self._ends.close()
 
 
 def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
@@ -127,7 +122,8 @@ def _tensorboard(package: Any, record: Record, facts: Mapping[str, Any], identit
             writer.add_scalar(name, value, step)
         writer.flush()
 
-    return TrackedRun(log, writer.close)
+    with closing(writer):
+        yield log, None
 
 
 def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
@@ -138,31 +134,31 @@ def _wandb(package: Any, record: Record, facts: Mapping[str, Any], identity: str
         project=getattr(settings, "project", None) or "penstock", name=Path(record["output"]).name,
         dir=record["output"], id=identity, resume="allow" if identity else None, config=facts,
     )  # fmt: skip
-    return TrackedRun(lambda values, step: run.log(values, step=step), run.finish, run.id)
+    yield lambda values, step: run.log(values, step=step), run.id
+    run.finish()
 
 
 def _mlflow(package: Any, record: Record, facts: Mapping[str, Any], identity: str | None) -> TrackedRun:
     """A run of MLflow. MLflow's own variables set its destination: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
     run = package.start_run(run_id=identity, run_name=None if identity else Path(record["output"]).name)
-    if not identity:
-        package.log_params(facts)
-    return TrackedRun(
-        lambda values, step: package.log_metrics(values, step=step), package.end_run, run.info.run_id
-    )
+    try:
+        if not identity:
+            package.log_params(facts)
+        yield lambda values, step: package.log_metrics(values, step=step), run.info.run_id
+    finally:
+        package.end_run()
 
 
 TRACKERS: dict[str, tuple[str, str, Callable[..., TrackedRun]]] = {
     "tensorboard": ("tensorboardX", "track", _tensorboard), "wandb": ("wandb", "wandb", _wandb),
     "mlflow": ("mlflow", "mlflow", _mlflow),
 }  # fmt: skip
-"""For each tracker its package, the extra of Penstock that installs it, and what begins or continues a run there."""
+"""For each tracker: its package, Penstock's extra that installs it, and a function that begins or continues a run."""
 
 
 def trackers(names: str) -> list[Callback]:
-    """Trackers by name, separated by commas.
-
-    Raises ConfigError for an unknown name, EnvironmentProblem if its package is missing.
-    """
+    """The trackers in a list of names with commas between them. Raises ConfigError for an unknown name,
+    EnvironmentProblem if its package is missing."""
     chosen = [name for part in names.split(",") if (name := part.strip())]
     for name in chosen:
         if name not in TRACKERS:

@@ -287,16 +287,16 @@ _COMPUTES = (TRAINING, TEACHER, REFERENCE, SCRIPT)
 STEPS = (
     ApplyStep(
         "adapters", _add_adapters, (TRAINING,), when=lambda s: s.recipe.lora.rank,
-        why="Adapters are linears beside linears: whatever follows treats them as parts of the model.",
+        why="Adapters are linear layers, and later steps treat them as parts of the model.",
     ),
-    ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, and has all that will learn."),
+    ApplyStep("count", _count, (TRAINING,), why="Here the model is whole, with all parameters that will learn."),
     ApplyStep(
         "z-loss", lambda model, s: set_z_loss(model, s.recipe.z_loss), (TRAINING,), when=lambda s: s.recipe.z_loss,
         why="On the whole model, so that every rank finds the head, or every rank reports that there is none.",
     ),
     ApplyStep(
         "base", lambda model, s: store_base(model, s.recipe.lora), (TRAINING,),
-        why="By names of the whole model, before the device gets any weight. What is loaded later is rounded as well.",
+        why="By names of the whole model, before a weight is on the device. Weights that are loaded later are rounded.",
     ),
     ApplyStep(
         "products", _convert, _TRAINED, settings=("products",), when=lambda s: s.numerics.products != "plain",
@@ -304,15 +304,15 @@ STEPS = (
     ),
     ApplyStep(
         "load", lambda model, s: s.load(model), (REFERENCE,), when=lambda s: s.load,
-        why="Into fp32, so that the cast rounds what training started from.",
+        why="Into fp32, so that the cast rounds the weights from which training starts.",
     ),
     ApplyStep(
         "cast", _cast, (*_TRAINED, *_UNTRAINED), settings=("precision", "dtype", "norms"), when=_casts,
-        why="On the way to the device, and before anything keeps a reference to a parameter.",
+        why="Before the move to the device, and before anything keeps a reference to a parameter.",
     ),
     ApplyStep(
         "agree", _agree, (INFERENCE,), when=lambda s: not (s.loaded or s.dims.alone),
-        why="Ranks send each other weights while they are whole, in the type that computes.",
+        why="Rank 0 sends weights while they are whole, in the type in which they are used.",
     ),
     ApplyStep("hosts", _host, (INFERENCE,), when=lambda s: s.dims.ep > 1, why="Experts go to their hosts whole."),
     ApplyStep(
@@ -322,7 +322,7 @@ STEPS = (
     ),
     ApplyStep(
         "freeze", lambda model, s: freeze(model, s.recipe.freeze), (TRAINING,),
-        why="By names of the whole model, and before recomputation, shards and the optimizer look for what learns.",
+        why="By names of the whole model, before recomputation, shards and the optimizer ask which parameters learn.",
     ),
     ApplyStep(
         "stages", _cut, (TRAINING, INFERENCE), settings=("pp", "virtual"), when=lambda s: s.dims.pp > 1,
@@ -330,12 +330,12 @@ STEPS = (
     ),
     ApplyStep(
         "precision", lambda model, s: apply_precision(model, s.numerics, s.device), _TRAINED,
-        why="Around the class's own forward, before anything is put around that.",
+        why="It wraps the class's own forward, before other steps wrap it.",
     ),
     ApplyStep(
         "device", lambda model, s: model.to(s.device) if s.rows is None else move_present(model, s.device),
         (TRAINING, TEACHER, REFERENCE, INFERENCE),
-        why="The model now has this rank's parameters alone, in the type that they stay in.",
+        why="The model now has only this rank's parameters, in their final type.",
     ),
     ApplyStep("mode", lambda model, _: model.train(), (TRAINING,), why="Before anything is compiled in one mode."),
     ApplyStep(
@@ -349,20 +349,20 @@ STEPS = (
     ),
     ApplyStep(
         "switches", _switch, (*_COMPUTES, INFERENCE), settings=(*SWITCHES,),
-        why="What blocks compute with is set before they are compiled.",
+        why="The functions that blocks call are chosen before blocks are compiled.",
     ),
     ApplyStep(
         "fuse", _fuse, _COMPUTES, settings=("fuse",), when=lambda s: s.plan.fuse,
-        why="Where classes and switches are settled, operators are found; before blocks are compiled.",
+        why="It looks for operators by classes and switches, which are settled; before blocks are compiled.",
     ),
     ApplyStep(
         "tokens", lambda model, s: split_tokens(model, s.plan, s.dims), (TRAINING,),
         settings=("cp", "cp_exchange"), when=lambda s: s.plan.cp > 1,
-        why="Around attention as switches and splitting have left it.",
+        why="It wraps attention in the form that switches and splitting gave it.",
     ),
     ApplyStep(
         "attach", lambda _, s: s.stages.attach(), (TRAINING,), when=lambda s: s.stages,
-        why="From here on a call of the model runs stages: after all that replaces the forward of its class.",
+        why="From here on, a call of the model runs its stages: after all steps that replace its forward.",
     ),
     ApplyStep(
         "recompute", lambda model, s: recompute_blocks(model, s.plan, s.config, s.device), (TRAINING, SCRIPT),
@@ -372,11 +372,11 @@ STEPS = (
     ApplyStep(
         "offload", lambda model, s: offload_blocks(model, s.device, keep_last=s.stages is None),
         (TRAINING, SCRIPT), settings=("offload",), when=lambda s: s.plan.offload == "activations",
-        why="Around recomputation, so that the inputs that recomputed blocks keep are offloaded too.",
+        why="It wraps recomputation, so that the stored inputs of recomputed blocks are offloaded too.",
     ),
     ApplyStep(
         "compile", _compile, _COMPUTES, settings=("compile",), when=lambda s: s.plan.compile != "none",
-        why="Last of all that changes what is computed, and before parameters are sharded.",
+        why="After all steps that change the computation, and before parameters are sharded.",
     ),
     ApplyStep(
         "shortlist", lambda model, s: shorten(model, s.shortlist), (INFERENCE,),
@@ -386,7 +386,7 @@ STEPS = (
     ApplyStep(
         "rounded", lambda model, s: store_rounded(model, rounded_parts(model, s.rounded, s.dims)), (INFERENCE,),
         when=lambda s: s.rounded,
-        why="In place of linears that are still plain, so that they keep their own numbers.",
+        why="It replaces linears that are still plain, so that their quantised values are kept exactly.",
     ),
     ApplyStep(
         "store", _store, (INFERENCE,), when=lambda s: s.weights != "plain",
@@ -394,4 +394,4 @@ STEPS = (
     ),
     ApplyStep("join", lambda model, _: join_blocks(model), (INFERENCE,), why="It joins linears in their final form."),
 )  # fmt: skip
-"""The order. `penstock.build` continues with objects made from parameters: shards, the optimizer, masters, replicas."""
+"""The order. Afterwards `penstock.build` makes objects of parameters: shards, the optimizer, masters, replicas."""

@@ -168,7 +168,7 @@ def _whole_model(
 
 
 def _partial_sums(module: nn.Module, setup: Setup) -> Callable[[], list[Tensor]] | None:
-    """Lists the gradients of which each tensor parallel rank computes a part; None if no rank does."""
+    """A function that lists the gradients that are partial sums on tensor-parallel ranks; None without these."""
     split = setup.split
     return None if split is None or setup.plan.tp == 1 else lambda: list(partial_gradients(module, split))
 
@@ -200,8 +200,8 @@ def _replicated(module: nn.Module, optimizer: Optimizer, setup: Setup) -> DataPa
         )
     if dims.degree(*LOSS) == 1:
         return None
-    # Master weights accumulate the gradients of each micro-batch before the next one, so their sum is averaged after
-    # the passes; so it is in a pipeline, where the passes of micro-batches take turns.
+    # Averaging waits until after all passes if master weights add up the micro-batches' gradients, or if the passes of
+    # micro-batches take turns in a pipeline.
     copies = setup.numerics.masters == "copy" and setup.plan.accumulate > 1
     return replicate(module, dims, setup.device, late=late if copies or setup.stages is not None else None)
 
@@ -228,8 +228,8 @@ def _among_ranks(loss: Loss, plan: Plan, dims: ParallelDims) -> Loss:
 
 
 def _with_companions(loss: Loss, module: nn.Module, setup: Setup) -> Loss:
-    """The loss with its companions, the models with which it compares the trained one. Only the loss refers to them, so
-    they are not trained, sharded or saved."""
+    """The loss with the models that it compares with the trained one: a teacher or a reference. Only the loss refers to
+    these, so they are not trained or saved."""
     recipe = setup.recipe
     if recipe.teacher is not None and any(getattr(recipe, name) for name in ("teacher_weight", *INSIDE)):
         teacher = open_teacher(loss, module, setup)
@@ -243,9 +243,9 @@ def _with_companions(loss: Loss, module: nn.Module, setup: Setup) -> Loss:
 def _optimizer(module: nn.Module, plan: Plan, recipe: Recipe) -> Optimizer:
     if plan.algorithm in ("adamw", "muon") and numerics_of(plan).moments == "fp16" and recipe.eps < _FP16_EPS:
         _log.warning(
-            "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is kept in fp16, where "
-            "what lies below 6e-8 is zero: updates would be divided by eps alone and training would end in NaN. Use "
-            "recipe.eps=1e-4, or dtype=bf16.",
+            "recipe.eps is %g, but with plan.precision=O3 plan.dtype=fp16 AdamW's second moment is stored in fp16, "
+            "where values below 6e-8 are zero: updates would be divided by eps alone and training would end in NaN. "
+            "Use recipe.eps=1e-4, or dtype=bf16.",
             recipe.eps,
         )
     groups = parameter_groups(

@@ -1,4 +1,4 @@
-"""Temporary files and folders that no kill leaves behind for ever: creating the next one removes those of dead
+"""Temporary files and folders that do not pile up if processes are killed: creating one first removes those of dead
 processes.
 
 The process that creates one holds a lock on it (`flock`), which the kernel releases however the process ends. So a file
@@ -19,11 +19,8 @@ from pathlib import Path
 @contextlib.contextmanager
 def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Iterator[Path]:
     """A new folder, or an empty file, in `parent` (None: the system's folder for temporary files), removed afterwards
-    unless it was renamed. Those with the same prefix that this user's killed processes left are removed first.
-
-    Raises:
-        OSError: it cannot be created.
-    """
+    unless it was renamed. Leftovers of this user's killed processes with the same prefix are removed first. Raises
+    OSError if it cannot be created."""
     parent = parent or Path(tempfile.gettempdir())
     _sweep(parent, prefix)
     path, handle = _make(parent, prefix, folder)
@@ -36,11 +33,8 @@ def temporary(parent: Path | None, prefix: str, *, folder: bool = True) -> Itera
 
 
 def replace_file(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file next to `target`, then rename it to `target` in one step.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Let `write` fill a temporary file next to `target`, then rename it to `target` in one step. Raises OSError if it
+    cannot be written."""
     with temporary(target.parent, ".penstock-", folder=False) as partial:
         write(partial)
         make_public(partial)

@@ -140,7 +140,7 @@ def clipped_step(
 
     Fused kernels divide each gradient by a tensor as part of the update: loss scale and clipping become that one
     divisor (see `clipping_divisor`), and cost no extra pass. Other forms divide first. With a scaler, an infinite or
-    NaN gradient makes the norm infinite or NaN, the kernel skips the step, and the scale falls, all on the device.
+    NaN gradient makes the norm infinite or NaN, the kernel skips the step, and the scale is lowered, all on the device.
     `refuse` may skip a step for other reasons; see `can_refuse`. `whole` computes the whole model's norm from the norm
     of this optimizer's gradients, if other ranks hold other parts. Gradients are also divided by `divisor`, 0-d, before
     their norm is used. Raises ConfigError for a scaler with an optimizer that cannot skip a step itself.
@@ -259,8 +259,8 @@ def spoils_momentum(optimizer: Optimizer) -> bool:
     """Whether a skipped fused step would still change the momentum.
 
     On CUDA torch's fused SGD applies `found_inf` to the weights but not to the momentum buffer, which an overflow then
-    fills with infinities (reported by others for torch 2.11; the CPU kernel is correct). With dampening the first step
-    differs from all others, so that `begin_momentum` cannot prepare it.
+    fills with infinities (reported for torch 2.11; the CPU kernel is correct). With dampening the first step differs
+    from all later ones, so that `begin_momentum` cannot prepare it.
     """
     return steps_by_sgd(optimizer) and any(
         parameter.is_cuda or (group.get("dampening") and not optimizer.state.get(parameter))

@@ -50,7 +50,7 @@ class Bucket:
         self.shapes = [part.shape for part in own]
         self.values = torch.zeros(self.offsets[-1], dtype=first.dtype, device=first.device)
         self.gradients = torch.zeros_like(self.values)
-        # Each fills exactly `numel` elements: a dense parameter's own strides are kept, as of channels_last.
+        # Views have no gaps: they keep a dense parameter's own strides (such as channels_last), else are contiguous.
         dense_parts = (p if dense(p) else torch.empty(p.shape, device="meta") for p in own)
         self.strides = [part.stride() for part in dense_parts]
         self.gradient_views = self.views(self.gradients, 0, len(parameters))
@@ -129,7 +129,7 @@ def _adopter(bucket: weakref.ref[Bucket], index: int) -> Callable[[Tensor], None
 
 
 def buckets_of(parameters: Sequence[Parameter]) -> list[Bucket]:
-    """One bucket per dtype, device and way of being sharded, each in the order of `parameters`."""
+    """A bucket for each combination of dtype, device and sharding, each in the order of `parameters`."""
     kinds: dict[Hashable, list[Parameter]] = {}
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device, sharing(parameter))

@@ -16,18 +16,18 @@ from penstock.optim import tensors
 
 
 class SideTensors(NamedTuple):
-    """Tensors beside fp32 weights that an optimizer writes in its own pass: fp32 averages or bf16 copies."""
+    """Tensors that an optimizer writes in the pass that updates fp32 weights: their fp32 averages or bf16 copies."""
 
     tensors: dict[Tensor, Tensor]
-    """By Parameter, in the Parameter's shape."""
+    """The tensor of each Parameter, in its shape."""
     written: set[Tensor]
     """Parameters whose tensors have been written since this set was last cleared."""
     part: float = 0.0
     """An average's step towards the weight, 1 − decay."""
 
     def begin(self, parameter: Parameter, weight: Tensor) -> Tensor | None:
-        """The tensor of a Parameter, added to `written`, if the pass over its `weight` can write it too: it must be on
-        the weight's device, with its memory order and without gaps; else None."""
+        """Return the tensor of a Parameter, and add the Parameter to `written`; None if the pass over its `weight`
+        cannot write it, because it is on another device, has another memory order, or gaps."""
         own = tensors.local(self.tensors[parameter]) if parameter in self.tensors else None
         if own is None or own.device != weight.device or tensors.ordered(own, weight) is not own:
             return None

@@ -58,8 +58,8 @@ def memory_changes(costs: Costs, stages: int) -> dict[Kind, list[Number]]:
         for stage, (some, all_) in enumerate(zip(kept_for_weight, whole)):
             if some > all_:
                 raise ConfigError(
-                    f"kept_for_weight of stage {stage} is {some}, more than the {all_} of its activation; what is "
-                    "kept for the weight gradient is a part of the activation."
+                    f"kept_for_weight of stage {stage} is {some}, more than the {all_} of its activation; it must be a "
+                    "part of the activation."
                 )
     return {
         "F": whole,

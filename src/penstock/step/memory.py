@@ -69,8 +69,8 @@ def _errors_only() -> Iterator[None]:
 def _between_steps(step: TrainStep, micro_batches: Sequence[Any]) -> int:
     """Bytes that exist when a step starts: weights, buffers, optimizer state, batch; each storage once.
 
-    The last step's gradients are freed first; the step itself would do so where neither count notices it. Gradients in
-    a permanent buffer are counted: a weak reference shows which these are.
+    The last step's gradients are freed first, as the step would do before it allocates. Gradients in a permanent buffer
+    are counted: weak references show which these are.
     """
     model, optimizer = step.model, step.optimizer
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]

@@ -1,7 +1,7 @@
 """One optimizer step over some micro-batches, without ever waiting for the device.
 
 `TrainStep` lets a `Runner` run the forward and backward passes, with the loss of `StepLoss`, and then updates. A runner
-decides the order of micro-batches: one after the other, or a pipeline's schedule.
+decides the order of micro-batches: one after another, or a pipeline's schedule.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class StepResult:
 class TrainStep:
     """Forward and backward over micro-batches, then clipping, update and averaging.
 
-    `runner` runs the passes; by default micro-batches run one after the other. The model's precision is set by
-    `apply_precision`. Everything runs under the Plan's matmul precision, and the former one is restored on return.
-    Gradients are those of the loss averaged over all targets: see `StepResult.loss`.
+    `runner` runs the passes; by default micro-batches run one after another. The model's precision is set by
+    `apply_precision`. Everything runs under the Plan's matmul precision; the former precision is restored on return.
+    The loss is averaged over all targets before gradients are computed: see `StepResult.loss`.
     """
 
     def __init__(
@@ -97,9 +97,7 @@ class TrainStep:
         with matmul_precision(self.plan.matmul):
             self.optimizer.zero_grad()
             loss = self.runner(micro_batches)
-            if (
-                recorded
-            ):  # the next step overwrites what the recorded passes return, which may be the loss itself
+            if recorded:  # the next step overwrites outputs of the recorded passes, such as the loss
                 loss = loss.clone()
             if self._unused is not None:
                 self._tell_unused(self._unused)
@@ -178,7 +176,7 @@ class Runner(Protocol):
 
 
 class Accumulate:
-    """Runs one micro-batch after the other through the whole model, and accumulates gradients."""
+    """Runs micro-batches one after another through the whole model, and accumulates gradients."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, *, scaler: LossScaler | None = None,
@@ -220,14 +218,12 @@ class StepLoss:
     """The loss of a step: the mean over all its targets, for any split into micro-batches and over ranks. It collects
     the micro-batches' losses, in any order, and returns the losses to backpropagate.
 
-    If a task has several losses, each has its own n_i, and the loss is the sum of their means.
-
     With s_i the summed loss of micro-batch i and n_i its targets, on any rank, the loss is Σ s_i / Σ n_i. Gradients are
     averaged over R ranks afterwards, so each rank uses Σ s_i / N over its own micro-batches, with N = Σ n_i / R over
     all ranks. A `Task` counts targets before the forward pass, so that N costs one all-reduce of one number, without
     waiting. A function that returns (sum, count) counts in the forward pass, when N is not known yet: its sums are
     divided by an N that is estimated from the first micro-batch, and the gradients, before clipping, by the ratio of N
-    to its estimate.
+    to its estimate. If a task has several losses, each has its own n_i, and the loss is the sum of their means.
     """
 
     def __init__(self, loss: Loss, micro_batches: Sequence[Any], dims: ParallelDims | None) -> None:

@@ -71,8 +71,8 @@ class Captioning(TextTask):
     Metrics are of a whole split. `image_to_text` and `text_to_image` are recall@1 among the names of a language and
     among images, averaged over languages; `unseen_words` is the latter for names that were not in training; `captions`
     and `translations` are the shares of names that are written exactly, `unseen_pairs` the share for pairs of languages
-    that were never translated in training. A suffix with a language (`captions_de`) means this language only; the
-    suffix `_chance` means the recall of guessing, which is high if a split has few names of a language.
+    that were never translated in training. A language as suffix (`captions_de`) restricts a metric to this language;
+    the suffix `_chance` means the recall of guessing, which is high if a split has few names of a language.
     """
 
     unit = "captions"
@@ -144,8 +144,9 @@ class Captioning(TextTask):
     def tally(
         self, outputs: Mapping[str, Tensor], batch: CaptionBatch, written: Sequence[str] = ()
     ) -> Tensor:
-        """The sum of the loss of written names; counts of correct and of all names, by language for captions, then for
-        translations between trained pairs and between others; and sums and numbers of vectors by image and by name."""
+        """The summed loss of written names; the number of correct names and of all, by language for captions, then for
+        translations between pairs of languages in training and between other pairs; and for each image and each name
+        the sum of its vectors and their number."""
         images, texts, words = (output.double() for output in outputs.values())
         source, rows = self._made.source, batch.rows
         count = len(source.words.languages)

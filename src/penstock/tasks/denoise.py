@@ -208,7 +208,8 @@ def texts_of(
         )
     if one.length < lengths.max():
         problems.append(
-            f"model.sequence is {one.length}, but the longest name of a class has {lengths.max()} tokens; use that."
+            f"model.sequence is {one.length}, but the longest name of a class has {lengths.max()} tokens; use "
+            f"{lengths.max()}."
         )
     if problems:
         raise ConfigError(problems)

@@ -44,7 +44,7 @@ class NextToken(WordTask):
     A sample is a window of the text one token longer than the model's `sequence`. Windows overlap by that token, so
     that each token is a target once. Attention does not cross the ends of documents, and positions restart there.
     Documents that are not packed are padded, and padding is ignored. If the model's input has a share of prefixes, this
-    share of training samples begins with a prefix of random length, whose tokens all attend to each other and are no
+    share of training samples begins with a prefix of random length, whose tokens all attend to each other and are not
     targets."""
 
     def read(self, data: DataConfig, model: ModelConfig, tokenizer: Tokenizer, split: Split) -> Source:

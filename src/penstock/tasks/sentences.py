@@ -125,7 +125,7 @@ class Sentences(TextTask):
 
 
 class Pairs(Sentences):
-    """The same for pairs of sentences: inference, paraphrase, similarity."""
+    """`Sentences` for pairs of sentences: inference, paraphrase, similarity."""
 
     unit = "pairs"
     form = "pair"

@@ -59,14 +59,14 @@ class Task(ABC):
     peers: Peers = Peers()
     """Ranks whose samples are compared with this rank's."""
     means: tuple[str, ...] = ("loss",)
-    """Names of the metrics, if each is the mean over samples of one of `tally`'s sums."""
+    """Names of the metrics, if each is one of `tally`'s sums divided by the number of samples."""
     shown: tuple[str, ...] = ("loss {loss:.4f}",)
     """Parts of `describe`, each with metrics by name; parts with missing metrics are left out."""
     ranked_by: tuple[str, ...] = ("loss",)
     """Metrics by which evaluations are compared, in order of priority: higher is better, for losses lower."""
     losses: tuple[str, ...] = ()
-    """Names of the losses that `loss` returns and `targets` counts, if there are several, (H,): each is a mean over its
-    own targets, and the loss of a step is their sum."""
+    """Names of the losses, if there are several. Then `loss` returns the mean of each, (H,), `targets` the number of
+    targets of each, (H,), and the loss of a step is the sum of the means."""
     teacher: Callable[[Task, nn.Module, Any], Tensor] | None = None
     """Computes the loss of a training step instead of `loss`; see `penstock.tasks.teacher`."""
 
@@ -105,12 +105,12 @@ class Task(ABC):
         """Mean loss of the model's outputs over the batch's `targets`, 0-d; 0 where there is none."""
 
     def targets(self, batch: Any) -> Tensor | float:
-        """The number of targets that `loss` is the mean over: a number, or 0-d on the device. It is the batch's weight
-        in the loss of a step. Known without a forward pass and without waiting; by default the number of samples."""
+        """The number of targets over which `loss` averages: a number, or 0-d on the device. It is the batch's weight in
+        the loss of a step. Needs no forward pass and does not wait; by default the number of samples."""
         return len(batch)
 
     def counted(self, batch: Any) -> Tensor | None:
-        """Which samples of a batch `loss` counts, (B,), for tasks whose outputs are classes; None: all."""
+        """Whether `loss` counts each sample of a batch, (B,), for tasks whose outputs are classes; None: all count."""
         return None
 
     def taught_by(self, teacher: Callable[[Task, nn.Module, Any], Tensor]) -> Self:

@@ -45,10 +45,9 @@ from penstock.tasks.text import WordTask
 
 
 class Teacher:
-    """A teacher in evaluation mode for a student. It is not part of the student, so that checkpoints and exports do not
-    contain it, and it draws no random numbers. Ranks that shard the student's weights may shard the teacher's; ranks
-    that split layers each hold the whole teacher. For a head over words the teacher computes only features: the
-    student's head computes the logits of both models together, a few rows at a time."""
+    """A teacher in evaluation mode for a student. It draws no random numbers and is not part of the student, so that
+    checkpoints and exports do not contain it. It may be sharded if the student is. For a head over words the teacher
+    computes only features: the student's head computes the logits of both models together, a few rows at a time."""
 
     def __init__(self, model: Model, student: ModelConfig, recipe: Recipe) -> None:
         """`model` is changed in place."""
@@ -73,7 +72,7 @@ class Teacher:
             self.head = getattr(model, model.graph.words.name)
             self.head.passes = True
         self.release: Callable[[], None] | None = None
-        """Frees the weights that its passes have gathered, if they are sharded."""
+        """Frees the weights that its passes have gathered; None if they are not sharded."""
         model.eval().requires_grad_(False)
 
     def __call__(self, task: Task, model: nn.Module, batch: Any) -> Tensor:
@@ -219,8 +218,8 @@ def _looked_in(run: TokenStack, number: int) -> list[Tensor]:
 
 @contextmanager
 def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]:
-    """Within this context, each run of a model records the outputs of its blocks, and the inputs of attention in the
-    blocks `inside`. Yields the runs by name."""
+    """Within this context, each stack of a model records the outputs of its blocks, and the inputs of attention in the
+    blocks `inside`. Yields the stacks by name."""
     runs = {name: module for name, module in model.named_children() if isinstance(module, TokenStack)}
     attentions = [_attention_of(block) for run in runs.values() for block in run.blocks[inside]]
     for run in runs.values():
@@ -237,8 +236,8 @@ def _looking(model: nn.Module, inside: slice) -> Iterator[dict[str, TokenStack]]
 
 
 def open_teacher(task: Any, module: nn.Module, setup: Setup) -> Teacher:
-    """Open a recipe's teacher for `module`, under the same Plan; ranks that shard the student's weights shard its own.
-    Raises ConfigError if it cannot teach this student in this task, and the errors of `from_pretrained`."""
+    """Open a recipe's teacher for the student `module`, under the same Plan; it is sharded if the student is. Raises
+    ConfigError if it cannot teach this student in this task, and the errors of `from_pretrained`."""
     plan, dims, recipe = setup.plan, setup.dims, setup.recipe
     assert recipe.teacher is not None
     student = _required_student(task, module, setup.config)

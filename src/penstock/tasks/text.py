@@ -57,25 +57,20 @@ class TextBatch:
     labels: Tensor | None = None
     """Labels to compare with the outputs, if the model does not do so itself."""
     count: int | None = None
-    """Number of targets that the loss is the mean over; None if it is over samples."""
+    """Number of targets over which the loss averages; None if it averages over samples."""
     bytes: float = 0.0
-    """Bytes of the text that the targets stand for; 0 if unknown."""
+    """Bytes of text in the targets; 0 if unknown."""
     places: Tensor | None = None
     """(B,) positions of the samples in the stream; in an evaluation, in the split."""
     most: int = 0
-    """Number of samples that an evaluation tells apart by `places`; for translations, the most tokens."""
+    """Number of samples whose results an evaluation stores, by `places`; for translations, the maximum length."""
 
     @classmethod
     def of(
-        cls,
-        host: HostBatch,
-        device: torch.device,
-        inputs: Iterable[Any],
-        *,
-        targets: Tokens | None = None,
+        cls, host: HostBatch, device: torch.device, inputs: Iterable[Any], *, targets: Tokens | None = None,
         **more: Any,
-    ) -> Self:
-        """A batch on the device: arrays among the inputs are copied there, and `targets` are counted."""
+    ) -> Self:  # fmt: skip
+        """A batch on the device: copies arrays among the inputs there, and counts the `targets`."""
         moved = tuple(on_device(each, device) if isinstance(each, np.ndarray) else each for each in inputs)
         count = None if targets is None else int((targets != IGNORED).sum())
         return cls(inputs=moved, ids=host.ids, count=count, **more)
@@ -163,8 +158,8 @@ class TextTask(Task):
 class WordTask(TextTask):
     """A task whose model sums the loss of target tokens itself.
 
-    Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the loss in bits divided by
-    the bytes of text that the targets stand for, so that tokenizers can be compared.
+    Metrics: `loss` is the mean in nats, `perplexity` its exponential, and `bits_per_byte` the summed loss in bits
+    divided by the bytes of text in the targets, so that tokenizers can be compared.
     """
 
     shown: tuple[str, ...] = (
@@ -194,7 +189,7 @@ class WordTask(TextTask):
 
 
 def tokenizer_of(source: Source) -> Tokenizer:
-    """The tokenizer whose numbers a source returns."""
+    """The tokenizer that made a source's token numbers."""
     tokenizer: Tokenizer = cast(Any, source).tokenizer
     return tokenizer
 

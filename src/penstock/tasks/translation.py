@@ -150,15 +150,8 @@ class PrepareTranslation:
         source = source[:, : rounded(int(lengths.max()), source.shape[1])]
         target = target[:, : rounded(int(ends.max()), most)]
         targets = np.where(np.arange(target.shape[1]) < ends[:, None], target, IGNORED)
-        inputs: tuple[Any, ...] = (
-            source,
-            shifted(target, self.start),
-            lengths,
-            targets,
-            None,
-            self.smoothing,
-        )
-        inputs += (None, fields["label"]) if self.labelled else ()
+        inputs = [source, shifted(target, self.start), lengths, targets, None, self.smoothing]
+        inputs += [None, fields["label"]] if self.labelled else []
         return TextBatch.of(
             host, device, inputs, targets=targets, tokens=int(lengths.sum() + ends.sum()), most=most
         )

@@ -48,9 +48,9 @@ class Universal(NextToken):
     head for two classes, whether the two halves of a text, with a separator in between, are in their original order
     (Lan et al., ICLR 2020, "ALBERT", section 3.1). A text that begins in one document and ends in another has no order.
 
-    A sample is a window of the text, with targets for all heads; in training, `model.continued` and `model.masked` set
-    the shares of samples to continue and to understand. With `model.prefix`, this share of the samples to continue
-    begins with a prefix, whose tokens all attend to each other and are not targets. The choice of hidden words, swaps
+    A sample is a window of the text, with targets for all heads; in training, `model.continued` and `model.masked` are
+    the shares of samples for the next token and for the other heads. `model.prefix` is the share of the former that
+    begin with a prefix, whose tokens all attend to each other and are not targets. The choice of hidden words, swaps
     and prefixes is a pure function of the seed and the sample's position in the stream. An evaluation has no prefixes,
     so that its perplexity covers all tokens.
 
@@ -117,7 +117,7 @@ class Universal(NextToken):
         return weights * sums / batch.counts.clamp(min=1.0).to(sums.dtype)
 
     def _sums(self, outputs: Mapping[str, Tensor], batch: UniversalBatch) -> Tensor:
-        """(3,), the summed loss of each head, which returns that, or logits."""
+        """(3,), the summed loss of each head, whose output is this sum or logits."""
         targets = _targets(batch)
         losses = {
             name: F.cross_entropy(value.float(), targets[name], ignore_index=IGNORED, reduction="sum")
@@ -174,7 +174,8 @@ def _targets(batch: UniversalBatch) -> dict[str, Any]:
 
 
 class PrepareUniversal:
-    """Makes batches of windows (B, N + 1) for a model's inputs and heads. `mixes` applies its shares of samples."""
+    """Makes batches of windows (B, N + 1) for a model's inputs and heads. Each sample is for all heads or, if `mixes`,
+    for some of them, by the model's shares `continued` and `masked`."""
 
     def __init__(
         self, tokenizer: Tokenizer, model: Any, seed: int, bytes_per_token: float, *, mixes: bool
@@ -256,8 +257,9 @@ class PrepareUniversal:
 
 
 def _due(positions: NDArray[np.int64], share: float, *, first: bool) -> tuple[NDArray[np.int64], bool]:
-    """Which samples of a batch to use, by their positions in the stream, and whether there are any; if not, one sample
-    that must not count. If the shares of `first` and the others add up to 1, each is used once."""
+    """Indices of a batch's samples that belong to a share of the stream, by their positions, and whether there are any;
+    if not, the index of one sample, which must not count. Two shares that add up to 1, one of them `first`, have each
+    sample once."""
     share = share if first else 1.0 - share
     due = np.floor((positions + 1) * share) > np.floor(positions * share)
     chosen = np.flatnonzero(due if first else ~due)

@@ -52,7 +52,7 @@ def naming_overflow(step: TrainStep, micro_batches: Sequence[Any]) -> Iterator[N
 
 @contextmanager
 def memory_advice(plan: Plan, task: Task, model: ModelConfig) -> Iterator[None]:
-    """Turn an allocator's failure inside into an `OutOfMemory` with changes that would make the run fit."""
+    """Raise `OutOfMemory` in place of an allocator's error inside, with changes that would make the run fit."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -72,14 +72,13 @@ def _smaller(plan: Plan, model: ModelConfig) -> Iterator[str]:
     split = next((n for n in range(2, plan.micro_batch + 1) if plan.micro_batch % n == 0), 1)
     recomputes = plan.recompute in ("early", "full", "budget") and plan.recompute_every == 1
     ways: tuple[tuple[bool, str, dict[str, Any]], ...] = (
-        (not recomputes, "compute activations again in the backward pass",
-         {"recompute": "early", "recompute_every": 1.0}),
-        (plan.attention in ("plain", "math"), "choose an attention that keeps no score matrix", {"attention": "sdpa"}),
-        (plan.loss != "chunked", "make logits for some tokens at a time", {"loss": "chunked"}),
+        (not recomputes, "recompute activations in the backward pass", {"recompute": "early", "recompute_every": 1.0}),
+        (plan.attention in ("plain", "math"), "use an attention that stores no score matrix", {"attention": "sdpa"}),
+        (plan.loss != "chunked", "compute logits for a few tokens at a time", {"loss": "chunked"}),
         (split > 1, "split the micro-batch",
          {"micro_batch": plan.micro_batch // split, "accumulate": plan.accumulate * split}),
         (plan.replicas > 1, "shard everything over the replicas", {"sharding": "fsdp"}),
-        (plan.precision == "O0", "compute in half width", {"precision": "O1"}),
+        (plan.precision == "O0", "compute in half precision", {"precision": "O1"}),
     )  # fmt: skip
     before = problems(plan, model, run=True)
     for helps, words, fields in ways:

@@ -22,11 +22,8 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 def card(
     config: RunConfig, evaluation: Evaluation | None, *, steps: int, data: str, parameters: int, machine: str
 ) -> str:
-    """Markdown with the hub's header: model, data, recipe, Plan and metrics of a run that took `steps` steps.
-
-    `data` describes the training data in words, `machine` is the machine's name. Uses and limitations are left to the
-    author, and the card says so.
-    """
+    """Markdown with the hub's header: model, data, recipe, Plan and metrics of a run of `steps` steps, and a reminder
+    to add uses and limitations. `data` describes the training data in words, `machine` is the machine's name."""
     task = task_of(config.model, config.task, init_from=config.reads_like)
     base = config.init_from or ""
     head = {
@@ -79,7 +76,7 @@ from penstock import from_pretrained
 model = from_pretrained("path of this folder")
 ```
 
-What the model is for, what it must not be used for, and the licences of its data are its author's to add here.
+Its author should add here what the model is for, what it must not be used for, and the licences of its data.
 """
 
 

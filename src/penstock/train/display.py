@@ -22,8 +22,8 @@ from penstock.train.step_table import as_text
 
 
 class LineDisplay(Callback):
-    """One line per record: for steps those at multiples of `log_every`, and others at most every two seconds. Lines of
-    steps end with the remaining time. `task` gives the meaning of the metrics."""
+    """One line per record. Steps have a line at multiples of `log_every`, and in between at most every two seconds; it
+    ends with the remaining time. `task` describes the metrics."""
 
     def __init__(self, stream: TextIO, task: Task, *, seconds: float = 2.0) -> None:
         self._stream, self._task, self._seconds = stream, task, seconds
@@ -164,7 +164,8 @@ _DESCRIBE: dict[str, Callable[[Record], str]] = {
     "prediction": _prediction,
     "checkpoint": lambda record: f"saved {record['path']} in {record['seconds']:.2f} s",
     "patience": lambda record: (
-        f"ended early: the last {record['worse']} evaluations are no better than that of step {record['best_step']}"
+        f"ended early: the last {record['worse']} evaluations are no better than the evaluation of step "
+        f"{record['best_step']}"
     ),
     "summary": _summary,
     "profile": _profile,

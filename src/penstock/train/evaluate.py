@@ -100,7 +100,7 @@ def evaluate(
 
 
 _NUMBERED = re.compile(r"(LABEL_)?\d+")
-"""Names of classes that have only numbers."""
+"""Class names that are only numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +125,12 @@ def evaluate_folder(config: EvaluateConfig) -> FolderEvaluation:
     arithmetic.
 
     Classes of the data are matched with the model's by name. Raises ConfigError if the data or the task do not fit the
-    model, and whatever opening these raises.
+    model, and the errors of opening them.
     """
     if config.model is None:
         raise ConfigError(
-            "penstock evaluate needs a model: a run's folder, a checkpoint, one that transformers wrote, or a name on "
-            "the hub."
+            "penstock evaluate needs a model: a run's folder, a checkpoint, a folder that transformers wrote, or a "
+            "name on the hub."
         )
     device, started = resolve_device(config.device), time.perf_counter()
     with _weights_of(config.model) as (folder, weights):
@@ -167,7 +167,8 @@ def open_folder(folder: Path, device: torch.device) -> Model:
 def evaluate_source(
     task: Task, model: Model, sources: Sequence[Source], *, batch: int, device: torch.device, workers: int = 0
 ) -> Evaluation:
-    """Evaluate an open model on all samples of sources of one form. Raises ConfigError if the task does not fit."""
+    """Evaluate an open model on all samples of several sources of one form. Raises ConfigError if a source does not fit
+    the model."""
     with ExitStack() as loaders:
         passes = []
         for source in sources:
@@ -184,8 +185,8 @@ def evaluate_source(
 
 @contextmanager
 def _weights_of(name: str) -> Iterator[tuple[Path, str]]:
-    """A folder with the model that a name refers to, and a description. Weights of a checkpoint, the moving average if
-    there is one (as at the end of a run), are written to a folder that is removed afterwards."""
+    """A folder with the model that a name refers to, and a description. From a checkpoint the weights (the averages if
+    there are any, as at the end of a run) are written to a folder that is removed afterwards."""
     path = Path(name)
     running = steps(path / "checkpoints") and not (path / "export" / "config.json").is_file()
     if not (running or steps(path) or (path / MANIFEST).is_file()):

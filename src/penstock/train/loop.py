@@ -1,8 +1,8 @@
 """A training run from the first step, or from wherever it was stopped, to the exported weights.
 
-Read from `train` down: `_Run.__init__` builds everything, each part before those that need it, and `_Run.go` is the
-loop. Between two logs the host never waits for the device: losses and gradient norms are collected in a buffer on the
-device, step times in events, and one transfer reads them all.
+Read from `train` down: `_Run.__init__` builds everything, and `_Run.go` is the loop. Between two logs the host never
+waits for the device: losses and gradient norms are collected in a buffer on the device, step times in events, and one
+transfer reads them all.
 """
 
 from __future__ import annotations
@@ -80,13 +80,12 @@ class TrainResult:
     loss: float
     """Mean training loss of the last logged steps."""
     evaluation: Evaluation | None
-    """Evaluation on the validation split of what is exported, of the EMA weights where there are any; None without such
-    a split."""
+    """Evaluation of the exported weights, on the validation split; None without such a split."""
     exported: int
-    """The step that is exported: with the best evaluation, or the last."""
+    """The step whose weights are exported: the best by evaluation, or the last."""
     output: Path
     export: Path
-    """Hugging Face folder of the final weights: what was evaluated."""
+    """Hugging Face folder with the exported weights: the averages of `recipe.ema_decay`, if there are any."""
     metrics: Path
     classes: int | None = None
     """Number of classes of the model's head; None without a head for classes."""
@@ -105,14 +104,14 @@ def train(
     writes, and all return the same.
 
     Raises:
-        ConfigError: the configuration is invalid, or differs from the one that the checkpoint was made with.
+        ConfigError: the configuration is invalid, or is not the configuration of the run in the checkpoint.
         CheckpointError: there are checkpoints, but none is valid.
         NumericError: a loss or weight is not finite.
         OutOfMemory: the device's memory did not suffice.
-        SavedRequeue: SIGTERM or SIGUSR1 came; the state is saved, if a step was done.
+        SavedRequeue: SIGTERM or SIGUSR1 was received; the state is saved, if a step was done.
         EnvironmentProblem: the output directory is in use, the disk is full, or there is no such device.
     """
-    # Before ranks and devices are counted: no number of them would make these settings valid.
+    # Before ranks and devices are looked for: these settings would be invalid with any number of them.
     require_startable(config, elastic=ELASTIC in os.environ)
     task = task_of(config.model, config.task, init_from=config.reads_like)
     output, device = Path(config.output), local_device(resolve_device(config.device))
@@ -139,7 +138,7 @@ def train(
 
 
 class _Run:
-    """One start of a run: from building or restoring it until it ends or is stopped."""
+    """A run from the time at which it is built, or restored, until it ends or is stopped."""
 
     config: RunConfig
     task: Task
@@ -213,8 +212,8 @@ class _Run:
         return train_source
 
     def _predict(self, train_source: Source) -> None:
-        """Predict how long the run takes, and check that machine and schedule allow it. The machine is measured only
-        here, so that unreadable data and weights are refused without waiting for that."""
+        """Predict how long the run takes, and check that machine and schedule allow it. The machine is measured here,
+        after data and weights were checked: an error in these needs no measurement."""
         config, device = self.config, self.device
         # By one rank: ranks that measure at the same time disturb each other, and would predict differently.
         self.machine = main_first(lambda: prepare.machine_of(config, device))
@@ -228,7 +227,7 @@ class _Run:
             "model": self.full.model, "machine": self.machine, "plan": config.plan, "real": self.full.real,
             "words": self.full.words, "learns": prepare.learning_of(config),
         }  # fmt: skip
-        """The work of a step, as the planner takes it."""
+        """The work of a step: arguments of the planner's functions."""
         self.prediction = predict(**self.work)
 
     @property
@@ -387,9 +386,9 @@ class _Run:
         self._record("checkpoint", path=str(path), seconds=time.perf_counter() - started)
 
     def _stop_if_asked(self, stop: Requests) -> None:
-        """If asked to stop, save and raise, unless the run is at its end. A due evaluation is left to the next start.
+        """If asked to stop, save and raise, unless the run is at its end. A due evaluation is made when it resumes.
 
-        Ranks get a signal at different times, or not at all: they act one step later, when all know of it.
+        Ranks receive a signal at different times, or not at all: they act one step later, when all know of it.
         """
         signal_number = self.ballot.turn(stop.signal or 0)
         if not signal_number or self.step == self.calendar.total:
@@ -401,7 +400,7 @@ class _Run:
         raise stopped(signal_number, f"after {where}", f"goes on from there{self.again}")
 
     def _finish(self) -> TrainResult:
-        """Export the evaluated weights, and record the prediction beside the measurement."""
+        """Export the evaluated weights, and record what was predicted and measured."""
         evaluation, step = self.state.evaluation, self.step
         if self._best_step not in (0, step) and (stored := self._find_best()) is not None:
             self.state.load_weights(stored)

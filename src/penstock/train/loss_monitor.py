@@ -1,6 +1,6 @@
-"""Watches a run's losses: gathers them on the device, skips steps that must not be taken (those whose loss or gradients
-are not finite, and with `spikes=skip` those whose loss jumps far above the losses before it), and goes back to a
-checkpoint because of a spike.
+"""Watches a run's losses: gathers them on the device, skips steps whose loss or gradients are not finite (with
+`spikes=skip` also steps whose loss jumps far above the losses before it), and goes back to a checkpoint because of a
+spike.
 
 Whether numbers are finite is decided on the device, from one number that all ranks share: all skip the same steps, and
 no step waits for the host. After `PATIENCE` such steps in a row every later step is skipped too, so the weights are
@@ -33,7 +33,7 @@ from penstock.parallel.agree import average
 
 _log = logging.getLogger(__name__)
 REMEDY = (
-    "Checkpoints before it are finite. Start a new run, with init_from and the weights.safetensors of one if you like, "
+    "Earlier checkpoints are finite. Start a new run, if you like from a checkpoint's weights.safetensors (init_from), "
     "with a lower recipe.lr, a longer recipe.warmup_steps or a smaller recipe.clip_norm, or compute in a wider type "
     "(plan dtype=bf16, or precision=O0)."
 )
@@ -62,9 +62,9 @@ class PendingSteps:
         self._count += 1
 
     def read(self, step: int, *, skipping: bool = False) -> tuple[list[float], float | None]:
-        """Return the losses of the steps up to `step` and the last one's gradient norm before clipping, if it was
-        computed; clears them. Waits for the device. Raises NumericError with the first step whose loss is not finite,
-        unless such steps are skipped: `skipping`."""
+        """Return the losses of the steps up to `step`, and the last step's gradient norm before clipping if it was
+        computed; then forget them. Waits for the device. Raises NumericError with the first step whose loss is not
+        finite, unless the run is `skipping` such steps."""
         losses, norms = average(self._values[:, : self._count].clone(), self._dims).tolist()
         first = step - self._count + 1
         self._count = 0
@@ -98,7 +98,7 @@ class LossMonitor:
         self._logs = dims.main
         self._skipped = self._rewinds = 0
         self.rewind_because_of: list[int] = []
-        """The steps observed last whose spikes make the run go back."""
+        """Steps of the last observation whose spikes make the run go back to a checkpoint."""
 
     def observe(self, step: int, losses: Sequence[float]) -> dict[str, Any]:
         """Observe the losses of the steps up to `step`; returns numbers to record. Waits for the device, and raises as
@@ -120,7 +120,7 @@ class LossMonitor:
         return self.skipper is not None and self.skipper.bad_in_a_row.item() > 0
 
     def count_rewind(self) -> int:
-        """Count one more return to a checkpoint and return their number; raises NumericError after `MAX_REWINDS`."""
+        """Count another return to a checkpoint; returns the number so far. Raises NumericError after `MAX_REWINDS`."""
         if self._rewinds == MAX_REWINDS:
             raise NumericError(
                 f"The loss had a spike at step {self.rewind_because_of[0]} after the run had gone back to a checkpoint "
@@ -155,8 +155,8 @@ _LEAST = 1e-3
 
 
 class StepSkipper:
-    """Decides before each step whether it is skipped, as it is if its loss is above the limit; at first that is
-    infinite.
+    """Decides before each update whether to skip it: if loss or gradients are not finite, or the loss is above a limit,
+    which is infinite at first.
 
     `average` replaces a rank's number, in place, by the mean over all ranks, which is NaN if any rank's is.
     """
@@ -198,13 +198,13 @@ class StepSkipper:
         self._limit.fill_(limit)
 
     def require_finite(self, step: int) -> int:
-        """Number of steps skipped so far, at `step`. Waits for the device. Raises NumericError if `PATIENCE` steps in a
-        row were not finite, after which all have been skipped."""
+        """Number of steps skipped up to `step`. Waits for the device. Raises NumericError if `PATIENCE` steps in a row
+        were not finite, after which all have been skipped."""
         in_a_row, skipped = torch.stack([self.bad_in_a_row, self._skipped]).tolist()
         if in_a_row >= PATIENCE:
             raise NumericError(
-                f"By step {step}, {PATIENCE} steps in a row had a loss or gradients that are not finite; they and all "
-                f"since were skipped, so the weights are those from before. {REMEDY}"
+                f"By step {step}, {PATIENCE} steps in a row had a loss or gradients that are not finite. These and all "
+                f"later steps were skipped, so the weights have not changed since. {REMEDY}"
             )
         return int(skipped)
 

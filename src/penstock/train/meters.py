@@ -80,9 +80,9 @@ class HeadMeter:
 
 
 class LoadMeter:
-    """Counts of tokens by expert, of a model's mixtures, over all ranks and steps of a run. `add_up` adds counts, in
-    place, over ranks with different tokens. `labels` are names of the samples' labels, if the model counts by label.
-    All ranks must call `read` and `close_window` at the same steps; both wait for the device."""
+    """Counts how many tokens each expert of a model's mixtures receives, over all ranks and steps of a run. `add_up`
+    adds counts, in place, over ranks with different tokens. `labels` are names of the samples' labels, if the model
+    counts by label. All ranks must call `read` and `close_window` at the same steps; both wait for the device."""
 
     def __init__(
         self, model: nn.Module, dims: ParallelDims, add_up: Callable[[list[Tensor]], None],
@@ -161,9 +161,9 @@ class Speedometer:
     `start()` opens a window, `lap()` ends a step, `read()` closes the window. Time between `read` and `start`
     (evaluation, saving) belongs to no step. `waited` returns the total seconds that the loop has waited for data.
 
-    FLOPs are the planner's: the model's, of one mean sample of `full` forward and backward without padding, and the
-    hardware's, which include recomputation. Attention counts in full, even if a causal mask hides half of it. For text,
-    a step with fewer or more tokens than such samples have counts in proportion.
+    FLOPs are the planner's: the model's, forward and backward, for a sample of the average length in `full` without
+    padding, and the hardware's, which include recomputation. Attention counts in full, even if a causal mask hides half
+    of it. For text, the FLOPs of a step are in proportion to its tokens.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Speedometer:
         self._tokens_per_step = plan.global_batch * sum(sample.graph.lengths)
         self._data_world = plan.dp
         self._tokens: list[int] = []
-        """Tokens on this rank: in all steps that were read, and in the steps since."""
+        """Tokens of every step so far, on this rank."""
         self._model_flops = describe(sample, Plan(micro_batch=1), words=full.words).model_flops
         self._hardware_flops = self._model_flops * prediction.hfu / prediction.mfu
         self._peak_flops = prediction.peak_flops * plan.gpus
@@ -231,7 +231,7 @@ class Speedometer:
         if total <= 0:
             return {}
         rate = len(times) * self._samples_per_step / total
-        token_count = sum(tokens) * self._data_world  # assuming that all ranks have as many as this one
+        token_count = sum(tokens) * self._data_world  # as if all ranks had the same number
         full_samples = (
             token_count / self._tokens_per_step * self._samples_per_step / total if token_count else rate
         )

@@ -22,11 +22,11 @@ _LIMIT = 1 << 32
 
 
 class Records:
-    """Writes a run's records. Only rank 0 writes: `main` says whether this rank is it.
+    """Writes a run's records, on rank 0 (`main`) only.
 
-    `metrics.jsonl` has one JSON object per line, and each whole line is passed to the system at once. A kill can only
-    tear the last line. `rewind`, called when a run resumes, drops this line and everything that the run will repeat, so
-    no step is ever reported twice.
+    `metrics.jsonl` has one JSON object per line, and each line is passed to the system as a whole, so that a kill can
+    tear only the last one. `rewind`, called when a run resumes, drops a torn line and everything that the run will
+    repeat, so no step is ever reported twice.
     """
 
     def __init__(self, output: Path, callbacks: Sequence[Callback] = (), *, main: bool = True) -> None:
@@ -37,14 +37,12 @@ class Records:
 
     @property
     def path(self) -> Path:
-        """The file; refused if it is a link."""
+        """The file. Raises an error if it is a link."""
         return own_file(self._output, "metrics.jsonl")
 
     def rewind(self, step: int, *, again: Collection[str] = ()) -> None:
-        """Keep the records up to the checkpoint of `step`; the file is replaced atomically.
-
-        `again` names events that will be recorded again at `step` itself.
-        """
+        """Keep the records up to the checkpoint of `step`, without the events in `again`, which will be recorded again
+        at `step` itself. The file is replaced atomically."""
         if not (self._main and self.path.exists()):
             return
         self._close_file()  # else later records would go to the replaced file
@@ -56,7 +54,7 @@ class Records:
         write_text(self.path, "".join(lines))
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Record an event after `step`. Numbers that are not finite become null, because JSON has no others."""
+        """Record an event after `step`. NaN and infinities, which JSON lacks, become null."""
         if not self._main:
             return
         record = {"event": event, "step": step, **values}

@@ -1,5 +1,5 @@
-"""Decisions before a run builds anything: the number of ranks, the machine, what exports contain besides weights, and
-the steps at which it evaluates, saves and logs."""
+"""Decisions before a run builds anything: the number of ranks, the machine, the files of exports other than weights,
+and the steps at which the run evaluates, saves and logs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,9 @@ _log = logging.getLogger(__name__)
 
 
 def fit_to_started_ranks(config: RunConfig) -> RunConfig:
-    """`config` with its Plan adapted to the number of started ranks, if the launcher lets nodes come and go, or if the
-    Plan says nothing about ranks, which then are replicas.
-
-    The global batch stays the same. Raises ConfigError if it cannot be divided evenly, with the numbers that divide it.
-    """
+    """`config` with its Plan adapted to the number of started ranks, if the launcher may change that number. Ranks are
+    replicas if the Plan is for one. The global batch stays the same; raises ConfigError, with the numbers of ranks that
+    divide it, if this number does not."""
     if ELASTIC not in os.environ or config.plan.gpus == launched():
         return config
     plan = fit_to_ranks(config.plan, launched())
@@ -68,7 +66,7 @@ def with_teachers_vocabulary(config: RunConfig) -> RunConfig:
     vocabulary = vocabulary_of(read_config(local_weights(config.recipe.teacher)))
     if not vocabulary or not (has := vocabulary_of(config.model)) or has == vocabulary:
         return config
-    _log.warning("model.vocabulary is set to %d, as the teacher has it.", vocabulary)
+    _log.warning("model.vocabulary is set to %d, the teacher's.", vocabulary)
     model: Any = config.model
     return replace(config, model=replace(model, vocabulary=vocabulary))
 
@@ -88,13 +86,13 @@ def require_teacher(config: RunConfig, source: Source) -> None:
     of_teacher = None if tokenizer is None else found_in(folder)
     if of_teacher is not None and of_teacher.words() != tokenizer.words():
         raise ConfigError(
-            f"recipe.teacher {name} has the tokenizer {of_teacher.name}, and this run {tokenizer.name}, so that the "
-            "numbers of their words differ; set data.tokenizer to the teacher's folder, or leave it out."
+            f"recipe.teacher {name} has the tokenizer {of_teacher.name}, and this run {tokenizer.name}; the numbers "
+            "of their words differ. Set data.tokenizer to the teacher's folder, or leave it out."
         )
 
 
 def require_calibrated(config: RunConfig) -> None:
-    """Raise ConfigError if clips are to be learned, and the initial weights have no starting values for them."""
+    """Raise ConfigError if the Plan learns clips of inputs, and the initial weights have no initial values for them."""
     if not PRODUCTS[config.plan.products].clips:
         return
     weights, missing = {}, "init_from is not set"
@@ -103,9 +101,9 @@ def require_calibrated(config: RunConfig) -> None:
         missing = f"init_from {config.init_from} has no scales of inputs"
     if not any(weight.input_scale is not None for weight in weights.values()):
         raise ConfigError(
-            f"plan.products={config.plan.products} learns where inputs are clipped, and {missing} to start at; "
-            "calibrate a trained model first with penstock compress MODEL --quantise int8 --quantise.inputs static, "
-            "and start --from the result."
+            f"plan.products={config.plan.products} learns where inputs are clipped, and starts from a calibrated "
+            f"model, but {missing}; calibrate a trained model with penstock compress MODEL --quantise int8 "
+            "--quantise.inputs static, and start --from the result."
         )
 
 
@@ -154,7 +152,7 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
 
 
 def require_start(config: RunConfig) -> None:
-    """Refuse a run from the first step whose products were not calibrated, or whose first weights do not fit."""
+    """Raise ConfigError for a new run whose initial weights do not fit the model, or lack the clips to start with."""
     require_calibrated(config)
     if config.init_from:
         model, weights = create(config.model, device="meta"), local_weights(config.init_from)
@@ -162,14 +160,14 @@ def require_start(config: RunConfig) -> None:
 
 
 def report_unused(config: RunConfig, task: Task) -> None:
-    """Warn of augmentations that are asked for and that the task does not make."""
+    """Warn about augmentations that the recipe sets and the task does not support."""
     for name, default in asdict(Augment()).items():
         if getattr(config.recipe.augment, name) != default and name not in task.augments:
-            _log.warning("recipe.augment.%s changes nothing: this task does not augment so.", name)
+            _log.warning("recipe.augment.%s changes nothing: this task does not support it.", name)
 
 
 def link_latest(output: Path) -> None:
-    """Let `runs/latest` be a link to the newest run in `runs`. What else has that name is left alone."""
+    """Let `runs/latest` be a link to the newest run in `runs`, unless a file or folder has that name."""
     output = output.absolute()
     link, name = output.with_name("latest"), output.name
     if output.parent.name != "runs" or name == link.name or (link.exists() and not link.is_symlink()):
@@ -179,7 +177,7 @@ def link_latest(output: Path) -> None:
 
 
 def prepare_folder(output: Path, config: RunConfig, source: Source) -> None:
-    """Write what a run's folder has before the first step."""
+    """Write the files that a run's folder has before the first step."""
     write_text(own_file(output, "run.toml"), dump_toml(config))
     link_latest(output)
     tokenizer = getattr(source, "tokenizer", None) is not None
@@ -187,8 +185,8 @@ def prepare_folder(output: Path, config: RunConfig, source: Source) -> None:
 
 
 def write_beside(model: ModelConfig, source: Source, folder: Path) -> None:
-    """Write what an export needs besides weights: a text model's tokenizer files, and a config.json with the numbers of
-    special tokens, the names of classes, the labels that select experts, and the captions' languages, if any."""
+    """Write the files of an export other than its weights: a text model's tokenizer, and a config.json with the numbers
+    of special tokens, the names of classes, the labels that select experts, and the captions' languages, if any."""
     tokenizer: Any = getattr(source, "tokenizer", None)
     classes, graph = getattr(source, "classes", None) or (), model.graph
     values: dict[str, Any] = {}

@@ -112,7 +112,7 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
     stored = checkpoint.find(output / "checkpoints")
     if stored is None:
         return None
-    # Read as a configuration first: a setting introduced after the checkpoint had its default then.
+    # Read as a configuration, where settings that are newer than the checkpoint have their defaults.
     before = from_dict(RunConfig, stored.config, origin=f"the checkpoint of step {stored.step}")
     for change in changes(before, config):
         if dims.main:
@@ -121,9 +121,9 @@ def find_checkpoint(config: RunConfig, dims: ParallelDims, *, resume: bool) -> C
 
 
 def restore_newest(state: RunState, stored: Checkpoint) -> Checkpoint:
-    """Restore `state` from `stored` or, if that turns out not to be a state of this run, from the newest earlier
-    checkpoint. Returns the checkpoint that was used. All ranks must call this. Raises CheckpointError if none can be
-    used."""
+    """Restore `state` from `stored` or, if that does not hold the state of this run, from the newest earlier checkpoint
+    that does. Returns the checkpoint that was used; raises CheckpointError if none can be used. All ranks must call
+    this."""
     folder, refused = stored.path.parent, list[Path]()
     while True:
         try:
@@ -152,8 +152,8 @@ def set_aside(*paths: Path) -> None:
 
 
 def changes(before: RunConfig, now: RunConfig) -> list[str]:
-    """Differences between a resumed run and the run it continues, as sentences for the log. Raises ConfigError with
-    each change, and both values, that makes it a different run."""
+    """Differences between a resumed run and the run it continues, as sentences for the log. Raises ConfigError, which
+    lists both values of each setting whose change makes it a different run."""
     old, new = _flat(to_dict(before)), _flat(to_dict(now))
     if {old.get("data.source"), new.get("data.source")} == {"auto", "digits"}:  # two words for the same data
         old["data.source"] = new["data.source"]
@@ -170,7 +170,7 @@ def changes(before: RunConfig, now: RunConfig) -> list[str]:
         sentences = [was.format(name, new.get(name), old.get(name)) for name in refused]
         if not set(_LENGTH).isdisjoint(refused):
             sentences.append(
-                "To go on for longer, say what becomes of the learning rate: --recipe.longer stretch, or restart."
+                "To train for longer, choose what the learning rate does then: --recipe.longer stretch, or restart."
             )
         sentences.append(
             "Restore the old values to resume, start again with --no-resume, or choose another --output."
@@ -224,9 +224,9 @@ class Saves:
         self._saver = BackgroundSaver(folder, keep=config.keep) if config.save_in_background else None
 
     def save(self, snapshot: Snapshot, *, best: int, wait: bool) -> Path:
-        """Commit a snapshot, after a held one if that is of the step `best`, whose checkpoint is kept, however old it
-        is; in the background if the run saves so, unless `wait`. Returns its folder. Raises EnvironmentProblem or
-        CheckpointError if this save failed, or the background save before it."""
+        """Commit a snapshot; unless `wait`, in the background if the run saves so. The checkpoint of step `best` is
+        kept, however old it is; a held snapshot of it is committed first. Returns the snapshot's folder. Raises
+        EnvironmentProblem or CheckpointError if this save failed, or the background save before it."""
         keep = self._config.keep
         if self._held is not None and self._held.step == best != snapshot.step:
             self.wait()

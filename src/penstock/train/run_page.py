@@ -37,7 +37,7 @@ _REFRESH = 5
 """Seconds after which a browser reloads the page of a running run."""
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _COMPARED = {"model", "task", "data", "recipe", "plan", "seed", "init_from"}
-"""Settings of runs in which they are compared."""
+"""Settings that a comparison of runs lists where they differ."""
 _NOT_METRICS = {"step", "epoch", "samples", "seconds", "loss"}
 
 
@@ -156,7 +156,7 @@ def _marked(label: str, points: Points, *, bold: bool) -> Line:
 
 
 def _section(title: str, drawn: Mapping[str, list[Line]]) -> Section:
-    """Figures of those curves that have more than one point, by the names of their y axes, in one section."""
+    """A section with a figure for each y axis, by its name, whose curves have points at more than one step."""
     figures = [
         partial(lines, curves, title=f"{title}: {y_label}", x_label="step", y_label=y_label)
         for y_label, curves in drawn.items()

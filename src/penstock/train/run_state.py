@@ -84,8 +84,8 @@ class RunState:
         return 0 < self.config.recipe.patience <= self.worse
 
     def snapshot(self) -> Snapshot:
-        """The current state, by reference: nothing is copied. All ranks must call it. Raises NumericError, as
-        `require_finite`, because a checkpoint must not hold weights that are not finite."""
+        """The current state, by reference: nothing is copied. All ranks must call it. Raises NumericError for weights
+        that are not finite, which a checkpoint must not hold."""
         built, step = self.built, self.step
         collect(lambda: require_finite(built.model, step))
         weights = {"weights": built.model.state_dict()}
@@ -139,11 +139,9 @@ class RunState:
             self._restore_random(state["random"])
 
     def _restore_random(self, states: list[dict[str, Any]]) -> None:
-        """Continue with this rank's generators from the `random_state` of each rank that saved.
-
-        If the number of ranks has changed, not every rank has a state. Then all but rank 0 are seeded from seed, rank
-        and step, and random draws differ from those of an uninterrupted run as they do between seeds.
-        """
+        """Restore this rank's generators from `states`, the `random_state` of each rank that saved. If the number of
+        ranks has changed, all ranks but 0 are seeded from seed, rank and step instead; their random draws then differ
+        from an uninterrupted run's, as with another seed."""
         rank = self.dims.random_rank
         if len(states) == self.dims.size or rank == 0:
             set_random_state(states[rank], self.built.device)
@@ -179,8 +177,9 @@ class RunState:
             _log.warning("upcycle_noise changes nothing: no experts were made of the weights of %s.", path)
         elif loaded.upcycled and not all(starts_equal(each) for each in stacks(config.model) if each.experts):
             _log.warning(
-                "The experts of a token do not add up to the former perceptron, so the loss starts higher: their "
-                "weights add up to one with router_normalised of several, without expert_dropout or sample_capacity."
+                "The outputs of a token's experts do not add up to the former perceptron's, so the loss starts higher. "
+                "They do with router_normalised and several experts per token, without expert_dropout and "
+                "sample_capacity."
             )
         if self.built.ema:
             weights = self.built.model.named_parameters()
@@ -208,9 +207,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def seed_random(seed: int, rank: int = 0, step: int = 0) -> None:
-    """Seed all generators: on rank 0 with `seed` itself, on every other rank, and on a rank that resumes at `step`
-    without its earlier state, with a seed of its own.
-    """
+    """Seed all generators: on rank 0 with `seed` itself; on every other rank, and on a rank that resumes at `step`
+    without its earlier state, with a seed made of all three."""
     if rank or step:
         seed = int(np.random.SeedSequence([seed, rank, step]).generate_state(1, np.uint64)[0])
     torch.manual_seed(seed)

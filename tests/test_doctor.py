@@ -140,14 +140,22 @@ def test_torchvision_is_imported_to_see(
         assert "torchvision::nms" in found.detail
 
 
-def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for cxx, status in (("/nowhere/g++", "broken"), ("false", "broken"), ("true", "ok")):
+def test_the_compiler_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for cxx, status in (
+        ("/nowhere/g++", "broken"),
+        ("ccache g++", "broken"),
+        ("false", "broken"),
+        ("true", "ok"),
+    ):
         monkeypatch.setenv("CXX", cxx)
         found = doctor.compiler()
         assert (found.status, cxx in found.detail) == (status, True)
+        assert ("unset CXX" in found.remedy) == ("g++" in cxx)
     monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.compiler().remedy == "apt-get install g++"
+    (tmp_path / "clang++").symlink_to(sys.executable)  # torch takes it only by name
+    assert (doctor.compiler().status, doctor.compiler().remedy) == ("absent", "export CXX=clang++")
 
 
 def _devices_with(monkeypatch: pytest.MonkeyPatch, present: bool, cuda: str | None) -> Finding:

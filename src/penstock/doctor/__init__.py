@@ -172,10 +172,17 @@ def _usable_devices() -> list[Any]:
 
 def compiler() -> Finding:
     """Whether a C++ compiler builds what torch.compile writes for CPUs: OpenMP and Python's own headers."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not compiler:
-        missing = "torch.compile on CPUs needs one"
-        return Finding("compile", "C++ compiler", "absent", missing, "apt-get install g++")
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    compiler = os.environ.get("CXX") or usual
+    if shutil.which(compiler) is None and compiler != usual:
+        wrong = f"CXX is {compiler}, which is no program: torch.compile accepts no arguments in it"
+        return Finding(
+            "compile", "C++ compiler", "broken", wrong, "unset CXX, or set it to the path of a compiler"
+        )
+    if shutil.which(compiler) is None:
+        missing = f"torch.compile on CPUs needs {usual}, or another one that CXX names"
+        remedy = "export CXX=clang++" if shutil.which("clang++") else "apt-get install g++"
+        return Finding("compile", "C++ compiler", "absent", missing, remedy)
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "try.cpp")
         source.write_text(
@@ -184,7 +191,7 @@ def compiler() -> Finding:
         include = sysconfig.get_paths()["include"]
         code, error = _run([compiler, "-fopenmp", f"-I{include}", "-fsyntax-only", str(source)])
     if code == 0:
-        return Finding("compile", "C++ compiler", "ok", compiler)
+        return Finding("compile", "C++ compiler", "ok", shutil.which(compiler) or compiler)
     detail = f"{compiler} cannot build for torch.compile: {first_line(error)}"
     remedy = "apt-get install python3-dev" if "Python.h" in error else "apt-get install g++ libgomp1"
     return Finding("compile", "C++ compiler", "broken", detail, remedy)

@@ -92,7 +92,10 @@ def test_steps_of_a_trainer_are_counted_once_though_it_gives_a_closure(kind: str
 
 
 @pytest.mark.usefixtures("forked_scripts")
-def test_seeds_are_shifted_however_a_script_gives_them(tmp_path: Path) -> None:
+def test_seeds_are_shifted_however_a_script_gives_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")  # as in a shell inside a job, which is none of this script's
     (tmp_path / "seeded.py").write_text(
         "import random\nimport sys\nimport numpy as np\nimport torch\n"
         "seed = int(sys.argv[1])\n"

@@ -188,7 +188,9 @@ class ScriptProcess:
                 hello = self._next(link, "has imported torch, but not said which rank it is")
                 if hello.get("key") == key:
                     stranger.pop_all()
-                    self._links[int(hello["rank"])] = link
+                    self._links[int(hello["rank"]) if self.command.procs > 1 else 0] = (
+                        link  # a shell may set RANK
+                    )
 
     def _tell(self, link: JsonLink, **message: Any) -> None:
         with contextlib.suppress(Closed):  # `_hear` reports it

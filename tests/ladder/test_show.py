@@ -258,12 +258,8 @@ def test_the_picture_stands_alone(tmp_path: Path) -> None:
 
 
 def test_without_loss_runs_there_is_no_loss_section() -> None:
-    bare = replace(
-        REPORT,
-        noise=None,
-        rungs=tuple(replace(r, losses=(), loss=None, loss_difference=None) for r in REPORT.rungs),
-    )
-    html = to_html(bare)
+    rungs = tuple(replace(r, losses=(), loss=None, loss_difference=None) for r in REPORT.rungs)
+    html = to_html(replace(REPORT, noise=None, rungs=rungs))
     assert html.count("<svg") == 4
     assert "What it does to the loss" not in html
 

@@ -232,9 +232,8 @@ def test_fused_operators_that_fit_are_tried_alone_and_together(tuned: Callable[.
     reasons = {step.name: step.reason for step in report.rungs}
     assert reasons["fuse-residual_norm"] == "no place of the model is known for residual + norm"
     assert reasons["fuse-all"] == "only one of them fits the model, and it has its own rung"
-    report = tuned(
-        World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it.")), rungs="fuse"
-    )
+    unknown = World(facts=replace(FACTS, fused={}, no_blocks="No repeated blocks. Enrol it."))
+    report = tuned(unknown, rungs="fuse")
     assert {step.reason for step in report.rungs[1:]} == {"No repeated blocks"}
 
 

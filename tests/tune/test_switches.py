@@ -37,31 +37,19 @@ def _loss(out: str) -> float:
     ("plan", "words", "applied"),
     [
         ("optimizer=fused matmul=highest", "plain.py 8", "optimizer=fused matmul=highest to Sequential"),
-        (
-            "optimizer=fused recompute=early",
-            "nanogpt.py --max_iters=4 --log_interval=1",
-            "recompute=early to GPT",
-        ),
+        ("optimizer=fused recompute=early", "nanogpt.py --max_iters=4 --log_interval=1", "recompute=early to GPT"),
         ("optimizer=foreach recompute=elementwise", "nanogpt.py --max_iters=3", "elementwise to GPT"),
         ("offload=activations", "nanogpt.py --max_iters=3", "offload=activations to GPT"),
-        (
-            "padding=remove optimizer=fused",
-            "run_glue.py --max_steps 2",
-            "padding=remove optimizer=fused to BertFor",
-        ),
+        ("padding=remove optimizer=fused", "run_glue.py --max_steps 2", "padding=remove optimizer=fused to BertFor"),
         ("optimizer=fused host_memory=keep", "accelerated.py 3", "host_memory=keep to Sequential"),
-        (
-            "attention=plain loss=chunked",
-            "no_trainer.py 3",
-            "attention=plain loss=chunked to GPT2LMHeadModel",
-        ),
+        ("attention=plain loss=chunked", "no_trainer.py 3", "attention=plain loss=chunked to GPT2LMHeadModel"),
         ("attention=sdpa", "no_trainer.py 3", "attention=sdpa to GPT2LMHeadModel"),
         ("attention=plain", "timm_train.py 3", "attention=plain to VisionTransformer"),
         ("optimizer=foreach", "mnist.py --epochs 1", "optimizer=foreach to Net"),
         ("optimizer=fused", "seq2seq.py 3", "optimizer=fused to Seq2Seq"),
         ("optimizer=fused precision=O1", "amp.py 3", "optimizer=fused to Sequential"),
     ],
-)
+)  # fmt: skip
 def test_settings_are_applied_and_losses_stay(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, plan: str, words: str, applied: str
 ) -> None:

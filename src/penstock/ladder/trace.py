@@ -197,9 +197,8 @@ class _Recorder(TensorMemory):
         kind = "activation" if function else kind
         count = sum(tensor.numel() for tensor in written)
         # Only the looked-up rows of a table are read.
-        reads = (
-            count if name in _LOOKING_UP else sum({id(tensor): tensor.numel() for tensor in read}.values())
-        )
+        once = {id(tensor): tensor.numel() for tensor in read}
+        reads = count if name in _LOOKING_UP else sum(once.values())
         # In backward, a product that reads no weight computes a weight's gradient.
         learns = kind == "gemm" and not self.forward
         learns = learns and not any(tensor.untyped_storage().data_ptr() in self._weights for tensor in read)

@@ -148,11 +148,8 @@ def _best_rates(samples: Iterable[GemmSample]) -> dict[str, float]:
 
 def _was_busy(kept: Machine, where: torch.device) -> bool:
     """Whether a matrix product is so much faster now that other programs must have run while `kept` was measured."""
-    best = max(
-        (sample for sample in kept.gemm if sample.dtype == "fp32" and sample.form == "forward"),
-        key=lambda sample: sample.flops_per_second,
-        default=None,
-    )
+    products = [sample for sample in kept.gemm if sample.dtype == "fp32" and sample.form == "forward"]
+    best = max(products, key=attrgetter("flops_per_second"), default=None)
     if where.type != "cpu" or best is None:
         return False
     with _undisturbed(), torch.no_grad():

@@ -206,17 +206,15 @@ def _link(device: torch.device, group: ProcessGroup | None) -> LinkRates:
     def rate(elapsed: float, moved: float) -> float:
         return moved / max(elapsed - call, 0.1 * elapsed)
 
+    large = reduced(LARGE)  # all ranks measure in this order
+    call_in_step = max(call, _meeting(device, group)) if device.type == "cpu" else call
+    gather = _seconds(lambda: _all_gather(whole, part, group=group), device)
+    scatter = _seconds(lambda: _reduce_scatter(part, whole, group=group), device)
     return LinkRates(
-        collective_bytes_per_second=rate(reduced(LARGE), 2.0 * share * bytes_),
-        collective_seconds=max(call, _meeting(device, group)) if device.type == "cpu" else call,
-        gather_bytes_per_second=rate(
-            _seconds(lambda: _all_gather(whole, part, group=group), device), share * bytes_
-        ),
-        scatter_bytes_per_second=rate(
-            _seconds(lambda: _reduce_scatter(part, whole, group=group), device), share * bytes_
-        ),
+        collective_bytes_per_second=rate(large, 2.0 * share * bytes_), collective_seconds=call_in_step,
+        gather_bytes_per_second=rate(gather, share * bytes_), scatter_bytes_per_second=rate(scatter, share * bytes_),
         send_bytes_per_second=rate(_seconds(sent, device), bytes_),
-    )
+    )  # fmt: skip
 
 
 def alone_speedup(device: torch.device) -> float:

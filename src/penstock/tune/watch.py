@@ -120,9 +120,8 @@ class ScriptWatch:
             self._optimizer = optimizer
         elif optimizer is not self._optimizer:
             names = f"{type(self._optimizer).__name__} and {type(optimizer).__name__}"
-            self.end(
-                ConfigError(f"it steps with several optimizers ({names}), so it is unclear where a step ends")
-            )
+            why = f"it steps with several optimizers ({names}), so it is unclear where a step ends"
+            self.end(ConfigError(why))
             self._leave()
         self._count += 1
         self._losses.append(self._loss)
@@ -157,9 +156,8 @@ class ScriptWatch:
             if command["do"] == "predict":
                 self._report(event="predicted", speeds=self._predicted(command["first"], command["plans"]))
             elif command["do"] == "facts":
-                self._report(
-                    event="facts", facts=asdict(self._all_facts()), machine=to_dict(machine_for(self._device))
-                )
+                facts, machine = asdict(self._all_facts()), to_dict(machine_for(self._device))
+                self._report(event="facts", facts=facts, machine=machine)
             else:
                 self._leave()
 

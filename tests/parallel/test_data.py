@@ -32,7 +32,7 @@ def _reductions(line: str) -> Counter[str]:
     plan = Plan.parse(line)
     dims = dims_of(plan, CPU)
     built = build(TINY, plan, recipe=Recipe(clip_norm=None), dims=dims)
-    batches = micro_batches(images(0, plan.global_batch), plan, dims.rank)
+    batches = micro_batches(images(0, plan.global_batch), plan, dims.data_rank)
     built.step(batches)
     counts: Counter[str] = Counter()
     with Watched(lambda func, *_: counts.update([func._schema.name] * (func.namespace == "c10d"))):
@@ -63,6 +63,14 @@ def test_accumulation_spares_needless_reductions() -> None:
     assert count(ddp, "allreduce", "all_reduce") == 1 + 1
     # Between groups, one sum per unit and step.
     assert count(hsdp, "allreduce", "all_reduce") == 1 + units
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "hsdp shard=2"])
+def test_a_stage_gathers_and_reduces_once_a_step(sharding: str) -> None:
+    for one in spawn(_reductions, 4, f"pp=2 dp=2 micro_batch=1 accumulate=3 sharding={sharding}"):
+        units = TINY.depth // 2 + 1
+        for word in ("gather", "reduce_scatter"):
+            assert sum(n for name, n in one.items() if word in name) == units
 
 
 def _overflowed(line: str) -> tuple[bool, list[float], float]:

@@ -9,6 +9,10 @@ hold the same experts. `plan.sharding` determines what happens to a unit:
 - `zero2`: weights likewise; the gradients of each micro-batch are reduced, so that each rank keeps its share;
 - `fsdp`: as `zero2`, but weights are freed after a forward pass, and gathered again for the backward pass;
 - `hsdp`: as `fsdp`, within a group; the last micro-batch sums the groups' shares of the gradients.
+
+With `fsdp` and `hsdp`, a pipeline's stage gathers its weights once a step, keeps them, and reduces gradients once, as
+`zero1` does: it runs many micro-batches in each step, with both passes interleaved (Grattafiori et al., "The Llama 3
+Herd of Models", 2024, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -53,11 +57,12 @@ class Sharded(DataParallel):
         last = micro_batch == count - 1
         if micro_batch == 0:
             self.drop_copies()
-        if self.plan.sharding == "zero1":
+        kind, in_stages = self.plan.sharding, self.plan.pp > 1 and self.plan.sharding in ("fsdp", "hsdp")
+        if in_stages or kind == "zero1":
             self.model.set_requires_gradient_sync(last)
-        elif self.plan.sharding in ("hsdp", "ddp"):
+        elif kind in ("hsdp", "ddp"):
             self.model.set_requires_all_reduce(last)
-        if self.plan.sharding in ("zero1", "zero2"):
+        if in_stages or kind in ("zero1", "zero2"):
             self.model.set_reshard_after_backward(last)
 
     @torch.no_grad()
@@ -174,7 +179,7 @@ def _options(plan: Plan, dims: ParallelDims, device: torch.device) -> dict[str, 
     copies = plan.sharding == "hsdp" or dims.dp_replicate > 1
     return {
         "mesh": dims.replicas_mesh() if copies else dims.shard_mesh(),
-        "reshard_after_forward": plan.sharding in ("fsdp", "hsdp"),
+        "reshard_after_forward": plan.sharding in ("fsdp", "hsdp") and plan.pp == 1,
         "mp_policy": mixed_policy(plan),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy(),
     }

@@ -375,8 +375,8 @@ def test_a_long_row_of_softmax_is_read_twice_and_a_mask_for_each_head(tokens: in
 
 
 def test_a_scale_per_row_casts_each_factor_for_each_product() -> None:
-    def casts(words: str) -> float:
-        plan = Plan.parse(f"precision=O2 attention=flash compile=blocks micro_batch=8 {words}")
+    def casts(words: str, compiled: str = "blocks") -> float:
+        plan = Plan.parse(f"precision=O2 attention=flash compile={compiled} micro_batch=8 {words}")
         (block,) = describe(preset("gpt2"), plan).blocks
         return sum(op.written for op in (*block.forward, *block.backward) if op.kind == "quantize")
 
@@ -387,6 +387,8 @@ def test_a_scale_per_row_casts_each_factor_for_each_product() -> None:
     )
     weights = sum(op.n * op.k for op in products)
     assert casts("products=fp8_tensorwise") == inputs + outputs
+    shards = "products=fp8_tensorwise dp=8 sharding=fsdp"
+    assert casts(shards, "none") - casts(f"{shards} gather=products", "none") == weights, "which come in fp8"
     assert casts("products=fp8") == 2 * (inputs + outputs + weights)
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from helpers.equality import TINY
 from penstock.config.machine import load_machine
 from penstock.config.model import PRESETS
 from penstock.config.plan import Plan
+from penstock.models import create
+from penstock.models.anatomy import anatomy_of
 from penstock.planner import predict, search
 from penstock.planner.describe import describe
 from penstock.planner.prediction import Prediction
+from penstock.products.convert import convert_linears
 
 A100, H100 = load_machine("a100-80g"), load_machine("h100")
 GPT = PRESETS["gpt-22b"]
@@ -51,6 +57,32 @@ def test_autocast_keeps_a_copy_of_weights_that_are_not_shared_out() -> None:
     assert whole.activations["cast_weights"] == pytest.approx(2 * products)
     assert "cast_weights" not in shards.activations
     assert shards.memory["gathered_weights"] == at(sharding="fsdp").memory["gathered_weights"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_linears_in_fp8_keep_a_byte_a_weight_and_no_half_copy(compiled: bool) -> None:
+    """As the layers do at O1, whose fp32 weights they round directly: eager code keeps them for the backward pass, and
+    compiled code rounds them again."""
+    line = "precision=O1 products=fp8_tensorwise" + " compile=blocks" * compiled
+    (block,) = describe(TINY, Plan.parse(line)).blocks
+    planned = sum(op.kept for op in block.forward if op.group == "cast_weights")
+    assert all(op.name != "cast.gradients" for op in block.backward if op.linear)
+
+    model = create(TINY)
+    convert_linears(model, "fp8_tensorwise", emulate=True)
+    layer = anatomy_of(model).block_modules(model)[0]
+    shapes, kept = {p.shape for p in layer.parameters() if p.ndim == 2}, []
+
+    def keep(saved: Tensor) -> Tensor:
+        if saved.shape in shapes and not isinstance(saved, nn.Parameter):
+            kept.append(saved.nbytes)
+        return saved
+
+    x = torch.randn(2, 5, TINY.width, requires_grad=True)
+    call = torch.compile(layer, backend="aot_eager_decomp_partition") if compiled else layer
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved), torch.autocast("cpu"):
+        call(x)
+    assert sum(kept) == planned == (not compiled) * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
 
 
 def test_bytes_per_parameter_are_sixteen_and_what_else_is_asked_for() -> None:

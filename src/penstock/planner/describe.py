@@ -46,6 +46,7 @@ def describe(
     terms = OpTerms(
         plan.micro_batch, plan.tp, plan.sp, plan.cp, plan.ep, BYTES[numerics.residual], product,
         numerics.gathered == "fp32" and product == 2, numerics.products,
+        numerics.gathered_linears == "fp8",
         plan.attention, numerics.compute, avx512, plan.compile != "none", plan.compiles_whole,
         plan.token_order == "batch_first", device == "cpu", chunked=plan.loss == "chunked", words=words,
         real=real if plan.padding == "remove" else 1.0,

@@ -125,6 +125,7 @@ class Lister:
         one_pass = t.one_pass and row.weights is not None
         integers, eight = row.weights == "int8" and not one_pass, bool(row.passes) and not one_pass
         ahead_in_8 = one_pass or (eight and "forward" in row.passes)
+        direct = integers or (t.casts and row.scales == "tensorwise")  # gradients in fp32 without a cast
         sizes = [1.0 if eight and one in row.passes else c for one in get_args(ProductForm)[:3]]
         size, into_size, learn_size = sizes
         stored = BYTES[row.weights] if one_pass and row.weights else t.weight
@@ -139,7 +140,7 @@ class Lister:
             self._round(name, inputs, weights, outputs, row.passes)
         elif eight:
             self._quantize(name, inputs, weights, outputs, batch)
-        if t.casts and not integers and not was_cast:
+        if t.casts and not (integers or eight or was_cast):
             self._cast_weights(name, weights, biases, kept=not (first and kind == "gemm"))
         alike = Op(
             name, kind, batch=batch, exact=t.exact, launches=batch if t.loops or by_expert else 1,
@@ -156,7 +157,7 @@ class Lister:
         )  # fmt: skip
         learn = alike._replace(
             name=f"{name}.weight", forward=False, m=n, n=k, k=rows, read=(outputs + inputs) * learn_size,
-            written=weights * (4.0 if integers and "weight" in row.passes else c), weights=weights,
+            written=weights * (4.0 if direct and "weight" in row.passes else c), weights=weights,
             narrow="weight" in row.passes,
         )  # fmt: skip
         summing = self._bias_gradient(name, outputs, biases, sums=sums_bias)
@@ -213,9 +214,9 @@ class Lister:
     def _quantize(self, name: str, inputs: float, weights: float, outputs: float, batch: int) -> None:
         """Operators that fp8 adds to each product. Inputs (in the backward pass the outputs' gradients) are read for
         their largest element, then read again and written as one byte per element. Single operators do the same with
-        weights in every pass, and in the backward pass transpose weights, inputs and gradients, because the summed
-        dimension must be contiguous; fused operators cast weights when they are updated, and also write transposed
-        copies."""
+        weights, in their own type and for each forward pass, unless they come in fp8, and keep the copy; in the
+        backward pass they transpose weights, inputs and gradients, because the summed dimension must be contiguous.
+        Fused operators cast weights when they are updated, and also write transposed copies."""
         t = self.terms
         if t.software.scaling:
             by = QUANTIZERS[t.software.scaling]
@@ -225,21 +226,28 @@ class Lister:
                 for size, forward in ((inputs, True), (outputs, False))
             ))  # fmt: skip
             return
+        c, weight = t.product, 4.0 if t.casts else t.product
         if PRODUCTS[t.products].scales == "rowwise":
             # Each factor is cast for each product, along the summed dimension; a served model's weights only once. A
-            # factor that is contiguous along the sum is read once, otherwise twice.
-            ahead, across = inputs + (0.0 if t.serving else weights), weights + outputs + inputs
+            # factor that is contiguous along the sum is read once, otherwise twice. The products' gradients are in
+            # half precision.
+            cast, across = weights * (not t.serving), outputs + inputs
+            gradient = Op(
+                "cast.gradients", "copy", False, read=2.0 * weights, written=4.0 * weights, linear=name
+            )
             self.add(
-                Op(f"{name}.quantize", "quantize", read=t.product * ahead, written=ahead),
-                Op(f"{name}.quantize", "quantize", False, read=t.product * (outputs + 2 * across),
-                   written=outputs + across, launches=2),
+                Op(f"{name}.quantize", "quantize", read=c * inputs + weight * cast, written=inputs + cast),
+                Op(f"{name}.quantize", "quantize", False, read=c * (outputs + 2 * across) + 2 * weight * weights,
+                   written=outputs + across + weights, launches=2),
+                *[gradient] * t.casts,
             )  # fmt: skip
             return
-        ahead, behind = inputs + (0.0 if t.fused else weights), outputs
+        cast = weights * (not (t.fused or t.rounded))
         turned = 0.0 if t.fused else weights + inputs + outputs
         self.add(
-            Op(f"{name}.quantize", "quantize", read=2 * t.product * ahead, written=ahead),
-            Op(f"{name}.quantize", "quantize", False, read=2 * t.product * behind + turned, written=behind + turned,
+            Op(f"{name}.quantize", "quantize", read=2 * (c * inputs + weight * cast), written=inputs + cast,
+               kept=cast, group="cast_weights"),
+            Op(f"{name}.quantize", "quantize", False, read=2 * c * outputs + turned, written=outputs + turned,
                launches=1 if t.fused else 2),
         )  # fmt: skip
 

@@ -40,6 +40,8 @@ class OpTerms(NamedTuple):
     """Whether autocast copies each weight to the type of products."""
     products: Products = "plain"
     """How linear layers of blocks multiply."""
+    rounded: bool = False
+    """Whether those layers get their weights in fp8."""
     attention: AttentionBackend = "sdpa"
     compute: Dtype = "fp32"
     """The type of matrix products."""

@@ -96,9 +96,8 @@ class Subject(ABC):
         return None
 
     def typical(self, setting: Setting, seed: int) -> list[Any]:
-        """The micro-batches of the one step that is timed repeatedly: the first ones, or, if batches differ in size,
-        those of the first 32 whose size is nearest to the mean, which predictions are based on too.
-        """
+        """The micro-batches of the one step that is timed repeatedly: the first ones or, if batches differ in size, the
+        ones among the first 32 that are nearest to the mean size, on which predictions are based too."""
         size, count = self.size_of(setting), setting.plan.accumulate
         batches = self.batches(setting, seed)
         try:

@@ -1,4 +1,4 @@
-"""The processes in which rungs with several processes are measured, as seen from the climb that starts them.
+"""The climb's side of rungs with several processes: starts these, gives them tasks, and collects their answers.
 
 They wait for a task while others are timed, so that the climb's own contenders and theirs can take turns. The first
 rung that needs them starts them; a rung that fails ends them, and the next rung starts new ones.

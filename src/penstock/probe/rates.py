@@ -57,8 +57,8 @@ def _waits(device: torch.device) -> float:
 
 
 def seconds(call: Callable[[], object], device: torch.device, budget: float) -> float:
-    """Median time of one `call` over about `budget` seconds, at least three times, after a warm-up: what a step
-    takes while other guests of the host come and go."""
+    """Median seconds of one `call`, repeated for about `budget` seconds and at least three times, after a warm-up. A
+    step too takes the median time while other guests of the host come and go."""
     sharing = _sharing.get()
     if sharing:
         distributed.barrier()

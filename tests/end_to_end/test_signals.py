@@ -157,14 +157,8 @@ def test_one_or_two_signals_at_every_moment(tmp_path: Path, form: str, every: fl
             resumed += 1
     assert set(codes) == {0, 75}, codes
     record(
-        RESULTS,
-        f"one or two signals at every moment of a run, {form}",
-        {
-            "runs": codes.total(),
-            "seconds between moments": every,
-            "saved and asked for a requeue (75)": codes[75],
-            "ended as they were about to (0)": codes[0],
-            "gone on to the end": resumed,
-        },
+        RESULTS, f"one or two signals at every moment of a run, {form}", {"runs": codes.total(),
+        "seconds between moments": every, "saved and asked for a requeue (75)": codes[75],
+        "ended as they were about to (0)": codes[0], "gone on to the end": resumed},
         command="make test-faults PYTEST=tests/end_to_end/test_signals.py",
-    )
+    )  # fmt: skip

@@ -37,15 +37,8 @@ def config_in(folder: Path, job: str = "vit", **changes: Any) -> RunConfig:
 def live(config: RunConfig, faults: Sequence[str], *, timeout: float = 290) -> list[str]:
     """Run `config` through `faults`; how each life ended."""
     command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "helpers.doomed",
-        "lives",
-        str(doomed.written(config)),
-        *faults,
-    ]
+        sys.executable, "-W", "error", "-m", "helpers.doomed", "lives", str(doomed.written(config)), *faults,
+    ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     ends = done.stdout.splitlines()

@@ -150,13 +150,8 @@ def _small_disk(size: str) -> list[str] | None:
     if tried.returncode:
         return None
     return [
-        "unshare",
-        "-Urm",
-        "sh",
-        "-ec",
-        f'mount -t tmpfs -o size={size} tmpfs "$1"; shift; exec "$@"',
-        "sh",
-    ]
+        "unshare", "-Urm", "sh", "-ec", f'mount -t tmpfs -o size={size} tmpfs "$1"; shift; exec "$@"', "sh",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("recorded", [False, pytest.param(True, marks=whole)])
@@ -256,12 +251,8 @@ def test_every_flipped_bit_is_refused_by_name_and_the_step_before_is_used(
     checkpoint.open_verified(path)
     kinds = {kind_of(file) for file in files}
     assert {
-        "weights.safetensors",
-        "optimizer.safetensors",
-        "local.json",
-        "tensors.json",
-        "state.json",
-    } < kinds
+        "weights.safetensors", "optimizer.safetensors", "local.json", "tensors.json", "state.json",
+    } < kinds  # fmt: skip
     assert {"manifest.json", "config.json", "local.safetensors"} < kinds
     note("200 bit flips in every kind of file", files=len(files), tried=flips * len(files), refused=refused)
 

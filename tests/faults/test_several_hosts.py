@@ -149,12 +149,8 @@ class Run:
         """`host` is that of the rendezvous."""
         self.folder = folder
         words = {
-            "procs": 1,
-            "nnodes": nodes,
-            "rdzv": f"{host}:{PORT}",
-            "lost_seconds": LOST,
-            "settle_seconds": 3,
-        }
+            "procs": 1, "nnodes": nodes, "rdzv": f"{host}:{PORT}", "lost_seconds": LOST, "settle_seconds": 3,
+        }  # fmt: skip
         words |= {"join_seconds": 90, "max_restarts": 99, **options}
         self._options = [f"--{name.replace('_', '-')}={value}" for name, value in words.items()]
         self._program = program or (*TOY, str(folder), "100000", "slow:50")

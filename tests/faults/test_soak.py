@@ -230,12 +230,8 @@ def held(found: Soaked) -> dict[str, str]:
     third = max(1, len(found.burdens) // 3)
     early, late = found.burdens[:third], found.burdens[-third:]
     slack = {
-        "agent_bytes": 1.05,
-        "rank_bytes": 1.05,
-        "agent_handles": 1.0,
-        "rank_handles": 1.0,
-        "processes": 1.0,
-    }
+        "agent_bytes": 1.05, "rank_bytes": 1.05, "agent_handles": 1.0, "rank_handles": 1.0, "processes": 1.0,
+    }  # fmt: skip
     for name, factor in slack.items():
         # Not the most: a look may fall into a save, which holds a file more for a moment. What piles up lifts them all.
         before, after = (

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.runs import events_of, records_of
+from helpers.runs import cut_in_step, events_of, records_of
 from helpers.toy import desk
 from penstock import checkpoint
 from penstock.config.model import ViTConfig
@@ -20,7 +20,6 @@ from penstock.config.plan import Plan
 from penstock.config.run import Recipe, RunConfig
 from penstock.errors import NumericError
 from penstock.train import loop, train
-from penstock.train.callbacks import Callback, Record
 from penstock.train.loss_monitor import HISTORY, PATIENCE, PendingSteps, SpikeDetector, StepSkipper
 
 
@@ -105,23 +104,15 @@ def test_a_spike_sends_the_run_back_and_on_with_later_samples(config: RunConfig,
 
 
 def test_a_run_that_goes_back_to_where_it_resumed_has_recorded_that(
-    config: RunConfig, disturbed: Any
+    config: RunConfig, disturbed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Cut(Callback):
-        def on_step(self, record: Record) -> None:
-            if record["step"] == 64:
-                raise KeyboardInterrupt
-
     spikes = iter([50.0, 50.0])
     disturbed(lambda step: next(spikes, 1.0) if step == 62 else 1.0)
     rewinding = replace(config, recipe=replace(config.recipe, spikes="rewind"))
-    with pytest.raises(KeyboardInterrupt):
-        train(rewinding, callbacks=[Cut()])
+    with cut_in_step(monkeypatch, 63), pytest.raises(KeyboardInterrupt):
+        train(rewinding)
     train(rewinding)
-    kept = [
-        event for event in events_of(config.output) if event[0] in ("start", "resume", "prediction", "rewind")
-    ]
-    assert kept == [("start", 0), ("prediction", 0), ("resume", 60), ("prediction", 60), ("rewind", 60)]
+    assert {("resume", 60), ("prediction", 60), ("rewind", 60)} <= {*events_of(config.output)}
 
 
 def test_a_run_does_not_go_back_for_ever(config: RunConfig, disturbed: Any) -> None:

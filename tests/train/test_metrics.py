@@ -160,22 +160,13 @@ def test_a_full_disk_is_told_once_and_the_file_is_closed_all_the_same(
     records.close()
 
 
-def test_every_callback_is_ended_in_order_even_if_another_fails(tmp_path: Path) -> None:
-    ended: list[str] = []
-
-    class Noting(Callback):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def on_end(self) -> None:
-            ended.append(self.name)
-            if self.name == "a":
-                raise OSError("a cannot end")
-
-    metrics = Records(tmp_path, [Noting("a"), Noting("b"), Noting("c")])
-    with pytest.raises(OSError, match="a cannot end"):
-        metrics.close()
-    assert ended == ["a", "b", "c"]
+def test_every_callback_is_ended_even_if_another_fails(tmp_path: Path) -> None:
+    callbacks, ended = [Callback(), Callback()], list[str]()
+    for callback, end in zip(callbacks, (lambda: 1 // 0, lambda: ended.append("second"))):
+        vars(callback)["on_end"] = end
+    with pytest.raises(ZeroDivisionError):
+        Records(tmp_path, callbacks).close()
+    assert ended == ["second"]
 
 
 def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path: Path) -> None:

@@ -21,19 +21,13 @@ from penstock.train.callbacks import TRACKERS, Callback, Record, call_method, tr
 
 def records(output: Path, *, resumed_at: int = 0) -> list[Record]:
     event = "resume" if resumed_at else "start"
+    step = resumed_at + 2
     return [
         {"event": event, "step": resumed_at, "output": str(output), "plan": "baseline", "parameters": 7},
         {"event": "prediction", "step": resumed_at, "iteration_seconds": 1.0},
-        {
-            "event": "steps",
-            "step": resumed_at + 2,
-            "loss": 0.5,
-            "losses": [1, 2],
-            "mfu": float("nan"),
-            "flag": True,
-        },
-        {"event": "evaluation", "step": resumed_at + 2, "top1": 0.75, "samples": 10},
-        {"event": "checkpoint", "step": resumed_at + 2, "path": "x", "seconds": 1.0},
+        {"event": "steps", "step": step, "loss": 0.5, "losses": [1, 2], "mfu": float("nan"), "flag": True},
+        {"event": "evaluation", "step": step, "top1": 0.75, "samples": 10},
+        {"event": "checkpoint", "step": step, "path": "x", "seconds": 1.0},
     ]
 
 

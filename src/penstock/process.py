@@ -4,8 +4,8 @@ precision of fp32 matrix products, and whether the host's allocator keeps freed 
 A training step on a CPU frees its activations and allocates the same sizes again a moment later. By default glibc
 returns large blocks to the kernel, which then clears and maps every 4 KiB page again on the next touch. These are tens
 of thousands of page faults per step, paid by the operator that touches a page first. If the memory is kept, each page
-is mapped only once. The price is that the process's resident size stays at its maximum. The names and numbers are those
-of `mallopt(3)`.
+is mapped only once. The price is that the process's resident size stays at its maximum. Names and numbers are from
+`mallopt(3)`.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def keep_freed_memory(keep: bool) -> None:
 
 @contextmanager
 def matmul_precision(setting: Matmul) -> Iterator[None]:
-    """Inside, fp32 products have the given precision; afterwards the former one is restored, even after an error.
+    """Inside, fp32 matrix products have the given precision; afterwards the former is restored, even after an error.
 
-    `highest` means fp32 everywhere, so it also turns off the TF32 that cuDNN uses for convolutions by default: else a
-    baseline would be faster than its name says. `high` and `medium` allow it. `probed` computes as exactly.
+    `highest` and `probed` mean fp32 everywhere, so they also turn off the TF32 that cuDNN uses for convolutions by
+    default: else a baseline would be faster than its name says. `high` and `medium` allow it.
     """
     import torch  # late: rungs ask for `unavailable` without it
 

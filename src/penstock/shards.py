@@ -23,14 +23,14 @@ FIRST = (TENSOR, EXPERT)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One mesh dimension's cut of a tensor's dimension `dim` into `count` parts, of which this rank has `index`."""
+    """One mesh dimension's cut of a tensor's dimension `dim` into `count` parts; this rank has part `index`."""
 
     mesh_dim: int
     dim: int
     count: int
     index: int
     pieces: int = 1
-    """Equal matrices along `dim`, each of which is cut."""
+    """Number of equal matrices along `dim`; each is cut."""
 
     def parts(self, size: int, index: int | None = None) -> list[tuple[int, int]]:
         """Start and length, piece by piece, of the part of `size` elements at `index` (default: this rank's)."""

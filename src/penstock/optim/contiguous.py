@@ -19,7 +19,7 @@ from penstock.optim.tensors import flat_like, local, loss_of, whole
 
 _log = logging.getLogger(__name__)
 
-# Optimizers that update each element independently of the others (torch/optim, 2.11 to 2.13).
+# Optimizers that update each element independently of all other elements (torch/optim, 2.11 to 2.13).
 _ELEMENTWISE = frozenset({
     "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 })  # fmt: skip

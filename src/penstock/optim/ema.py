@@ -40,7 +40,7 @@ class EMA:
         named = {name: parameter.detach() for name, parameter in self._parameters.items()}
         self._shadows = {name: weight.to(torch.float32, copy=True) for name, weight in named.items()}
         self.begun = False
-        """Whether there was an update; before it the averages are the initial weights, whatever was loaded since."""
+        """Whether there was an update; before it the averages are the initial weights, even if others were loaded."""
         self._folded: SideTensors | None = None
         if every_step and isinstance(optimizer, OnePassAdamW):
             shadows = {parameter: self._shadows[name] for name, parameter in self._parameters.items()}

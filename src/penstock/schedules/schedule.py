@@ -184,10 +184,8 @@ def _whereabouts(waiter: int, rank: int, i: int, schedule: Schedule, done: Seque
 
 
 def awaited(schedule: Schedule, action: Action) -> list[Action]:
-    """The actions that must precede `action`, or, for a send or receive, accompany it.
-
-    A stage's backward is either whole or split. It is then listed as two actions, one of which suffices.
-    """
+    """The actions that must precede `action`, or, for a send or receive, accompany it. A stage's backward, which is
+    either whole or split, is listed as the two possible actions; either suffices."""
     stage, kind, i = action
     last = schedule.stages - 1
     if kind == "F":
@@ -260,6 +258,6 @@ def rendezvous(schedule: Schedule) -> list[int]:
 
 
 def _computed(send: Action) -> list[Action]:
-    """The computations that produce what is sent; one of them suffices."""
+    """The computations that can produce the tensor of a send; either suffices."""
     kinds: list[Kind] = ["F"] if send.kind == "SEND_F" else ["B", "I"]
     return [Action(send.stage, kind, send.micro_batch) for kind in kinds]

@@ -168,7 +168,7 @@ def links_of(schedule: Schedule, costs: Costs) -> _Links:
 
 
 def _peaks(schedule: Schedule, costs: Costs) -> tuple[Number, ...]:
-    """Peak memory of each rank. Only the order matters: forwards add at their start, the others free at their end."""
+    """Peak memory of each rank. Only the order matters: forwards allocate at their start, others free at their end."""
     change = memory_changes(costs, schedule.stages)
     return tuple(
         max(accumulate([change[kind][stage] for stage, kind, _ in order], initial=0))
@@ -229,8 +229,8 @@ class Shared(NamedTuple):
 
 
 def play_shared(schedule: Schedule, costs: Costs, alone: float) -> Shared:
-    """Play `schedule` on processors that p ranks share evenly. `costs` are those while all compute; when k ranks
-    compute, they are min(`alone`, p / k) times as fast. With `alone` = 1 the result is that of `simulate`.
+    """Play `schedule` on processors that p ranks share evenly. `costs` hold while all ranks compute; when k ranks
+    compute, they are min(`alone`, p / k) times as fast. With `alone` = 1 the result equals `simulate`'s.
 
     Raises `ConfigError` for costs that do not fit the schedule, and for a deadlock.
     """

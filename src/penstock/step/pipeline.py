@@ -104,7 +104,7 @@ class Pipeline:
 
 
 class _Step:
-    """One step of one rank, with the tensors that its stages hold for each micro-batch."""
+    """A step on one rank, with the tensors that its stages hold for each micro-batch."""
 
     def __init__(self, pipeline: Pipeline, micro_batches: Sequence[Any], links: Links) -> None:
         self.pipeline, self.stages, self.links = pipeline, pipeline.stages, links
@@ -124,7 +124,7 @@ class _Step:
         self._lengths: dict[tuple[int, int], list[int]] = {}
         """Number of tokens of each stack, which recomputation needs again if ranks split tokens."""
         self._later: dict[tuple[int, int], Later] = {}
-        """Deferred computations of the gradients of weights."""
+        """Deferred computations of weight gradients, by stage and micro-batch."""
         scaler = pipeline.scaler
         self._balance = (1.0 if scaler is None else scaler.scale) / len(micro_batches)
         """The weight of each micro-batch's balance losses, which are on all stages, while the loss is on the last."""

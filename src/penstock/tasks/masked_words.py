@@ -30,7 +30,7 @@ from penstock.tasks.text import (
 SHARE = 0.15
 """Share of a sample's tokens that are hidden, at most."""
 MASKED, SWAPPED = 0.8, 0.1
-"""Shares of hidden tokens that become the mask, and that become a random token; the others do not change."""
+"""Shares of hidden tokens that become the mask, and a random token; the rest do not change."""
 
 
 class MaskedWords(WordTask):

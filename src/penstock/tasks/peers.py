@@ -27,7 +27,7 @@ class Peers:
     place: int = 0
 
     def gathered(self, rows: Tensor) -> Tensor:
-        """Gather the rows (B, …) of all ranks, (B · ranks, …), in rank order; each rank has the same number.
+        """Gather the rows (B, …) of all ranks, (B · ranks, …), in rank order; B is the same on each rank.
         Differentiable: each rank's loss depends on all rows, so that a row's gradient is the sum over ranks; data
         parallelism then averages it over ranks, like all gradients."""
         if self.count == 1:

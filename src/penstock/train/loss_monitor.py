@@ -132,7 +132,7 @@ class LossMonitor:
         return self._rewinds
 
     def state_dict(self) -> dict[str, Any]:
-        """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
+        """State that a resumed run needs for the same decisions, by its names in checkpoints."""
         skipper = self.skipper.state_dict() if self.skipper else None
         return {"guard": skipper, "spikes": {"losses": [*self._detector.losses]}, "rewinds": self._rewinds}
 
@@ -209,7 +209,7 @@ class StepSkipper:
         return int(skipped)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """State that a resumed run needs for the same decisions. The names are those in checkpoints."""
+        """State that a resumed run needs for the same decisions, by its names in checkpoints."""
         limit = torch.full_like(self.bad_in_a_row, math.inf) if self._limit is None else self._limit
         return {"row": self.bad_in_a_row.clone(), "skipped": self._skipped.clone(), "limit": limit.clone()}
 

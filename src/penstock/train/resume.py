@@ -52,7 +52,7 @@ _FREE = (
     "init_from", "upcycle_noise", "data.workers", "recipe.eval_every_epochs", "export_best", "recipe.patience",
     "recipe.longer", "recipe.optimizer",
 )  # fmt: skip
-# Settings that change which steps are taken, but not what is computed: allowed, and logged.
+# Settings that change which steps are taken, but not their results: allowed, and logged.
 _LOGGED = ("recipe.spikes", "recipe.spike_deviations")
 _LENGTH = ("recipe.steps", "recipe.epochs")
 
@@ -208,7 +208,7 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 _SECONDS = 10.0
-"""Least seconds between checkpoints, except those of `checkpoint_every`."""
+"""Least seconds between checkpoints, unless `checkpoint_every` is set."""
 
 
 class Saves:

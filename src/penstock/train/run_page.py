@@ -85,7 +85,7 @@ def to_html(runs: Sequence[History], *, running: bool = False) -> str:
         tiles = _tiles(run, task)
     else:
         sections = [_beside(runs, task), *_curves(runs), *_memory(runs), _differences(runs)]
-        title, lead = f"{len(runs)} runs", f"{', '.join(run.name for run in runs)}, beside each other."
+        title, lead = f"{len(runs)} runs", f"{', '.join(run.name for run in runs)}, in comparison."
         tiles = []
     footer = f"Penstock {__version__}, {now}"
     return page(title, lead, tiles, sections, footer, refresh=_REFRESH if running else 0)

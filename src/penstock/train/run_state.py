@@ -113,8 +113,8 @@ class RunState:
 
     def restore(self, stored: Checkpoint, *, rewinding: bool = False) -> None:
         """Restore the state of a `snapshot`, except the stream of samples when `rewinding`. Each rank reads its own
-        part, whatever number of ranks saved it. Not collective. Raises CheckpointError if it holds the state of
-        something else; part of this state has then been changed."""
+        part, also if another number of ranks saved it. Not collective. Raises CheckpointError if the checkpoint does
+        not hold the state of this run; part of the state has then been changed."""
         built = self.built
         with checkpoint.trusted(stored.path):
             state = self.load_weights(stored).state

@@ -173,7 +173,7 @@ def test_classes_and_their_names_are_conditions() -> None:
     assert lengths is not None
     assert set(lengths.tolist()) == {1, 2}, "a digit, or nothing, behind a first token"
     assert (tokens[lengths == 2][:, 1] >= ord("0")).all()
-    for changes, words in (({"sequence": 1}, "has 2 tokens; use that"), ({"vocabulary": 99}, "use 362")):
+    for changes, words in (({"sequence": 1}, "has 2 tokens; use 2"), ({"vocabulary": 99}, "use 362")):
         with pytest.raises(ConfigError, match=words):
             texts_of(replace(TEXTS, **changes).graph, tuple("0123456789"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes the time of each sample"):

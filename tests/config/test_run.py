@@ -76,6 +76,8 @@ def test_a_path_alone_is_answered_with_the_form_that_fits(tmp_path: Path) -> Non
             DataConfig(source=str(given))
     with pytest.raises(ConfigError, match=r"There is nothing at .*/nowhere either"):
         DataConfig(source=str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="gives 'text:a' no weight"):
+        DataConfig(source=f"text:a={'9' * 400},text:b=1")
     with pytest.raises(ConfigError, match="Did you mean 'stdlib'"):
         DataConfig(source="stdlb")
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
-import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Final, Literal
 
-from penstock.boundary.files import quoted, shown
-from penstock.boundary.images import EXTENSIONS
+from penstock.boundary.files import quoted
 from penstock.config.convert import (
     Checked,
     Count,
@@ -28,22 +22,14 @@ from penstock.config.convert import (
     Seed,
     Share,
     WordFactor,
-    nearest,
 )
 from penstock.config.formats import BaseWeights
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.optimizers import Algorithm
 from penstock.config.plan import Plan
-from penstock.config.removed import removed
+from penstock.config.sources import source_problems, sources_of
 from penstock.config.tasks import TaskName
 from penstock.errors import ConfigError
-
-SOURCES = ("auto", "digits", "mnist", "captions", "stdlib", "numbers", "names", "imagefolder", "text", "pairs",
-           "pack", "hf")  # fmt: skip
-_TABLES, _TEXTS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet"), (".txt", ".text", ".md")
-_WITHOUT_PATH = ("auto", "digits", "stdlib")
-_WITH_PATH = ("mnist", "imagefolder", "text", "pairs", "pack", "hf")
-_WEIGHTED = r"[^=]+=[0-9.]+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +95,7 @@ class DataConfig(Checked, where="data"):
 
     def parts(self) -> tuple[tuple[str, float], ...]:
         """Each source and its share of the samples. The shares sum to 1."""
-        if not re.fullmatch(f"{_WEIGHTED}(,{_WEIGHTED})+", self.source):
-            return ((self.source, 1.0),)
-        pairs = [part.rpartition("=") for part in self.source.split(",")]
-        total = math.fsum(_weight(weight) for _, _, weight in pairs)
-        return tuple((source, _weight(weight) / total if total else 0.0) for source, _, weight in pairs)
+        return sources_of(self.source)
 
     def _problems(self) -> Iterator[str]:
         if (len(self.separator) > 1 and self.separator not in ("auto", "tab")) or self.separator in '"\r\n':
@@ -125,49 +107,7 @@ class DataConfig(Checked, where="data"):
             )
         if self.regions is not None and not self.source.startswith("imagefolder:"):
             yield f"data.regions marks images of a folder; use imagefolder:PATH, not {quoted(self.source)}."
-        parts = self.parts()
-        for source, share in parts:
-            kind, _, path = source.partition(":")
-            if kind not in SOURCES or (kind in _WITH_PATH and not path) or (kind in _WITHOUT_PATH and path):
-                yield (
-                    f"data.source is {quoted(source)}, but must be auto, digits, captions, stdlib, numbers, names, "
-                    "captions:PATH, mnist:PATH, imagefolder:PATH, text:PATH, pairs:PATH, pack:PATH or "
-                    f"hf:NAME.{removed('sources').get(kind) or likely_source(source) or nearest(kind, SOURCES)}"
-                )
-            elif share <= 0:
-                yield f"data.source gives {quoted(source)} no weight; write a number above 0 after its `=`."
-            elif len(parts) > 1 and kind in ("auto", "digits", "captions", "mnist", "imagefolder"):
-                yield f"data.source names {quoted(source)} among several, but only texts are mixed by weight."
-
-
-def likely_source(path: str) -> str:
-    """` The folder … write imagefolder:…`: the prefix that a path lacks as a source, judged by its content; "" if
-    nothing is. At most some hundred names are looked at."""
-    named = shown(path)
-    if os.path.isfile(path):
-        if path.lower().endswith(_TABLES):
-            return f" That is a table: write text:{named}, or pairs:{named} for rows of two texts."
-        return f" That is a file: write text:{named} if it is text." if path.lower().endswith(_TEXTS) else ""
-    if not os.path.isdir(path):
-        return f" There is nothing at {named} either." if os.sep in path else ""
-    names = {
-        os.path.relpath(os.path.join(folder, name), path)
-        for folder, _, files in itertools.islice(os.walk(path), 8)
-        for name in files[:50]
-        if name[0] != "."
-    }
-    kinds = Counter(os.path.splitext(name)[1].lower() for name in names)
-    if any(os.path.basename(name) == "manifest.json" for name in names):
-        return f" That is a pack: write pack:{named}."
-    if any(kinds[kind] for kind in EXTENSIONS):
-        if all(os.sep in name for name in names if name.lower().endswith(EXTENSIONS)):
-            return f" That is a folder of class folders with images: write imagefolder:{named}."
-        return f" That folder has images, but no folder for each class, which imagefolder:{named} needs."
-    if kinds[".tar"]:
-        return f" That folder has tar shards: pack them with `penstock pack {named} TARGET`, and write pack:TARGET."
-    if any(kinds[kind] for kind in (*_TABLES, *_TEXTS)):
-        return f" That is a folder of text: write text:{named}, or pairs:{named} for rows of two texts."
-    return ""
+        yield from source_problems(self.source)
 
 
 def _is_encoding(name: str) -> bool:
@@ -175,13 +115,6 @@ def _is_encoding(name: str) -> bool:
         return bool("a".encode(name))
     except (LookupError, ValueError):
         return False
-
-
-def _weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

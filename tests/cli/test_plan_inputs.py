@@ -152,14 +152,10 @@ def test_a_line_that_fixes_the_whole_batch_says_the_batch() -> None:
 @pytest.mark.parametrize(
     "fixed",
     [
-        "tp=4 pp=2 micro_batch=2 sharding=zero1",
-        "tp=1 pp=1 sharding=fsdp recompute=full",
-        "pp=2 schedule=gpipe",
-        "pp=2 schedule=zero_bubble",
-        "tp=1 pp=1 sharding=hsdp shard=8",
-        "micro_batch=1 accumulate=8 dp=16",
+        "tp=4 pp=2 micro_batch=2 sharding=zero1", "tp=1 pp=1 sharding=fsdp recompute=full", "pp=2 schedule=gpipe",
+        "pp=2 schedule=zero_bubble", "tp=1 pp=1 sharding=hsdp shard=8", "micro_batch=1 accumulate=8 dp=16",
     ],
-)
+)  # fmt: skip
 def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str], tmp_path: Path, fixed: str) -> None:
     usual = "precision=O2 optimizer=fused attention=flash compile=blocks"
     page = tmp_path / "plan.html"

@@ -106,6 +106,10 @@ def test_penstock_runs_what_it_can() -> None:
         command
         == f'penstock launch --procs 8 --nnodes 2 --rdzv HOST:29400 -- train vit-l16 --plan "{plan.line()}"'
     )
+    # Nodes are equally full, with whole tensor parallel groups.
+    for line, size, nodes in (("dp=12", 6, 2), ("dp=3 tp=4", 4, 3), ("dp=2 tp=16", 8, 4)):
+        command = penstock_train(model, H100, Plan.parse(line)).command
+        assert f"--procs {size} --nnodes {nodes} " in command
     assert penstock_train(model, H100, Plan()).command == 'penstock train vit-l16 --plan "baseline"'
     assert [one.tool.split()[0] for one in how_to_run(model, H100, plan)] == ["penstock"]
     refused = replace(plan, precision="O2", optimizer="fused", products="fp8", tp=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from penstock.cli._app import configured, load_or_described
 from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import load_machine
@@ -23,14 +25,12 @@ def plan(config: PlanConfig) -> None:
     """
     config.check()
     # Imported here, because --help does without the planner.
-    from penstock.cli import plan_ladder, plan_layouts, plan_scaling
+    from penstock.cli import plan_layouts, plan_scaling
+    from penstock.cli._display import show
 
     machine = load_machine(config.machine)
-    if config.laws:
-        plan_scaling.answer(config, machine)
-    elif config.ladder:
-        plan_ladder.show_climb(config, machine)
-    elif config.explain is not None:
-        plan_layouts.explain_lines(config, machine)
+    data, parts = plan_scaling.advise(config, machine) if config.laws else plan_layouts.find(config, machine)
+    if config.json:
+        print(json.dumps(data, indent=1))
     else:
-        plan_layouts.search_all(config, machine)
+        show(parts)

@@ -6,12 +6,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from penstock.config.convert import Checked, Count, FilledText, NotNegative, Positive, Range
 from penstock.config.model import ModelConfig, title
-from penstock.config.plan import Plan
+from penstock.config.plan import BASELINE, Plan
 from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.planner.cost import RunTerms
 
 _LAWS = frozenset({"machine", "compute", "budget_gpu_hours", "served_tokens", "json"})
 _PRICES = frozenset({"price", "against_price", "grams_per_kwh"})
@@ -96,12 +99,6 @@ class PlanConfig(Checked):
         return unevenness(read_loads(Path(self.loads)), experts)
 
     @property
-    def planned(self) -> ModelConfig:
-        """The model; `check` has found that there is one."""
-        assert self.model is not None
-        return self.model
-
-    @property
     def laws(self) -> bool:
         """Whether the scaling laws are to be shown, instead of planning a model."""
         return self.compute is not None or self.budget_gpu_hours is not None
@@ -117,6 +114,8 @@ class PlanConfig(Checked):
         yield from self._unused("A model", _EXPLAIN | _SEARCH)
         if self.explain is not None:
             yield from self._unused("--explain", _EXPLAIN)
+            if not all(map(str.strip, self.explain.split("|"))):
+                yield f"--explain has no Plan line before or after a `|`; write one there, such as tp=4 or {BASELINE}."
         if self.ladder:
             yield from self._unused("--ladder", _QUESTION - {"loads"} | {"ladder"})
         if self.run:
@@ -149,16 +148,18 @@ class PlanConfig(Checked):
         """Number of devices."""
         return 8 if self.gpus is None else self.gpus
 
-    def samples(self) -> float | None:
-        """Samples of the whole run, or None if its length is not given.
-
-        A sample has the same number of tokens as in tokens per second: for an encoder–decoder, the decoder's.
-        """
+    @property
+    def terms(self) -> RunTerms:
+        """Length of the run and prices. Tokens are counted as in tokens per second: of an encoder–decoder, the
+        decoder's."""
+        from penstock.planner.cost import RunTerms
         from penstock.planner.operators import counted_tokens
 
-        if self.tokens is None or self.model is None:
-            return None if self.images is None else self.images * self.epochs
-        return self.tokens / counted_tokens(self.model) * self.epochs
+        samples = self.images
+        if self.tokens is not None and self.model is not None:
+            samples = self.tokens / counted_tokens(self.model)
+        samples = None if samples is None else samples * self.epochs
+        return RunTerms(samples=samples, price=self.price, grams_per_kwh=self.grams_per_kwh)
 
 
 def _option(name: str) -> str:

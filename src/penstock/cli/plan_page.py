@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.cli.plan_config import PlanConfig
 from penstock.config.machine import Machine
 from penstock.config.model import ModelConfig
-from penstock.config.rules import problems
 from penstock.errors import PenstockError
-from penstock.planner.cost import RunTerms, costs, run_words, step_words
+from penstock.planner.cost import run_words, step_words
 from penstock.planner.explain import Lever, bends, why_others_lose
 from penstock.planner.prediction import Prediction, room
 from penstock.planner.search import Base, Layouts, explore
@@ -23,25 +21,27 @@ from penstock.report.record import environment
 from penstock.report.schedule_figure import schedule_figure
 from penstock.report.units import GIB, duration
 
+Sides = dict[str, tuple[Prediction, dict[str, float]]]
+"""Layouts to compare, by name, with their `costs`."""
 DRAWN_STAGES = 8
 DRAWN_TURNS = 2
 """Maximum micro-batches per stage of the drawn pipeline; with more, the cells are too narrow to see."""
 
 
 def plan_page(
-    config: PlanConfig, machine: Machine, result: Layouts, levers: Sequence[Lever], base: Base,
-    sides: Mapping[str, tuple[Prediction, Mapping[str, float]]],
+    called: str, model: ModelConfig, machine: Machine, result: Layouts, levers: Sequence[Lever], base: Base,
+    sides: Sides, uneven: Mapping[int, float],
 ) -> str:  # fmt: skip
-    """The page as text. `base` is that of the search, because it is repeated for other numbers of devices; `sides` are
-    layouts to compare, with their costs."""
-    model, best = config.planned, result[0]
-    reasons = why_others_lose(model, machine, result, best, config.uneven())
+    """The page as text. `called` is the model's name; `base` has the fixed settings, for searches on other numbers of
+    devices; `sides` are the best layout and those to compare it with."""
+    best, (_, run) = result[0], next(iter(sides.values()))
+    reasons = why_others_lose(model, machine, result, best, uneven)
     sections = [
         layouts(model, result, SHOWN),
         times(result),
         memories(result, room(machine) if machine.memory_bytes else None),
         Section(title="Why the others are slower", rows=[("", [Cell(line, words=True)]) for line in reasons]),
-        _devices(model, machine, best, base, config.uneven()),
+        _devices(model, machine, best, base, uneven),
     ]  # fmt: skip
     if len(sides) > 1:
         sections.insert(1, beside(sides, vision=model.graph.vision))
@@ -56,7 +56,7 @@ def plan_page(
         text = "The best layout after a new search for each change, in samples per second."
         sections.append(Section(title="What would help most", text=text, columns=heads, rows=rows))
     sections.append(origin(environment(), title="Where this was computed"))
-    (rate, unit), run = rate_of(model, best), costs_of(config, best, machine)
+    rate, unit = rate_of(model, best)
     further = [
         (f"{best.hfu:.1%}", "HFU, with recomputation"), (f"{rate:,.0f}", f"{unit} per second and device"),
         *run_words(run),
@@ -69,7 +69,7 @@ def plan_page(
     footer = (
         "Predicted by penstock plan. The accuracy of such predictions: docs/reference/planner-accuracy.md."
     )
-    return page(f"{config.called} on {best.gpus} {machine.name}", lead, numbers, sections, footer)
+    return page(f"{called} on {best.gpus} {machine.name}", lead, numbers, sections, footer)
 
 
 def _devices(
@@ -147,21 +147,6 @@ _COLUMNS = {
     "HFU": 3, "GiB": 0, "bubble": 6,
 }  # fmt: skip
 """Columns of the table of layouts, and their ranks: see `Cell.rank`."""
-
-
-def best_runnable(result: Layouts, model: ModelConfig, machine: Machine) -> Prediction | None:
-    """The fastest layout that can be trained today."""
-    runs = (layout for layout in result if not problems(layout.plan, model, machine, run=True))
-    return next(runs, None)
-
-
-def costs_of(
-    config: PlanConfig, one: Prediction, machine: Machine, price: float | None = None
-) -> dict[str, float]:
-    """`costs` of a layout, with the run's length and the prices in the settings; `price` replaces the hourly price."""
-    price = config.price if price is None else price
-    terms = RunTerms(samples=config.samples(), price=price, grams_per_kwh=config.grams_per_kwh)
-    return costs(one, machine, terms)
 
 
 def rate_of(model: ModelConfig, one: Prediction) -> tuple[float, str]:

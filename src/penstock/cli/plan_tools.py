@@ -70,31 +70,27 @@ def penstock_train(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
 
 def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """Arguments of Megatron-LM's `pretrain_*.py` (megatron/training/arguments.py)."""
-    degrees = {
-        "tensor-model-parallel-size": plan.tp, "pipeline-model-parallel-size": plan.pp,
-        "num-virtual-stages-per-pipeline-rank": plan.virtual, "context-parallel-size": plan.cp,
-        "expert-model-parallel-size": plan.ep,
+    sharding = _MEGATRON_SHARDING.get(plan.sharding) if plan.replicas > 1 else None
+    recompute = _MEGATRON_RECOMPUTE.get(plan.recompute)
+    whole = plan.recompute == "full"
+    options = {
+        "tensor-model-parallel-size": _above_one(plan.tp), "pipeline-model-parallel-size": _above_one(plan.pp),
+        "num-virtual-stages-per-pipeline-rank": _above_one(plan.virtual),
+        "context-parallel-size": _above_one(plan.cp), "expert-model-parallel-size": _above_one(plan.ep),
+        # Experts are whole here, and split there by default.
+        "expert-tensor-parallel-size": 1 if plan.ep > 1 and plan.tp > 1 else None,
+        "sequence-parallel": plan.sp, "micro-batch-size": plan.micro_batch, "global-batch-size": plan.global_batch,
+        plan.dtype: plan.precision != "O0",
+        "use-distributed-optimizer": plan.replicas > 1 and plan.sharding != "ddp",
+        "use-megatron-fsdp": sharding is not None, "data-parallel-sharding-strategy": sharding,
+        "ckpt-format": sharding and "fsdp_dtensor",
+        "num-distributed-optimizer-instances": (
+            plan.replicas // plan.shard if plan.sharding == "hsdp" else None
+        ),
+        "recompute-granularity": recompute, "recompute-method": "uniform" if whole else None,
+        "recompute-num-layers": 1 if whole else None,
     }  # fmt: skip
-    options: dict[str, Any] = {name: degree for name, degree in degrees.items() if degree > 1}
-    if plan.ep > 1 and plan.tp > 1:
-        options["expert-tensor-parallel-size"] = 1  # experts are whole here, and split there by default
-    options |= {"sequence-parallel": ""} if plan.sp else {}
-    options |= {"micro-batch-size": plan.micro_batch, "global-batch-size": plan.global_batch}
-    options |= {} if plan.precision == "O0" else {plan.dtype: ""}
-    if plan.replicas > 1 and plan.sharding != "ddp":
-        options["use-distributed-optimizer"] = ""
-    if plan.replicas > 1 and plan.sharding in _MEGATRON_SHARDING:
-        options |= {
-            "use-megatron-fsdp": "", "data-parallel-sharding-strategy": _MEGATRON_SHARDING[plan.sharding],
-            "ckpt-format": "fsdp_dtensor",
-        }  # fmt: skip
-    if plan.sharding == "hsdp":
-        options["num-distributed-optimizer-instances"] = plan.replicas // plan.shard
-    if plan.recompute in _MEGATRON_RECOMPUTE:
-        options["recompute-granularity"] = _MEGATRON_RECOMPUTE[plan.recompute]
-    if plan.recompute == "full":
-        options |= {"recompute-method": "uniform", "recompute-num-layers": 1}
-    covered = {*_BOTH, *(["recompute"] if plan.recompute in _MEGATRON_RECOMPUTE else [])}
+    covered = {*_BOTH, *(["recompute"] if recompute else [])}
     if plan.precision in ("O0", "O2"):  # it keeps half weights and fp32 masters
         covered.add("precision")
     notes = ["the sizes of the model", *_other_fields(plan, covered)]
@@ -107,34 +103,38 @@ def megatron(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
 def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     """Options of torchtitan's `torchtitan.train` (torchtitan/config/job_config.py)."""
     sharded = {"ddp": 1, "hsdp": max(1, plan.shard // plan.cp)}.get(plan.sharding, plan.dp)
-    options: dict[str, Any] = {
+    recompute, staged = _TITAN_RECOMPUTE.get(plan.recompute), plan.pp > 1
+    in_fp8 = plan.products in ("fp8", "fp8_tensorwise")
+    gathers, float8 = in_fp8 and plan.gather == "products", "quantize.linear.float8"
+    options = {
         "training.seq_len": model.graph.lengths[0],
         # A data parallel rank is given all micro-batches of a pipeline at once, and accumulates others.
-        "training.local_batch_size": plan.micro_batch * (plan.accumulate if plan.pp > 1 else 1),
+        "training.local_batch_size": plan.micro_batch * (plan.accumulate if staged else 1),
         "training.global_batch_size": plan.global_batch,
         "parallelism.data_parallel_replicate_degree": plan.dp // sharded,
         "parallelism.data_parallel_shard_degree": sharded,
+        "parallelism.fsdp_reshard_after_forward": "never" if plan.sharding in ("zero1", "zero2") else None,
+        "parallelism.tensor_parallel_degree": _above_one(plan.tp),
+        "parallelism.context_parallel_degree": _above_one(plan.cp),
+        "parallelism.expert_parallel_degree": _above_one(plan.ep),
+        "parallelism.pipeline_parallel_degree": _above_one(plan.pp),
+        "parallelism.pipeline_parallel_schedule": _TITAN_SCHEDULES[plan.schedule] if staged else None,
+        "parallelism.pipeline_parallel_microbatch_size": plan.micro_batch if staged else None,
+        "activation_checkpoint.mode": recompute,
+        "training.mixed_precision_param": "float32" if plan.precision == "O0" else None,
+        "training.dtype": "bfloat16" if plan.precision == "O3" else None,
+        "model.converters": float8 if in_fp8 else None, f"{float8}.filter_fqns": "output" if in_fp8 else None,
+        f"{float8}.recipe_name": "rowwise" if plan.products == "fp8" else None,
+        f"{float8}.enable_fsdp_float8_all_gather": gathers,
+        f"{float8}.precompute_float8_dynamic_scale_for_fsdp": gathers,
     }  # fmt: skip
-    if plan.sharding in ("zero1", "zero2"):
-        options["parallelism.fsdp_reshard_after_forward"] = "never"
-    degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep, "pipeline": plan.pp}
-    options |= {f"parallelism.{name}_parallel_degree": n for name, n in degrees.items() if n > 1}
-    if plan.pp > 1:
-        options["parallelism.pipeline_parallel_schedule"] = _TITAN_SCHEDULES[plan.schedule]
-        options["parallelism.pipeline_parallel_microbatch_size"] = plan.micro_batch
-    if plan.recompute in _TITAN_RECOMPUTE:
-        options["activation_checkpoint.mode"] = _TITAN_RECOMPUTE[plan.recompute]
-    options |= {"training.mixed_precision_param": "float32"} if plan.precision == "O0" else {}
-    options |= {"training.dtype": "bfloat16"} if plan.precision == "O3" else {}
-    covered = {*_BOTH, "precision", *(["recompute"] if plan.recompute in _TITAN_RECOMPUTE else [])}
+    covered = {
+        *_BOTH,
+        "precision",
+        *(["recompute"] if recompute else []),
+        *(["products", "gather"] if in_fp8 else []),
+    }
     covered -= {"virtual"} | ({"dtype"} if plan.dtype == "fp16" else set())
-    if plan.products in ("fp8", "fp8_tensorwise"):
-        float8 = "quantize.linear.float8"
-        options |= {"model.converters": float8, f"{float8}.filter_fqns": "output"}
-        options |= {f"{float8}.recipe_name": "rowwise"} if plan.products == "fp8" else {}
-        for name in ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"):
-            options |= {f"{float8}.{name}": ""} if plan.gather == "products" else {}
-        covered |= {"products", "gather"}
     notes = ["model.name and model.flavor", *_other_fields(plan, covered)]
     if plan.sharding == "zero1":
         notes.append("sharding=zero1, for which it shards gradients too")
@@ -143,19 +143,28 @@ def torchtitan(model: ModelConfig, machine: Machine, plan: Plan) -> HowTo:
     return HowTo(TORCHTITAN, _command(machine, plan, "-m torchtitan.train", options), tuple(notes))
 
 
+def _above_one(degree: int) -> int | None:
+    return degree if degree > 1 else None
+
+
 def _other_fields(plan: Plan, covered: set[str]) -> list[str]:
     """The fields on a Plan's line other than those in `covered`."""
     return [word for word in plan.line().split() if "=" in word and word.partition("=")[0] not in covered]
 
 
 def _nodes(machine: Machine, plan: Plan) -> tuple[int, int]:
-    per_node = min(plan.gpus, machine.devices_per_node)
-    return per_node, -(-plan.gpus // per_node)
+    """Devices of a node, the same number on each and whole tensor parallel groups where they fit, and nodes."""
+    most = min(plan.gpus, machine.devices_per_node)
+    group = plan.tp if plan.tp <= most else 1
+    per_node = next(size for size in range(most - most % group, 0, -group) if plan.gpus % size == 0)
+    return per_node, plan.gpus // per_node
 
 
 def _command(machine: Machine, plan: Plan, program: str, options: dict[str, Any]) -> str:
+    """The command with the options that have a value; True is a flag."""
     per_node, nodes = _nodes(machine, plan)
-    words = [f"--{name} {value}".rstrip() for name, value in options.items()]
+    given = {name: value for name, value in options.items() if value not in (None, False)}
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items()]
     if nodes > 1:
         program = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 {program}"
     return " ".join([f"torchrun --nproc-per-node {per_node}", program, *words])

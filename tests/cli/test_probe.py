@@ -12,18 +12,13 @@ from penstock.cli import main
 from penstock.config.machine import GemmSample, Machine, cached_machine, load_machine
 
 MACHINE = Machine(
-    name="a cpu",
-    device="cpu",
-    source="measured",
-    peak_flops={"fp32": 1e11},
-    memory_bytes_per_second=2e10,
-    collective_bytes_per_second=3e9,
-    gemm=(
-        GemmSample(dtype="fp32", m=8, n=8, k=8, flops_per_second=1e11),
-        GemmSample(dtype="bf16", m=9, n=8, k=8, flops_per_second=2e12),
+    name="a cpu", device="cpu", source="measured", peak_flops={"fp32": 1e11}, memory_bytes_per_second=2e10,
+    collective_bytes_per_second=3e9, notes=("a [note]",),
+    gemm=tuple(
+        GemmSample(dtype=dtype, m=m, n=8, k=8, flops_per_second=rate)
+        for dtype, m, rate in (("fp32", 8, 1e11), ("bf16", 9, 2e12))
     ),
-    notes=("a [note]",),
-)
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +34,14 @@ def test_tables_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert part in told
     assert load_machine(output) == MACHINE
     assert cached_machine("a cpu") == MACHINE
+
+
+def test_a_file_that_no_machine_can_be_stored_in_is_refused_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(penstock.probe, "probe", lambda device, *, quick: pytest.fail("measured"))
+    assert main(["probe", "--output", "machine.txt"]) == 2
+    assert "must end in one of them" in capsys.readouterr().err
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

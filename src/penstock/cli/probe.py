@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from penstock.cli._display import show
 from penstock.cli._options import Flag, Json
 from penstock.config.load import to_dict
-from penstock.config.machine import GemmSample, Machine, save_machine
+from penstock.config.machine import GemmSample, Machine, require_machine_file, save_machine
+from penstock.report.page import Cell, Section
 
 
 def probe(
@@ -35,48 +34,44 @@ def probe(
     from penstock.probe import keep
     from penstock.probe import probe as measure
 
+    if output is not None:
+        require_machine_file(output)
     machine = measure(device, quick=quick)
     paths = [path for path in (keep(machine), save_machine(machine, output) if output else None) if path]
     if as_json:
         print(json.dumps(to_dict(machine), indent=1))
         return
-    console = Console()
-    console.print(_summary(machine), _products(machine))
-    for note in machine.notes:
-        console.print(f"note: {note}", markup=False, soft_wrap=True)
-    for path in paths:
-        console.print(f"stored in {path}", markup=False, soft_wrap=True)
+    show([
+        _summary(machine), "", _products(machine), *(f"note: {note}" for note in machine.notes),
+        *(f"stored in {path}" for path in paths),
+    ])  # fmt: skip
 
 
-def _summary(machine: Machine) -> Table:
-    table = Table(title=machine.name, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value, unit, words in (
+def _summary(machine: Machine) -> Section:
+    figures = (
         ("memory", machine.memory_bytes, 1e9, "{:,.1f} GB"),
         ("memory bandwidth", machine.memory_bytes_per_second, 1e9, "{:,.1f} GB/s"),
         ("one small operator", machine.launch_seconds, 1e-6, "{:,.2f} µs"),
         ("one operator of a training step", machine.operator_seconds, 1e-6, "{:,.2f} µs"),
         ("sustained under load", machine.sustained_share, 1.0, "{:.1%} of the best rate"),
         ("all-reduce bus bandwidth", machine.collective_bytes_per_second, 1e9, "{:,.2f} GB/s"),
-    ):
-        if value:
-            table.add_row(name, words.format(value / unit))
-    return table
+    )
+    rows = [
+        ("", [Cell(name), Cell(words.format(value / unit))]) for name, value, unit, words in figures if value
+    ]
+    return Section(title="", columns=[Cell(machine.name, words=True), Cell("")], rows=rows)
 
 
-def _products(machine: Machine) -> Table:
+def _products(machine: Machine) -> Section:
     """One row per shape and form, one column per type, in GFLOP/s."""
     kinds = list(dict.fromkeys(sample.dtype for sample in machine.gemm))
     rates = {(_product(sample), sample.dtype): sample.flops_per_second for sample in machine.gemm}
-    table = Table(title="matrix products, GFLOP/s", title_justify="left")
-    table.add_column("m × n × k")
-    for kind in kinds:
-        table.add_column(kind, justify="right")
+    rows = []
     for product in dict.fromkeys(map(_product, machine.gemm)):
         cells = [rates.get((product, kind)) for kind in kinds]
-        table.add_row(product, *("–" if rate is None else f"{rate / 1e9:,.0f}" for rate in cells))
-    return table
+        rows.append(("", [Cell(product), *(Cell(f"{rate / 1e9:,.0f}" if rate else "–") for rate in cells)]))
+    heads = [Cell("GFLOP/s of m × n × k", words=True), *map(Cell, kinds)]
+    return Section(title="", columns=heads, rows=rows)
 
 
 def _product(sample: GemmSample) -> str:

@@ -230,14 +230,16 @@ def save_machine(machine: Machine, path: str | Path) -> Path:
     """Write `machine` as JSON or TOML, depending on the suffix of `path`. Creates its folders and returns
     it."""
     path = Path(path)
-    if path.suffix == ".toml":
-        text = dump_toml(machine)
-    elif path.suffix == ".json":
-        text = json.dumps(to_dict(machine), indent=1) + "\n"
-    else:
-        raise ConfigError(f"A machine is stored as .toml or .json, so {path} must end in one of them.")
+    require_machine_file(path)
+    text = dump_toml(machine) if path.suffix == ".toml" else json.dumps(to_dict(machine), indent=1) + "\n"
     write_text(path, text)
     return path
+
+
+def require_machine_file(path: Path) -> None:
+    """Raise ConfigError for a path in which no machine can be stored."""
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"A machine is stored as .toml or .json, so {path} must end in one of them.")
 
 
 def cache_folder(name: str = "") -> Path:

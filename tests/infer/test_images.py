@@ -205,29 +205,28 @@ def test_the_command_line_writes_a_grid_and_a_folder(
     _, folder = mixture
     grid, out = tmp_path / "made" / "grid.png", tmp_path / "images"
     words = ["sample", str(folder), "--steps", "3", "--count", "2", "--seed", "5", "--guidance", "2"]
-    assert main([*words, "--label", "3,7", "--grid", str(grid), "--out", str(out)]) == 0
+    assert main([*words, "--label", "3,7,3", "--grid", str(grid), "--out", str(out)]) == 0
     said = capsys.readouterr().out
-    assert "4 images" in said
+    assert "6 images" in said
     assert f"steps of dpm: {grid} and {out}\n" in said
     assert "3 ranges of timesteps" in said
-    expected = pixels_of(ImageGenerator(folder).sample([3, 3, 7, 7], steps=3, seed=5, guidance=2.0))
+    expected = pixels_of(ImageGenerator(folder).sample([3, 3, 7, 7, 3, 3], steps=3, seed=5, guidance=2.0))
     assert (read(grid) == grid_of(expected, 2)[..., 0]).all()
     names = sorted(file.relative_to(out).as_posix() for file in out.rglob("*.png"))
-    assert names == ["3/00000.png", "3/00001.png", "7/00000.png", "7/00001.png"]
+    assert names == [*(f"3/0000{number}.png" for number in range(4)), "7/00000.png", "7/00001.png"]
     assert (read(out / "7" / "00000.png") == expected[2, ..., 0]).all()
     assert main([*words, "--grid", str(grid)]) == 0
     assert read(grid).shape == (10 * 64 + 9 * 4, 2 * 64 + 4)
     config = json.loads((folder / "config.json").read_text())
-    config["id2label"] = {str(number): f"digit {number}" for number in range(10)}
+    config["id2label"] = {str(number): f"digit {number}" for number in range(9)} | {"9": "digit_3"}
     named = tmp_path / "named"
     named.mkdir()
     (named / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (named / "config.json").write_text(json.dumps(config))
-    assert (
-        main(["sample", str(named), "--steps", "1", "--count", "1", "--label", "digit 3", "--out", str(out)])
-        == 0
-    )
+    words = ["sample", str(named), "--steps", "1", "--count", "1", "--label", "digit 3,digit_3"]
+    assert main([*words, "--out", str(out)]) == 0
     assert (out / "digit_3" / "00000.png").is_file()
+    assert (out / "digit_3_2" / "00000.png").is_file()
 
 
 @pytest.mark.parametrize(

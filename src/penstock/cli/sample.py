@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -45,9 +48,11 @@ def sample(
     pixels = pixels_of(generator.sample(labels, config.sampling))
     took = time.perf_counter() - began
     if out is not None:
-        for number, (label, image) in enumerate(zip(labels, pixels, strict=True)):
-            name = re.sub(r"[^\w-]", "_", label or "images")
-            write_bytes(out / name / f"{number % config.count:05}.png", png(image))
+        folders, written = _folders(classes), Counter[str]()
+        for label, image in zip(labels, pixels, strict=True):
+            folder = folders[label]
+            write_bytes(out / folder / f"{written[folder]:05}.png", png(image))
+            written[folder] += 1
     if grid is not None:
         columns = config.count if len(classes) > 1 else round(len(labels) ** 0.5 + 0.499)
         write_bytes(grid, png(grid_of(pixels, columns)))
@@ -59,3 +64,14 @@ def sample(
             f"{len(generator.ranges)} ranges of timesteps have separate experts, loaded one range at a time: "
             f"{loaded_bytes:,.1f} MB of {total:,.1f} MB of weights."
         )
+
+
+def _folders(classes: Iterable[str | None]) -> dict[str | None, str]:
+    """A folder's name for each class: all but letters and digits become `_`, and classes that would share a name get a
+    number."""
+    folders: dict[str | None, str] = {}
+    for label in dict.fromkeys(classes):
+        start = re.sub(r"[^\w-]", "_", label or "images")[:60]
+        names = itertools.chain([start], (f"{start}_{number}" for number in itertools.count(2)))
+        folders[label] = next(name for name in names if name not in folders.values())
+    return folders

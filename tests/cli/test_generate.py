@@ -12,9 +12,11 @@ import torch
 
 from helpers.generation import tiny
 from penstock.cli import app, main
+from penstock.cli.generate import MOST, input_texts
 from penstock.data.text.chat import PLAIN
 from penstock.data.text.open import found_in
 from penstock.data.text.tokenizers import Bytes
+from penstock.errors import DataError
 from penstock.infer.generator import Generator
 from penstock.models.convert import save_pretrained
 
@@ -120,16 +122,24 @@ def test_lines_typed_into_a_terminal_are_one_conversation(
     ],
 )
 def test_what_is_missing_is_told(
-    words: list[str],
-    said: str,
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     given = [str(folder) if word == "MODEL" else word for word in words]
     assert main(["generate", *given]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_pipe_is_read_as_a_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In UTF-8 whatever the locale says, and completely; a line ends only where a file's does."""
+    raw = "\ufeffone\u2028 line\x0c\r\ntwo – é\n".encode()
+    (tmp_path / "texts").write_bytes(raw)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="ascii"))
+    assert input_texts((), None) == input_texts((), tmp_path / "texts") == ["one\u2028 line\x0c", "two – é"]
+    for wrong, why in ((b"a\xff", "byte 1 is 0xff"), (b"a" * (MOST + 1), "has more than 67,108,864 bytes")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(wrong)))
+        with pytest.raises(DataError, match=why):
+            input_texts((), None)
 
 
 def test_stop_texts_are_taken_as_they_are_typed(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +18,19 @@ from penstock.cli._app import configured
 from penstock.cli._options import Flag, JsonLines, Texts
 from penstock.config.decoding import Decoding, GenerateConfig
 from penstock.config.load import from_dict, load, read_file
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from penstock.infer.generator import Generator, Prompt
 
 MOST = 64 << 20
-"""Bytes of prompts that are read."""
+"""Maximum bytes of the prompts that are read."""
 
 
 def _over_the_folders(
     cls: type[GenerateConfig], *, file: Path | None, overrides: Mapping[str, Any]
 ) -> GenerateConfig:
-    """The settings, with the defaults of the model's folder."""
+    """The settings on top of the defaults in the model's folder."""
     from penstock.infer.usual import chosen, report_dropped, usual_of
 
     stored = {} if file is None else read_file(file)
@@ -51,7 +52,7 @@ class ChatOptions:
     """System message at the beginning of a chat."""
 
     def begin(self) -> list[dict[str, str]]:
-        """The messages that begin each conversation. Raises ConfigError where there is none to begin."""
+        """The messages that begin each conversation. Raises ConfigError for a system message without a chat."""
         if self.system is not None and not self.chat:
             raise ConfigError("--system begins a chat; add --chat, or write it into the prompt.")
         return [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -156,7 +157,7 @@ def _converse(generator: Generator, start: list[dict[str, str]], config: Generat
 
     if not _comes_in_pieces(config.decoding):
         raise ConfigError(
-            "A chat in a terminal is greedy or drawn; set beams and best to 1, and speculate to 0."
+            "A chat in a terminal shows text while it is generated; set beams and best to 1, and speculate to 0."
         )
     messages = list(start)
     while (line := from_rank_zero(_typed() if main else None, generator.dims)) is not None:
@@ -214,6 +215,20 @@ def _comes_in_pieces(decoding: Decoding) -> bool:
     return decoding.best == decoding.beams == 1 and not decoding.speculate
 
 
+def _piped() -> str:
+    """The text on standard input, in UTF-8 in any locale. Raises DataError for other bytes, and for too many."""
+    pipe = getattr(sys.stdin, "buffer", None)  # a caller's own stream may have none
+    raw: bytes = sys.stdin.read(MOST + 1).encode() if pipe is None else pipe.read(MOST + 1)
+    if len(raw) > MOST:
+        raise DataError(f"The input has more than {MOST:,} bytes, which is the most that is read; split it.")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise DataError(
+            f"The input is not text in UTF-8: byte {problem.start:,} is 0x{raw[problem.start]:02x}. Convert it first."
+        ) from None
+
+
 def input_texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
     """The texts of a command line, of a file, or of a pipe. Raises ConfigError where there are none."""
     if prompts and file is not None:
@@ -227,8 +242,9 @@ def input_texts(prompts: tuple[str, ...], file: Path | None) -> list[str]:
             "There is no text: give one after the model, or a --file with one per line, or pipe them in."
         )
     else:
-        content = sys.stdin.read(MOST)
-    lines = [line for line in content.splitlines() if line.strip()]
+        content = _piped()
+    # Not `splitlines`, for which a form feed or U+2028 inside a text ends a line too.
+    lines = [line for line in re.split(r"\r\n|\r|\n", content) if line.strip()]
     if not lines:
         raise ConfigError("The input has no text; write one per line.")
     return lines

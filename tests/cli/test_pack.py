@@ -32,6 +32,7 @@ def test_packing_and_verifying_from_the_command_line(
         (["{set}", "{set}/pack", "--size", "0"], 2, "size is 0, but must be at least 1"),
         (["{set}", "{set}/pack", "--verify"], 2, "give the packed set alone"),
         (["{set}", "--verify"], 4, "is no packed set"),
+        (["{set}", "--verify", "--quality", "80"], 2, "give the packed set alone"),
     ],
 )
 def test_mistakes_end_with_their_code(

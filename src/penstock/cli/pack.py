@@ -49,7 +49,7 @@ def pack(
         Check every byte of the packed set `source` against its checksums, and write nothing.
     """
     if verify:
-        if target is not None:
+        if target is not None or packing != _DEFAULTS or text != _TEXT:
             raise ConfigError("With --verify, give the packed set alone: `penstock pack SET --verify`.")
         check = verify_text if is_token_pack(Path(source)) else verify_images
         print(f"{source} is whole: {check(Path(source)):,} bytes checked.")

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-
+from penstock.cli._display import show
 from penstock.cli._options import Flag, Json
 from penstock.config.convert import Range, require
 from penstock.errors import CheckpointError, ConfigError, ExitCode
+from penstock.report.page import Cell, Section
 
 ShardSize = Annotated[float, Range(0, 1e9, open_low=True)]
+_HEADS = ("checkpoint", "MB", "ranks", "torch", "state", "plan")
 
 
 def verify_(path: Path, *, step: int | None = None) -> None:
@@ -43,8 +43,7 @@ def verify_(path: Path, *, step: int | None = None) -> None:
 def list_(path: Path, *, as_json: Json = False, thorough: Flag = False) -> int:
     """List the checkpoints of a run.
 
-    Shows step, size, ranks, Plan, and whether they can be trusted. Ends with code 5 if there is one that cannot be
-    trusted.
+    Shows step, size, ranks, Plan, and whether they can be trusted. Ends with code 5 if one cannot be trusted.
 
     Parameters
     ----------
@@ -64,7 +63,7 @@ def list_(path: Path, *, as_json: Json = False, thorough: Flag = False) -> int:
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
-        _show(rows, thorough)
+        show([_table(rows, thorough)])
     return int(ExitCode.CHECKPOINT if any(row["problem"] for row in rows) else ExitCode.DONE)
 
 
@@ -82,18 +81,15 @@ def _row(path: Path, thorough: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _show(rows: list[dict[str, Any]], thorough: bool) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("checkpoint", "MB", "ranks", "torch", "state", "plan"):
-        table.add_column(heading, justify="right" if heading in ("MB", "ranks") else "left", overflow="fold")
+def _table(rows: list[dict[str, Any]], thorough: bool) -> Section:
+    heads = [Cell(name, words=name not in ("MB", "ranks")) for name in _HEADS]
+    cells = []
     for row in rows:
-        name = Path(row["path"]).name
-        if row["problem"]:
-            table.add_row(name, "", "", "", "refused", row["problem"], style="red")
-            continue
-        state, size = "verified" if thorough else "sizes right", f"{row['bytes'] / 1e6:,.1f}"
-        table.add_row(name, size, str(row["ranks"]), row["torch"], state, row["plan"])
-    Console().print(table)
+        name, state = Path(row["path"]).name, "verified" if thorough else "sizes right"
+        known = f"{row.get('bytes', 0) / 1e6:,.1f}", str(row.get("ranks")), row.get("torch") or ""
+        words = ("", "", "", "refused", row["problem"]) if row["problem"] else (*known, state, row["plan"])
+        cells.append(("", [*map(Cell, (name, *words))]))
+    return Section(title="Checkpoints", columns=heads, rows=cells)
 
 
 def export_(

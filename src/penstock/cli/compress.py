@@ -20,17 +20,13 @@ def compress(config: CompressConfig) -> None:
 
         penstock compress runs/vit-digits --prune.layers 0.34 --quantise int8
     """
+    from penstock.cli._display import show
     from penstock.compress.page import cuts_table, table
     from penstock.compress.run import PAGE, RECORD
     from penstock.compress.run import compress as run
-    from penstock.report.page import plain_console, terminal_table
 
     require_folder(config.output)
     report = run(config, lambda words: print(words, file=sys.stderr, flush=True))
-    console = plain_console()
-    for section in filter(None, [cuts_table(report), table(report)]):
-        console.print(terminal_table(section, console.width))
-        if section.text:
-            console.print(section.text, style="dim", soft_wrap=True)
     output = Path(config.output)
-    console.print(f"\nWritten: {output / 'export'}, {output / PAGE} and {output / RECORD}", soft_wrap=True)
+    written = f"\nWritten: {output / 'export'}, {output / PAGE} and {output / RECORD}"
+    show(filter(None, [cuts_table(report), table(report), written]))

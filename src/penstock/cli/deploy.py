@@ -29,7 +29,8 @@ def deploy(config: DeployConfig) -> int:
             "penstock deploy needs a model: a preset such as llama3-8b, or a folder of weights."
         )
     # Imported here, because --help does without them.
-    from penstock.cli import deploy_show
+    from penstock.cli._display import show
+    from penstock.cli.deploy_show import parts_of
     from penstock.serve.deploy import explore, server_command
     from penstock.serve.traffic import requests_of
 
@@ -53,7 +54,7 @@ def deploy(config: DeployConfig) -> int:
         ]
         print(json.dumps(data | {"found": result.choice is not None, "layouts": layouts}, indent=1))
     else:
-        deploy_show.show(config, machine, arrivals, result)
+        show(parts_of(config, machine, arrivals, result))
         if command and config.output is not None:
             print(f"written: {config.output}/penstock.sh")
     return int(ExitCode.DONE if result.choice is not None else ExitCode.OUT_OF_MEMORY)

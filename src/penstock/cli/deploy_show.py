@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from rich.text import Text
+
+from penstock.cli._display import Part
 from penstock.config.formats import LOSSY
 from penstock.config.machine import Machine
-from penstock.report.page import Cell, Section, plain_console, terminal_table
-from penstock.report.units import money
+from penstock.report.page import Cell, Section
+from penstock.report.units import GIB, money
 from penstock.serve.deploy import Layout, Ranking
 from penstock.serve.settings import DeployConfig
 from penstock.serve.traffic import Arrival
 
-GIB = 2**30
 LEGEND = (
-    "tp, pp: devices that split a layer, pipeline stages. slots: sequences at a time of a replica. First token, "
-    f"between tokens, whole request: half of all requests / 95 % of them. {', '.join(LOSSY)} change "
-    f"results: --types {','.join(LOSSY)} allows them."
+    "tp, pp: devices that split a layer, pipeline stages. slots: sequences that a replica generates at a time. First "
+    "token, a token, request: time to the first token, between tokens, and in all; median / 95th percentile. "
+    f"{', '.join(LOSSY)} change results: --types {','.join(LOSSY)} allows them."
 )
 
 STEPS = {
@@ -27,37 +28,31 @@ STEPS = {
 }
 
 
-def show(config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking) -> None:
+def parts_of(
+    config: DeployConfig, machine: Machine, arrivals: Sequence[Arrival], result: Ranking
+) -> Iterator[Part]:
     """The table of layouts, the choice in a sentence, and why the others lose."""
-    assert config.model is not None
-    console = plain_console()
     span = arrivals[-1].at
     rate = f", {len(arrivals) / span:.3g} a second" if span else ""
-    console.print(f"{config.called} on {machine.name}: {len(arrivals):,} requests{rate}, simulated.")
-    console.print(terminal_table(table(config, result), console.width))
-    console.print(LEGEND, style="dim", soft_wrap=not sys.stdout.isatty())
+    yield f"{config.called} on {machine.name}: {len(arrivals):,} requests{rate}, simulated."
+    yield _table(config, result)
     if machine.device != "cpu":
-        console.print(STEPS[result.layouts[0].steps], style="dim", soft_wrap=True)
+        yield Text(STEPS[result.layouts[0].steps], style="dim")
     assumptions = dict.fromkeys(layout.assumption for layout in result.layouts[: config.top])
-    lines = [f"note: {words}" for words in assumptions if words]
+    yield from (f"note: {words}" for words in assumptions if words)
     if (best := result.choice) is None:
-        lines += [
-            f"No layout on {config.gpus} {machine.name} is in time. The nearest: {result.layouts[0].words()}.",
-            "Allow more devices with --gpus, more time with --p95-latency, or smaller types with --types.",
-        ]
-    else:
-        assert best.served is not None
-        rate, cost = f"{best.served.tokens_per_second:,.0f}", _cost(best, config.price)
-        figures = f"{rate} tokens a second, {cost} per million tokens"
-        lines.append(f"choice: {best.words()}: {best.gpus} {machine.name}, {figures}.")
-        if config.loads is not None:
-            uneven = f"the busiest device of a replica has {best.uneven:.2f} times the mean"
-            lines.append(f"experts: by {config.loads}, {uneven}.")
-    for line in lines:
-        console.print(line, soft_wrap=True)
+        yield f"No layout on {config.gpus} {machine.name} is in time. The nearest: {result.layouts[0].words()}."
+        yield "Allow more devices with --gpus, more time with --p95-latency, or smaller types with --types."
+        return
+    assert best.served is not None
+    rate, cost = f"{best.served.tokens_per_second:,.0f} tokens a second", _cost(best, config.price)
+    yield f"choice: {best.words()}: {best.gpus} {machine.name}, {rate}, {cost} per million tokens."
+    if config.loads is not None:
+        uneven = f"the busiest device of a replica has {best.uneven:.2f} times the mean"
+        yield f"experts: by {config.loads}, {uneven}."
 
 
-def table(config: DeployConfig, result: Ranking) -> Section:
+def _table(config: DeployConfig, result: Ranking) -> Section:
     """Layouts, the choice first."""
     names = "type", "tp", "pp", "replicas", "GPUs", "slots", "first token", "a token", "request", "tokens/s"
     heads = [*map(Cell, names), Cell("GiB", rank=1), Cell("per million", rank=2), Cell("why not", words=True)]
@@ -65,7 +60,7 @@ def table(config: DeployConfig, result: Ranking) -> Section:
     for layout in result.layouts[: config.top]:
         look = "strong" if layout is result.choice else ""
         rows.append((look, [*map(Cell, _row(layout, config.price)), Cell(layout.why, words=True)]))
-    return Section(title="Layouts", columns=heads, rows=rows)
+    return Section(title="Layouts", text=LEGEND, columns=heads, rows=rows)
 
 
 def _row(layout: Layout, price: float | None) -> list[str]:

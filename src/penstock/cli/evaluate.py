@@ -30,7 +30,9 @@ def evaluate(
         penstock evaluate runs/digits
         penstock evaluate runs/flowers --data imagefolder:/data/other --split all
     """
-    from penstock.report.page import plain_console, terminal_table
+    from rich.text import Text
+
+    from penstock.cli._display import Part, show
     from penstock.train.evaluate import evaluate_folder
     from penstock.train.evaluation_page import as_json as values_of
     from penstock.train.evaluation_page import classes_section, confusion_section, to_html
@@ -42,15 +44,13 @@ def evaluate(
     if as_json:
         print(json.dumps(values))
         return
-    console = plain_console()
-    console.print(f"{result.model}, from {result.weights}", soft_wrap=True)
-    console.print(f"{values['samples']:,} {values['unit']} of {result.data}", soft_wrap=True)
-    console.print(result.task.describe(values["metrics"]), style="bold")
+    parts: list[Part] = [
+        f"{result.model}, from {result.weights}", f"{values['samples']:,} {values['unit']} of {result.data}",
+        Text(result.task.describe(values["metrics"]), style="bold"),
+    ]  # fmt: skip
     tables = [classes_section(values["classes"])] if "classes" in values else []
     for section in filter(None, [*tables, confusion_section(values)]):
-        console.print(f"\n{section.title}", style="bold")
-        console.print(terminal_table(section, console.width))
-    if result.sample:
-        console.print(f"\n{result.sample}", soft_wrap=True)
-    if report is not None:
-        console.print(f"\nWritten: {report}", soft_wrap=True)
+        parts += [Text(f"\n{section.title}", style="bold"), section]
+    parts += [f"\n{result.sample}"] if result.sample else []
+    parts += [f"\nWritten: {report}"] if report is not None else []
+    show(parts)

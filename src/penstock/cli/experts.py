@@ -14,7 +14,7 @@ from penstock.cli._options import Flag, Json
 from penstock.errors import ConfigError
 
 _PLACE = (
-    "Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots are the replicas of experts on all "
+    "Place experts on devices, such as gpus=8 slots=16 nodes=2 groups=4: slots is the number of expert replicas on all "
     "devices together, and each group of experts stays on one node. With --json the placement itself is printed."
 )
 
@@ -25,7 +25,7 @@ class Placing:
 
     place: Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=True, help=_PLACE)] = ()
     before: Path | None = None
-    """An earlier placement, as --json printed it, to change in few slots."""
+    """An earlier placement, printed by --json, of which only few slots are to change."""
     moves: int | None = None
     """How many slots of a layer may change; by default one in twenty."""
     target: float | None = None
@@ -73,9 +73,9 @@ def experts(
         Write a page with the tables of layers and labels to this file.
     """
     from penstock.boundary.files import write_text
+    from penstock.cli._display import show
     from penstock.cli.place_experts import place_layers, placement_tables, read_placements, room_of
     from penstock.planner.loads import loads_page, loads_table, read_loads
-    from penstock.report.page import plain_console, terminal_table
 
     if as_json and csv:
         raise ConfigError("--json and --csv were both given; leave one out.")
@@ -96,6 +96,4 @@ def experts(
     elif csv:
         print(record.to_csv(), end="")
     else:
-        console = plain_console()
-        for section in [loads_table(record)] if placed is None else placement_tables(placed):
-            console.print(terminal_table(section, console.width))
+        show([loads_table(record)] if placed is None else placement_tables(placed))

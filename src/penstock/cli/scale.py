@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from penstock.boundary.files import own_file, require_folder, write_text
 from penstock.cli._app import configured, load_or_described
+from penstock.cli._display import show
 from penstock.config.convert import (
     Checked,
     Count,
@@ -24,7 +25,7 @@ from penstock.config.convert import (
 )
 from penstock.config.model import PRESETS, ModelConfig
 from penstock.config.run import DataConfig
-from penstock.report.page import Cell, Section, plain_console, terminal_table
+from penstock.report.page import Cell, Section
 from penstock.report.precision_figures import gradient_figure, percent
 
 if TYPE_CHECKING:
@@ -111,16 +112,13 @@ def scale(config: ScaleConfig) -> None:
     texts = {"scale.svg": figure, "scale.json": json.dumps(stored, indent=1) + "\n"}
     for name, text in texts.items():
         write_text(own_file(folder, name), text)
-    console = plain_console()
     per_batch = f" of {samples}" if samples else ""
     trained = f", training at a rate of {config.lr:g} in between" if config.lr else ", at the same weights"
-    console.print(f"{subject.title} on {subject.data}: {gradients.batches} batches{per_batch}{trained}\n")
-    console.print(terminal_table(_shares(gradients, advice.scale), console.width))
-    console.print(f"\nWritten: {', '.join(str(folder / name) for name in texts)}\n", soft_wrap=True)
-    console.print(
-        f"The largest power of two that leaves a factor of {advice.headroom:g} below 65,504 is {advice.scale:g}:"
-    )
-    console.print(line, soft_wrap=True)
+    show([
+        f"{subject.title} on {subject.data}: {gradients.batches} batches{per_batch}{trained}\n",
+        _shares(gradients, advice.scale), f"\nWritten: {', '.join(str(folder / name) for name in texts)}\n",
+        f"The largest power of two that leaves a factor of {advice.headroom:g} below 65,504 is {advice.scale:g}:", line,
+    ])  # fmt: skip
 
 
 def _shares(gradients: GradientHistogram, scale: float) -> Section:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-from rich.console import Console
-from rich.table import Table
-
+from penstock.cli._display import show
 from penstock.cli._options import Json
 from penstock.errors import ConfigError
+from penstock.report.page import Cell, Section
 
 
 def tune_kernels(*, rounds: int = 15, as_json: Json = False) -> None:
@@ -34,7 +33,7 @@ def tune_kernels(*, rounds: int = 15, as_json: Json = False) -> None:
         raise ConfigError(f"--rounds is {rounds}, but must be at least 1; 15 take a minute or two.")
     measured, most = 0, len(cases()) * len(TYPES)
 
-    def show(time: KernelTime) -> None:
+    def count(time: KernelTime) -> None:
         nonlocal measured
         measured += 1
         what = f"{time.operator} {time.variant}, {time.rows} × {time.features} in {time.dtype}"
@@ -43,20 +42,21 @@ def tune_kernels(*, rounds: int = 15, as_json: Json = False) -> None:
         )
 
     print(f"Measuring {most} operators, each eager and compiled; a minute or two.", file=sys.stderr)
-    times = measure_all(rounds, report=show)
+    times = measure_all(rounds, report=count)
     gains, kind = gains_of(times), kind_of("cpu")
     path = store(kind, gains)
     if as_json:
         print(json.dumps({kind: gains}, indent=1))
         return
-    table = Table(title=f"times as fast on {kind}", title_justify="left")
-    for heading in ("operator", "variant", "type", "than eager", "than compiled"):
-        table.add_column(heading, justify="right" if "than" in heading else "left")
-    for name, variants in gains.items():
-        for variant, types in variants.items():
-            for dtype, gain in types.items():
-                table.add_row(name, variant, dtype, *(f"{gain[form]:.2f}" for form in ("eager", "compiled")))
-    console = Console()
-    console.print(table)
-    console.print(f"plan.fuse=auto takes what is {LEAST_GAIN} times as fast, or more.", soft_wrap=True)
-    console.print(f"stored in {path}", markup=False, soft_wrap=True)
+    names = ("operator", "variant", "type", "than eager", "than compiled")
+    heads = [Cell(name, words="than" not in name) for name in names]
+    rows = [
+        ("", [*map(Cell, (name, variant, dtype, f"{gain['eager']:.2f}", f"{gain['compiled']:.2f}"))])
+        for name, variants in gains.items()
+        for variant, types in variants.items()
+        for dtype, gain in types.items()
+    ]
+    show([
+        f"times as fast on {kind}:", Section(title="", columns=heads, rows=rows),
+        f"plan.fuse=auto takes what is {LEAST_GAIN} times as fast, or more.", f"stored in {path}",
+    ])  # fmt: skip

@@ -31,10 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "launch"
 @pytest.mark.parametrize(
     ("program", "command"),
     [
-        (
-            ["vit-digits", "--recipe.steps", "30"],
-            ["-m", "penstock", "train", "vit-digits", "--recipe.steps", "30"],
-        ),
+        (["vit-digits", "--epochs", "3"], ["-m", "penstock", "train", "vit-digits", "--epochs", "3"]),
         (["train", "vit-digits"], ["-m", "penstock", "train", "vit-digits"]),
         (["--config", "run.toml"], ["-m", "penstock", "train", "--config", "run.toml"]),
         (["train.py", "--lr", "3"], ["train.py", "--lr", "3"]),

@@ -139,12 +139,8 @@ def test_the_level_may_come_from_the_environment(
     ],
 )
 def test_mistakes_end_with_code_2(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    line: list[str],
-    words: str,
-) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: list[str], words: str
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("s.py").write_text("import torch\n", encoding="utf-8")
     assert main(["run", *line]) == 2
@@ -176,11 +172,9 @@ def test_options_reach_the_level(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["tune", "--round_seconds", "1", "a.py"], ["tune", "--round_seconds", "1", "--", "a.py"]),
         (["run", "--", "a.py"], ["run", "--", "a.py"]),
         (["run", "--help"], ["run", "--help"]),
-        (["run"], ["run"]),
-        (["train", "vit-s16"], ["train", "vit-s16"]),
-        ([], []),
+        (["run"], ["run"]), (["train", "vit-s16"], ["train", "vit-s16"]), ([], []),
     ],
-)
+)  # fmt: skip
 def test_what_follows_the_script_is_the_scripts(tokens: list[str], found: list[str]) -> None:
     assert before_script(tokens) == found
 

@@ -21,6 +21,8 @@ from penstock.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from penstock.infer.predictions import ClassPrediction
 
+_FILE = "Read texts, or paths of images, from this file, one per line."
+_COLUMNS = "Column of a table to read; for pairs of texts two, as first,second."
 _SECONDS = 10.0
 """Time between two lines of progress where there is no terminal."""
 
@@ -28,20 +30,12 @@ _SECONDS = 10.0
 @configured(EncodeConfig, positional="model")
 def classify(
     config: EncodeConfig,
-    *inputs: Annotated[
-        str, Parameter(allow_leading_hyphen=False, help="Texts or tables; images or folders.")
-    ],
-    file: Annotated[
-        Path | None, Parameter(help="Read texts, or paths of images, from this file, one per line.")
-    ] = None,
+    *inputs: Annotated[str, Parameter(allow_leading_hyphen=False, help="Texts or tables; images or folders.")],
+    file: Annotated[Path | None, Parameter(help=_FILE)] = None,
     as_json: JsonLines = False,
-    output: Annotated[
-        Path | None, Parameter(help="Write predictions to this file: .csv, .jsonl or .json.")
-    ] = None,
-    columns: Annotated[
-        str, Parameter(help="Column of a table that is read, or two of pairs, as first,second.")
-    ] = "",
-) -> int:
+    output: Annotated[Path | None, Parameter(help="Write predictions to this file: .csv, .jsonl or .json.")] = None,
+    columns: Annotated[str, Parameter(help=_COLUMNS)] = "",
+) -> int:  # fmt: skip
     """Classify texts or images with a trained model.
 
     INPUTS are texts, or tables of them (CSV, TSV, JSON lines, Parquet); for a ViT images, or folders of them. They come
@@ -58,7 +52,7 @@ def classify(
     if output is not None:
         require_format(output)
         if any(Path(source) == output for source in sources):
-            raise ConfigError(f"--output is {output}, which is read; name another file.")
+            raise ConfigError(f"--output is {output}, which is also an input; name another file.")
     from penstock.infer.encode import Classifier
 
     classifier = Classifier(model, **config.options)

@@ -18,13 +18,9 @@ from penstock.errors import ConfigError
 
 @configured(EncodeConfig, positional="model")
 def embed(
-    config: EncodeConfig,
-    *texts: Texts,
-    file: TextFile = None,
-    image: Annotated[
-        tuple[Path, ...], Parameter(help="An image in place of texts; may be repeated.", negative="")
-    ] = (),
-) -> None:
+    config: EncodeConfig, *texts: Texts, file: TextFile = None,
+    image: Annotated[tuple[Path, ...], Parameter(help="An image instead of texts; may be repeated.", negative="")] = (),
+) -> None:  # fmt: skip
     """Turn texts into vectors with a trained encoder.
 
     A model of texts and images takes images too, with --image. Each vector has length 1, and is printed as a JSON list
@@ -44,8 +40,9 @@ def embed(
         raise ConfigError("Give texts, or images with --image, not both.")
     inputs = input_texts(texts, file) if main and not image else []
     with Embedder(model, **config.options) as embedder:
-        vectors = (
-            embedder.embed_images(image) if image else embedder.embed(from_rank_zero(inputs, embedder.dims))
-        )
+        if image:
+            vectors = embedder.embed_images(image)
+        else:
+            vectors = embedder.embed(from_rank_zero(inputs, embedder.dims))
     for vector in vectors.tolist() if main else ():
         print(json.dumps([round(number, 7) for number in vector]))

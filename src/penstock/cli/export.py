@@ -14,13 +14,9 @@ from penstock.export import ExportForm, ExportType
 
 
 def export(
-    model: str,
-    target: Path,
-    *,
-    to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
-    type: ExportType = "fp32",
-    head: Annotated[tuple[str, ...], Parameter(negative="")] = (),
-) -> None:
+    model: str, target: Path, *, to: Annotated[Literal[ExportForm, "transformers"], Parameter(name="--to")] = "onnx",
+    type: ExportType = "fp32", head: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+) -> None:  # fmt: skip
     """Write a model for other programs: ONNX, CTranslate2, torch, transformers.
 
     The written model is run once. Ends with code 6 if its outputs differ from MODEL's beyond the rounding of TYPE.

@@ -205,7 +205,4 @@ def load_compression(
         base = CompressConfig(
             task=job.task, data=job.data, recipe=job.recipe, plan=job.plan, machine=job.machine
         )
-    loaded: CompressConfig = load(
-        cls, file=file, stored=stored if file is not None else None, overrides=overrides, base=base
-    )
-    return loaded
+    return load(cls, file=file, stored=stored, overrides=overrides, base=base)  # type: ignore[no-any-return]

@@ -49,9 +49,8 @@ def load_evaluation(
     model: Any = (overrides or {}).get("model", stored.get("model"))
     job = _of_job(Path(model)) if isinstance(model, str) and Path(model).exists() else None
     loaded: EvaluateConfig = load(
-        cls, file=file, stored=stored if file is not None else None, overrides=overrides,
-        base=job or EvaluateConfig(),
-    )  # fmt: skip
+        cls, file=file, stored=stored, overrides=overrides, base=job or EvaluateConfig()
+    )
     if job is None and loaded.model is not None and loaded.data.source == "auto":
         raise ConfigError(
             f"No data are named to evaluate {shown(loaded.model)} on; name labelled data, such as --data "

@@ -187,14 +187,9 @@ INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
         "tp=2",
         None,
         {"weights": "int8"},
-        "weights=int8 rounds by what is beside it",
+        "weights=int8 rounds a whole row of weights together",
     ),
-    "a_shortlist_takes_whole_rows": (
-        "tp=2",
-        None,
-        {"shortlist": True},
-        "plan.tp=2 splits over ranks",
-    ),
+    "a_shortlist_takes_whole_rows": ("tp=2", None, {"shortlist": True}, "plan.tp=2 splits over ranks"),
     "heads_split_over_tensor_parallel": ("tp=5", "gpt2", {}, "12 attention heads"),
     "every_stack_is_cut_into_stages": ("pp=13", "gpt2", {}, "a stack of the model has 12"),
     "experts_are_split_over_ranks": ("dp=2 ep=3", None, {}, "use an ep of"),
@@ -206,7 +201,7 @@ INFERENCE: dict[str, tuple[str, str | None, dict[str, Any], str]] = {
 def test_experts_in_few_bits_have_one_host() -> None:
     plan = Plan.parse("dp=2 ep=2")
     said = inference_problems(plan, PRESETS["mixtral-8x7b"], weights="int4")
-    assert any("weights=int4 rounds experts where they are whole" in problem for problem in said)
+    assert any("weights=int4 would have to round experts before" in problem for problem in said)
     assert not inference_problems(plan, PRESETS["mixtral-8x7b"], weights="auto")
 
 

@@ -60,7 +60,7 @@ _CHECKPOINT_VERBS = {
 _WITH_SETTINGS = (
     "train evaluate ladder plan deploy serve scale generate sample embed retrieve classify compress"
 )
-"""Verbs with an option for each setting. Their usage is given here, because making it of the options takes long."""
+"""Verbs with an option for each setting. Their usage is given here, because deriving it from the options is slow."""
 _USAGE = {
     **dict.fromkeys(_WITH_SETTINGS.split(), "[MODEL] [OPTIONS]"),
     **dict.fromkeys(("run", "tune"), "[OPTIONS] SCRIPT [ARGUMENTS]"),
@@ -99,11 +99,11 @@ _WITH_VALUE = {
 }  # fmt: skip
 """Options that take a value, of the verbs that run a script. What follows the script's name is the script's."""
 _LONGEST = 2000
-"""Characters of a message about the command line, which repeats what was typed."""
+"""Maximum characters of a message that repeats what was typed."""
 _MOST_WORDS = 1000
-"""The parser of options takes time with the square of their number."""
+"""Maximum number of arguments: the time to parse them grows with its square."""
 _SPINS = "3000"
-"""Rounds for which a thread of GNU OpenMP waits awake at a barrier. docs/decisions/0010 says why they are few."""
+"""Rounds that a thread of GNU OpenMP spins at a barrier before it sleeps; docs/decisions/0010 has the reason."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -183,7 +183,7 @@ def _end(error: PenstockError) -> int:
 
 def _drop_output() -> None:
     """Redirect a closed stdout, so that Python's own flush at exit does not fail."""
-    with contextlib.suppress(OSError, ValueError):  # a caller's own stream may be no file
+    with contextlib.suppress(OSError, ValueError):  # a caller's own stream may not be a file
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -193,7 +193,7 @@ def _own_words(words: Sequence[str]) -> list[str]:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Raise ConfigError for far too many arguments of ours, or for one that no message could show."""
+    """Raise ConfigError for too many arguments before `--`, or for one with a control character."""
     own_words = _own_words(words)
     if len(own_words) > _MOST_WORDS:
         raise ConfigError(

@@ -39,8 +39,8 @@ def configured(
     The verb takes `--config FILE`, or one of the names in `file`, and `--key.of.setting VALUE` for every setting.
     `positional` names a setting that may also be the first argument. `flags` are settings that are true where they are
     named; other booleans take a value. `aliases` are other prefixes of options, separated by spaces. With `first`,
-    `--help` lists these settings alone, and `--help-all` the others too. `--help` does not list settings of families
-    other than the default's, which would double the page.
+    `--help` lists only these settings, and `--help-all` all. Settings of families other than the default's are not
+    listed, because they would double the page.
 
     The function is called with the loaded configuration, the words after the positional setting if it takes any
     (`*words`), and its own options by keyword. A `loader` has the arguments of `penstock.config.load.load`, for verbs
@@ -90,7 +90,7 @@ def configured(
 
 
 def _own(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
-    """The options that a verb has beside the settings."""
+    """A verb's own options, which are not settings."""
     hints = typing.get_type_hints(function, include_extras=True)
     for name, option in list(inspect.signature(function).parameters.items())[1:]:
         kind = option.kind if option.kind is _SEVERAL else inspect.Parameter.KEYWORD_ONLY
@@ -105,7 +105,7 @@ def _show_options(verb: Any, options: list[inspect.Parameter], first: tuple[str,
         short = [option for option in options if option.name in needed]
         verb.pages = (inspect.Signature(short), inspect.Signature(options))
     del verb.__wrapped__  # or its signature would be read instead
-    # For readers of the function's annotations, who do not ask for its signature.
+    # For code that reads annotations instead of the signature.
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in options}
 
 

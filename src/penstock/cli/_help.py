@@ -30,14 +30,14 @@ _SHOWN = 3
 
 
 ALL = "--help-all"
-_MORE = "\n\nThese are the options that most need; `{} --help-all` lists all of them."
+_MORE = "\n\nThese are the most needed options; `{} --help-all` lists all of them."
 
 
 @contextlib.contextmanager
 def described_by_docstring(app: App, words: Sequence[str]) -> Iterator[list[str]]:
-    """Inside, the help page of the verb in the command line `words` begins with the verb's docstring. Yields the words
-    for the parser, which has no `--help-all`: for a verb with many options `--help` lists the most needed ones. Later
-    calls in this process take all of them again.
+    """Let the help page of the verb in the command line `words` begin with its docstring. Yields the words that the
+    parser knows, without `--help-all`: for a verb with many options `--help` lists the most needed ones. On exit the
+    parser accepts all options again.
 
     Verbs are imported late, so each is registered with one line of description. Without this, that line would be the
     whole help page.

@@ -114,8 +114,8 @@ def when_imported(name: str, then: Callable[[], None]) -> Iterator[None]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finder that asks the finders after it, so that a module may be looked up without being imported, by any thread
-    and any number of times; the spec that it returns calls a function once the module was imported.
+    """Finder that asks all other finders for a module, and returns a spec that calls a function after the module's
+    import. The module may be looked up any number of times before, by any thread.
     """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
@@ -127,7 +127,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        # A finder of this kind, ours or another tool's, asks this one in turn.
+        # Another finder that asks all others, such as a second one of this class, asks this one in turn.
         if name != self._name or self._then is None or vars(self._asking):
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]

@@ -56,7 +56,7 @@ def launch(
 
 
 def names_no_degree(command: list[str]) -> bool:
-    """Whether a command trains and says nowhere how ranks share the work, so that they are replicas."""
+    """Whether a command trains without naming a parallel degree, so that its ranks are replicas."""
     if command[:3] != ["-m", "penstock", "train"]:
         return False
     from penstock.cli import app
@@ -71,7 +71,8 @@ def names_no_degree(command: list[str]) -> bool:
 
 
 def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
-    """The words after `python`. Raises ConfigError where nothing is named; unknown options of our verbs end it too."""
+    """The arguments after `python` that start a rank. Raises ConfigError without a program, and the parser's errors for
+    options that a verb does not have."""
     if not program:
         raise ConfigError(
             "There is nothing to launch. After --, give the arguments of `penstock train`, as in "
@@ -89,7 +90,7 @@ def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
     from penstock.cli import app, check_words
 
     check_words(arguments)
-    # What is wrong is reported once here, and not by every rank after it has started.
+    # Errors are reported once here, instead of by every rank.
     verb: Any
     verb, bound, *_ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     if arguments[0] == "train":

@@ -19,7 +19,7 @@ _BOUNDS = Bounds(bytes=1 << 28, values=1 << 25)
 
 
 def room_of(words: Sequence[str]) -> Room:
-    """The devices that words such as `gpus=8` describe. Raises ConfigError for others."""
+    """The devices that words such as `gpus=8` describe. Raises ConfigError for other words."""
     pairs: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -35,9 +35,9 @@ def place_layers(
     record: LoadRecord, room: Room, *, before: Mapping[str, Placement] | None = None, moves: int | None = None,
     target: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A placement of each layer, made from all windows but the last, and judged on that one too, as plain values; and
-    the fewest slots whose figure is at most `target`. Raises ConfigError if the experts of a layer have no room, or
-    `before` is of other layers, experts or devices."""
+    """Place the experts of each layer by their loads in all windows but the last, and compute the placement's figure on
+    the last too; with `target` also the fewest slots whose figure is at most that. Returns plain values. Raises
+    ConfigError if a layer's experts do not fit, or `before` has other layers, experts or devices."""
     made_from, later = record.history()
     layers: dict[str, Any] = {}
     for number, name in enumerate(record.layers):

@@ -14,18 +14,18 @@ from penstock.cli.generate import input_texts
 from penstock.config.decoding import EncodeConfig
 from penstock.errors import ConfigError
 
-_GRID = "Draw images that are answers here (PNG) as the model sees them, a row for each question."
+_GRID = "Draw the images that are found into this PNG file, as the model sees them, a row for each question."
 
 
 @configured(EncodeConfig, positional="model")
 def retrieve(
     config: EncodeConfig,
     *,
-    text: Annotated[tuple[str, ...], Parameter(help="A text to find others for; may be repeated.")] = (),
-    image: Annotated[tuple[Path, ...], Parameter(help="An image to find others for; may be repeated.")] = (),
+    text: Annotated[tuple[str, ...], Parameter(help="A text to search by; may be repeated.")] = (),
+    image: Annotated[tuple[Path, ...], Parameter(help="An image to search by; may be repeated.")] = (),
     images: Annotated[Path | None, Parameter(help="Folder of images to search.")] = None,
     texts: Annotated[Path | None, Parameter(help="File of texts to search, one per line.")] = None,
-    best: Annotated[int, Parameter(help="How many answers to show of each.")] = 5,
+    best: Annotated[int, Parameter(help="Number of answers to each question.")] = 5,
     grid: Annotated[Path | None, Parameter(help=_GRID)] = None,
 ) -> None:
     """Find texts or images by their likeness to a text or an image.

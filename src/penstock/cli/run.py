@@ -45,7 +45,7 @@ def run(
         The script's own arguments.
     precision
         O0 plain fp32, O1 each operation in its own type, O2 half weights with fp32 masters, O3 half throughout. O1
-        where neither this nor a plan is given.
+        if neither this nor a plan is given.
     plan
         Settings of a Plan, such as "precision=O1 optimizer=fused compile=blocks": those that are named are applied,
         and everything else stays as in the script. `penstock tune` finds the fastest.
@@ -56,9 +56,9 @@ def run(
     module
         SCRIPT is the name of a module.
     strict
-        End with exit code 9 where the script ended well and nothing was accelerated.
+        End with exit code 9 if the script succeeded but nothing was accelerated.
     watch
-        Where `penstock tune` listens.
+        The address at which `penstock tune` listens.
     """
     if script is None:
         raise ConfigError(
@@ -112,11 +112,11 @@ def _end_late(changes: Changes, ended: BaseException | None, code: int, strict: 
 
 
 _OWN = ("device", "dtype", "level", "precision", "say", "switches")
-"""Properties that the command itself decides, or has an option of its own for."""
+"""Properties that the command sets itself, or has an option for."""
 
 
 def _require_only(plan: str, precision: str | None, dtype: str, overrides: dict[str, Any]) -> None:
-    """Raise ConfigError for a Plan that cannot be read, and for options that say the same as it does."""
+    """Raise ConfigError for a Plan that cannot be read, and for options that contradict or repeat it."""
     named = Plan.named(plan)
     if precision is not None or dtype != "auto":
         option = f"precision={precision}" if precision is not None else f"dtype={dtype}"
@@ -152,8 +152,8 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 class Changes:
-    """Mixed precision, or a Plan, which this process gets as soon as it has imported torch. `settings` are the
-    precision and its properties; with a Plan, properties alone. `watch` is where `penstock tune` listens.
+    """Applies mixed precision or a Plan to this process as soon as it has imported torch. `settings` are the precision
+    and its properties; with a Plan, only properties. `watch` is the address at which `penstock tune` listens.
     """
 
     def __init__(self, settings: dict[str, Any], plan: str | None = None, watch: str | None = None) -> None:
@@ -163,14 +163,14 @@ class Changes:
         self._watch: Any = None
         self._applied = False
         self.unfit: PenstockError | None = None
-        """Why the settings themselves make no sense."""
+        """The error in the settings themselves, if there is one."""
 
     def begin(self) -> None:
-        """From now on change this process. Where torch is imported already, settings that make no sense are refused."""
+        """Change this process from now on. If torch is imported already, invalid settings raise their error here."""
         self._held.enter_context(when_imported("torch", self._install))
 
     def end(self, ended: BaseException | None) -> bool:
-        """Undo `begin`. Returns whether anything was applied, or was to be; if not, the reason has been printed."""
+        """Undo `begin`. Returns whether anything was applied, or nothing was requested; if not, prints the reason."""
         finished = ended is None or isinstance(ended, SystemExit)
         nothing_asked = self._plan is None and self._settings["precision"] == "O0"
         self._held.close()
@@ -210,5 +210,5 @@ class Changes:
 
 
 def say(text: str) -> None:
-    """Print a line of the account."""
+    """Print a line of the summary on stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ class Pass(NamedTuple):
     """Elements read and written per element of the activation in the backward pass."""
     launches: int = 1
     keeps: bool = False
-    """Whether it saves one element per element, besides the input of the first operator."""
+    """Whether it saves a tensor as large as the activation, in addition to the first operator's input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,7 +72,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Text:
-    """The texts that a field may hold, as in `Annotated[str, Text()]`, which has no blank ones."""
+    """The texts that a field may hold: `Annotated[str, Text()]` allows all that are not blank."""
 
     pattern: str = ""
     """A regular expression that the whole text must match; "": any text."""
@@ -367,8 +367,8 @@ its alternative, and both in one layer are an error (`penstock.config.load`)."""
 def both_given(key: str, value: Any, other_key: str, other: Any) -> str:
     """The problem of two settings of `EXCLUSIVE` that are both given."""
     return (
-        f"{shown(key)} is {shown_value(value)} and {shown(other_key)} is {shown_value(other)}, but each says what the "
-        "other does; keep one."
+        f"{shown(key)} is {shown_value(value)} and {shown(other_key)} is {shown_value(other)}, but both set the same "
+        "thing; keep one."
     )
 
 

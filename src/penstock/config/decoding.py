@@ -81,7 +81,7 @@ class Decoding(Checked, where="decoding"):
     """No sequence of this many tokens occurs twice, including the prompt; 0: no limit."""
     bias: tuple[Bias, ...] = ()
     """Added to logits: a token id and an amount each, such as `42=-1.5`, or `42=-inf` for never. With several tokens,
-    `5 6=-2`, the amount is added to the last one after the ones before it."""
+    `5 6=-2`, the amount is added to the last token wherever the text ends with the ones before it."""
     forced_first: Natural | None = None
     """The token that follows the first token of an encoder–decoder's decoder, or a prompt of one token."""
     forced_last: tuple[Natural, ...] = ()
@@ -172,7 +172,7 @@ class InferConfig(Checked, where=""):
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     batch: Count = 32
-    """Texts that are computed together."""
+    """Texts per forward pass."""
     plan: str = ""
     """How several devices, each with its own process, share the work (`penstock launch --procs N -- generate …`):
     `dp=2` splits the texts, and `dp=2 ep=2` the experts too. For generation, `tp=2` splits each layer, `pp=2` gives

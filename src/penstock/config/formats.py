@@ -22,7 +22,7 @@ class Format:
     """Number of elements that share a scale of 16 bits. 0: there are no scales, or a scale serves at least a whole row,
     so that its bytes do not count."""
     offsets: bool = False
-    """Whether they also share an offset of 16 bits."""
+    """Whether the elements of a group also share an offset of 16 bits."""
 
     @property
     def bytes(self) -> float:
@@ -66,9 +66,9 @@ ProductPass = Literal["forward", "input", "weight"]
 """The products of a linear layer in training: outputs, gradients of inputs, gradients of weights."""
 Scales = Literal["none", "tensorwise", "rowwise", "groups"]
 Weights = Literal["auto", "plain", "packed", "int8", "int8_weights", "int4", "fp8"]
-"""Forms in which a user may have the weights of a trained model stored for inference."""
+"""Forms in which the weights of a trained model can be stored for inference."""
 StoredFormat = Literal["int8", "int8_weights", "int4"]
-"""Forms in which a folder may have quantised weights."""
+"""Forms of quantised weights in a folder."""
 BaseWeights = Literal["plain", "int8_weights", "int4"]
 """Forms in which frozen weights may be stored in training."""
 Lossy = Literal["int8", "fp8", "int4"]
@@ -86,7 +86,7 @@ class Product:
     scales: Scales = "none"
     """The elements that share a scale: a whole tensor, each row over which a product sums, or each group of a row."""
     devices: tuple[str, ...] = ()
-    """Kinds of devices that support it in inference, where no row of inputs changes the results of another."""
+    """Kinds of devices that support it in inference, where a row's results must not depend on other rows."""
     capability: tuple[int, int] = (0, 0)
     """The lowest compute capability of NVIDIA GPUs that support it."""
     multiple: tuple[int, int] = (1, 1)

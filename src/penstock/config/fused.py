@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 FUSED_FORM = "fused_"
-"""Prefix of the measurements' names of activations that `bias_activation` computes: `fused_gelu`."""
+"""Prefix that names the measurement of an activation computed by `bias_activation`: `fused_gelu`."""
 FusedName = Literal["residual_norm", "bias_activation"]
 Fuse = Literal["auto", "residual_norm", "bias_activation"]
 
@@ -18,7 +18,7 @@ class FusedOperator:
     title: str
     """A few words, for tables."""
     why: str
-    """The work that it merges, and why that should be faster, for the ladder's page."""
+    """The work that it merges, and the reason why that should be faster, for the ladder's page."""
     devices: tuple[str, ...] = ("cpu",)
     """Devices with a kernel for it, under torch's names."""
 

@@ -41,8 +41,8 @@ class TokenInput:
     ordered: bool = False
     """Whether its tokens attend to no later ones, in every run that computes them."""
     prefix: float = 0.0
-    """Share of training samples whose first tokens attend to each other nevertheless; `prefixes` says how many
-    tokens."""
+    """Share of training samples whose first tokens attend to each other nevertheless; the argument `prefixes` has their
+    numbers."""
     share: float = 1.0
     """Average number of this input's samples per sample of a micro-batch."""
 
@@ -61,9 +61,9 @@ class PatchInput:
     class_token: bool = False
     """Whether a learned vector comes before the patches."""
     distil_token: bool = False
-    """Whether a second one follows, whose head is trained by a teacher."""
+    """Whether a second learned vector follows, whose head learns from a teacher."""
     registers: int = 0
-    """Number of learned vectors without positions that follow (Darcet et al., ICLR 2024)."""
+    """Number of learned vectors without positions that follow these (Darcet et al., ICLR 2024)."""
     bias: bool = True
     """Whether the linear map has a bias."""
 
@@ -106,7 +106,7 @@ class Condition:
     frequencies: int = 256
     """Number of sines and cosines that embed a time."""
     classes: int = 0
-    """Number of classes; the number after the last one means no class. 0: samples have no classes."""
+    """Number of classes; a sample whose class is this number has none. 0: no sample has a class."""
     dropout: float = 0.0
     """Share of training samples whose class, or text, is left out."""
 
@@ -125,8 +125,8 @@ class Run:
     input: str = ""
     """The input whose samples it computes, if it reads a run over several inputs."""
     memories: tuple[str, ...] = ()
-    """Earlier runs to whose concatenated outputs its cross attention attends; of several, those that were computed, or
-    for each sample the one that is chosen. Narrower outputs are padded with zero features."""
+    """Earlier runs whose concatenated outputs its cross attention reads: those that were computed, or for each sample
+    the one that the argument `memory_index` chooses. Narrower outputs are padded with zeros."""
     causal: bool = False
     """Whether a token attends only to itself and earlier tokens."""
     rows: int = 0
@@ -290,7 +290,7 @@ class Graph:
         return tuple(one for name in names for one in self.inputs if one.name == name)
 
     def hides_later(self, run: Run, one: Input) -> bool:
-        """Whether the tokens of an input attend to no later ones, in a run."""
+        """Whether a run masks later tokens in the samples of an input."""
         return run.causal or (isinstance(one, TokenInput) and one.ordered)
 
     def enters(self, run: Run) -> bool:
@@ -425,7 +425,7 @@ class Graph:
 
     @cached_property
     def padded(self) -> str:
-        """The input that unnamed lengths belong to: the first whose padding would affect a run or a vector."""
+        """Input of the argument `lengths`: the first whose padding affects a run or a vector; "" if there is none."""
         every = ((run, one) for run in self.runs for one in self.inputs_through(run))
         looked = {name for run in self.runs for name in run.memories}
         looked |= {head.run for head in self.heads_of(VectorHead)}

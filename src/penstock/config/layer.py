@@ -100,7 +100,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormKind:
-    """A kind of norm. Fields are as those of `Stack` that begin with `norm`."""
+    """A kind of norm. Fields are those of `Stack` that begin with `norm`."""
 
     kind: Norm
     eps: float

@@ -44,7 +44,7 @@ def _run_problems(graph: Graph, run: Run, known: list[str]) -> Iterator[str]:
     over_images = isinstance(graph.input_of(run), PatchInput)
     if run.stack.positions == "axial" and not over_images:
         yield (
-            f"{run.setting}.positions axial are of patches of an image, but the run {run.name} reads tokens; "
+            f"{run.setting}.positions axial are for patches of images, but the run {run.name} reads tokens; "
             "use positions rotary."
         )
     if run.memories and run.stack.parallel:
@@ -115,7 +115,7 @@ def _reading_problems(graph: Graph, run: Run) -> Iterator[str]:
     if not graph.enters(run) or run.memories or any(not isinstance(one, TokenInput) for one in through):
         yield (
             f"The run {run.name} computes samples of several inputs, but only a run without memories that reads "
-            "inputs of tokens can; name the one that it is for in `of`."
+            "inputs of tokens can; name the one that it is for in `input`."
         )
     elif len({one.length for one in through}) > 1:
         yield f"The inputs {' and '.join(one.name for one in through)} of the run {run.name} differ in length."
@@ -152,7 +152,7 @@ def _attention_problems(stack: Stack, where: str) -> Iterator[str]:
     if stack.kv_heads is not None and stack.heads % stack.kv_heads:
         yield (
             f"{where}.kv_heads is {stack.kv_heads}, but must divide {where}.heads {stack.heads}, "
-            "because each serves as many query heads."
+            "because each serves the same number of query heads."
         )
     if stack.qk_norm_whole and not (stack.qk_norm and stack.norm == "rms" and not stack.norm_zero_centred):
         yield (
@@ -292,7 +292,7 @@ def _router_problems(stack: Stack, where: str) -> Iterator[str]:
         )
     if stack.expert_dropout and not stack.mixture.learns_routes:
         yield (
-            f"{where}.expert_dropout masks visits by their weights, which {where}.router given has none of; leave "
+            f"{where}.expert_dropout masks visits by their weights, but {where}.router given has no weights; leave "
             "it out."
         )
     if stack.experts % groups:
@@ -354,7 +354,7 @@ def _unequal_problems(stack: Stack, where: str) -> Iterator[str]:
         if layer.heads % layer.kv:
             yield (
                 f"{where}[{number}].kv is {layer.kv}, but must divide its heads, {layer.heads}, because each "
-                "serves as many query heads."
+                "serves the same number of query heads."
             )
         if layer.mixture and not stack.experts:
             yield f"{where}[{number}].mixture is true, but the stack has no experts; set experts, or leave it out."

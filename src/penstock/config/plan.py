@@ -215,7 +215,7 @@ class Plan(Checked, where="plan"):
         if ";" in line or re.search(r",(?!\w+([\s,]|$))", line):  # `fuse=a,b` is a list
             spaced = " ".join(line.replace(",", " ").replace(";", " ").split())
             raise ConfigError(
-                f"A plan's settings stand apart by spaces, not by commas; write {quoted(spaced, 400)}."
+                f"A plan's settings are separated by spaces, not by commas; write {quoted(spaced, 400)}."
             )
         for part in line.split():
             if len(problems) == MOST_PROBLEMS:

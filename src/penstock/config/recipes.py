@@ -33,7 +33,7 @@ def load_run(
     """A run from general defaults, then the job of the preset that `overrides` or `file` name as `model`, then `file`,
     then `overrides`. Without a model, the preset is `vit-digits`.
 
-    `model_in` gives the model that a folder of weights describes, or None if it describes none. With it, a run that
+    `model_in` returns the model that a folder of weights describes, or None if it describes none. With it, a run that
     starts from a text model's weights, or names no model, uses the sizes of that model, and the defaults of fine-tuning
     override the preset's job.
 
@@ -204,8 +204,8 @@ def _incomparable(recipe: Recipe, plan: Plan, preferences: bool) -> Iterator[str
         )
     if recipe.z_loss:
         yield (
-            f"recipe.z_loss is {recipe.z_loss:g}, but task=preferences compares likelihoods, which it is no part "
-            "of; leave it out."
+            f"recipe.z_loss is {recipe.z_loss:g}, but task=preferences compares likelihoods and has no such term; "
+            "leave it out."
         )
     if recipe.teacher is not None:
         yield "task=preferences has a reference in place of a recipe.teacher; leave the teacher out."
@@ -277,7 +277,7 @@ def _differences(teacher: Graph, student: Graph) -> Iterator[str]:
                     "samples shorter."
                 )
     if teacher.labelled and not student.labelled:
-        yield "its router is given the label of each sample, which the student has no place for."
+        yield "its router is given the label of each sample, but the student takes no labels."
     if not student.classes and not student.words:
         if not (student.heads_of(FeatureHead) and teacher.heads_of(FeatureHead)):
             yield "the student returns features, and can only be compared with a teacher that returns features too."
@@ -298,7 +298,7 @@ def _outputs(graph: Graph) -> str:
         return f"{graph.classes.classes} classes"
     if graph.words is None:
         return "nothing"
-    return f"{graph.words.vocabulary} words" + (", each after those before it" if graph.main.causal else "")
+    return f"{graph.words.vocabulary} words" + (" by a causal model" if graph.main.causal else "")
 
 
 def _of_weights(model: ModelConfig, weights: str, preset: ModelConfig | None) -> ModelConfig:

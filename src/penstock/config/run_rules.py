@@ -1,4 +1,4 @@
-"""Rules on Plans that can be predicted but not run yet."""
+"""Rules on Plans that can be predicted, but that training or inference cannot run."""
 
 from __future__ import annotations
 
@@ -281,13 +281,13 @@ def _rounding_sees_whole_weights(plan: Plan, weights: Weights) -> Iterator[str]:
     form: Weights | Products = plan.products if weights == "auto" and plan.products != "plain" else weights
     if plan.tp > 1 and form != "auto" and PRODUCTS[form].weights is not None:
         yield (
-            f"weights={form} rounds by what is beside it, and with plan.tp={plan.tp} each rank has another part: "
+            f"weights={form} rounds a whole row of weights together, and plan.tp={plan.tp} splits rows: "
             "texts would change with tp. Use weights=auto, or more processes with a whole model each in place of tp."
         )
     if plan.ep > 1 and form != "auto" and PRODUCTS[form].weights is not None:
         yield (
-            f"weights={form} rounds experts where they are whole, and with plan.ep={plan.ep} each is sent to the ranks "
-            "that host it as it is. Use weights=auto, or more processes with a whole model each in place of ep."
+            f"weights={form} would have to round experts before plan.ep={plan.ep} sends them to the ranks that host "
+            "them, which it cannot. Use weights=auto, or more processes with a whole model each in place of ep."
         )
 
 
@@ -310,8 +310,8 @@ def _hosts_answer_at_any_time(plan: Plan) -> Iterator[str]:
     """In inference `ep` does not allow `pp`."""
     if plan.ep > 1 and plan.pp > 1:
         yield (
-            f"plan.ep={plan.ep} lets ranks wait for each other's tokens, and so does plan.pp={plan.pp}: together they "
-            "could wait for ever where ranks have other texts. Use plan.pp=1, and plan.tp to split what is left."
+            f"plan.ep={plan.ep} lets ranks wait for each other's tokens, and so does plan.pp={plan.pp}: if ranks have "
+            "different texts, they could wait for ever. Use plan.pp=1, and plan.tp to split the model."
         )
 
 

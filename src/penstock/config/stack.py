@@ -112,8 +112,8 @@ class Stack:
     qk_norm_whole: bool = False
     """Whether these norms are over the features of all heads at once (OLMo 2)."""
     latent: Latent | None = None
-    """Keys and values are made of a latent (DeepSeek-V2); none: of the token itself. In its place `head_features` and
-    `kv_heads` say nothing."""
+    """Keys and values are made of a latent (DeepSeek-V2); none: of the token itself. With it,
+    `head_features` and `kv_heads` have no effect."""
     parallel: bool = False
     """Whether attention and MLP read the same norm and run in parallel (GPT-J), instead of one after the
     other."""
@@ -190,8 +190,8 @@ class Stack:
     """Visits of one sample that an expert has room for, at evaluation too, as transformers' Switch Transformers count
     them; those beyond it are dropped, the last tokens first. None: all visits are computed."""
     labels: Experts = 0
-    """Kinds of samples, such as languages, whose visits to experts are counted apart; 0: none. A task whose data name
-    such labels sets it. With a router that is given, they are what is given."""
+    """Number of labels of samples, such as languages, by which visits to experts are counted; 0: none. Tasks whose data
+    have labels set it. With `router` given, a sample's label chooses its expert."""
     expert_of: tuple[Experts, ...] = ()
     """The expert of each label, or its group of experts, with `router` given. Empty: label i has expert i."""
     unequal: tuple[LayerSizes, ...] = ()
@@ -208,7 +208,7 @@ class Stack:
 
     @property
     def biased(self) -> bool:
-        """Whether positions are numbers that are added to the scores of self-attention."""
+        """Whether positions are biases that are added to the scores of self-attention."""
         return self.positions in ("relative", "alibi")
 
     @property
@@ -247,7 +247,7 @@ class Stack:
 
     @cached_property
     def mixture(self) -> ExpertMixture:
-        """The experts and how they are chosen, for those of the layers that have any."""
+        """The experts of the layers that have some, and how they are chosen."""
         own = {one.name: getattr(self, one.name) for one in fields(ExpertMixture) if one.name != "expert"}
         if self.router_normalised is None:
             own["router_normalised"] = self.experts_per_token > 1
@@ -278,7 +278,7 @@ class Stack:
         return (sizes,) * (self.experts if routed else 1)
 
     def _layer(self, sizes: LayerSizes) -> Layer:
-        """The layer of these sizes, which is in all else as this stack says."""
+        """The layer of these sizes, with everything else from this stack."""
         turns = self.positions in ("rotary", "axial") and sizes.turned
         rotary = self.rotary if turns else None
         if rotary is not None and sizes.window:
@@ -303,7 +303,7 @@ class Stack:
 
     @cached_property
     def plain_layer(self) -> Layer:
-        """A dense layer of the heads and the width that are set, whatever sizes its own layers have."""
+        """A dense layer with the stack's `heads` and `mlp_width`, even if `unequal` sets other sizes."""
         sizes = LayerSizes(heads=self.heads, kv=self.heads, hidden=self.mlp_width)
         return replace(self._layer(sizes), qk_norm=False)
 

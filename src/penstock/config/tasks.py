@@ -12,7 +12,7 @@ class TaskRow(NamedTuple):
     """A task's form and tag, available without importing its class."""
 
     place: str
-    """Its class, or the task itself, as a module of `penstock.tasks` and a name in it; empty for one of the user's."""
+    """Its class, or the task itself, as a module of `penstock.tasks` and a name in it; empty for a user's own task."""
     form: str
     """Forms of the graphs that it trains, separated by `or`."""
     tag: str = ""

@@ -61,7 +61,7 @@ class Backbone:
     ends: Mapping[str, str] = field(default_factory=dict)
     """Names of the parts before and after the blocks."""
     mark: str = r"(?!)"
-    """A regular expression for a name that does not occur in the weights of later families."""
+    """A regular expression for the name of a weight that families after this one do not have."""
     tower: str = ""
     """The class without a head for classes. Its vector of an image is that of `base.classifier`."""
     classes: Sequence[Any] = ("", {})

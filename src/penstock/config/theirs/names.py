@@ -19,8 +19,8 @@ class WeightPlaces:
     """Names of modules, or of parameters if ours is a parameter."""
     form: Literal["same", "heads", "rows", "experts", "turns", "units"] = "same"
     """`heads`: queries, keys and values, which we order by head; `rows`: one after the other; `experts`: the same for
-    each expert `{e}`, which are our first dimension; `turns`: of all experts in one, with outputs of gate and others by
-    turns; `units`: numbers, which are whole multiples of `UNIT` here."""
+    each expert `{e}`, stacked along our first dimension; `turns`: all experts in one tensor, whose outputs alternate
+    between gate and input; `units`: floats, which we store as integer multiples of `UNIT`."""
     transposed: bool = False
     """Whether weights are stored as (in, out), of experts as (E, in, out)."""
     unused: int = 0

@@ -45,7 +45,7 @@ _OWN = ("init", "sequence", "decoder_sequence")
 
 
 TEXTS_OF = {"gemma3": "gemma3_text"}
-"""The model_type of the language model in each that reads images too, whose options are its `text_config`."""
+"""The model_type of the language model inside each model that also reads images; `text_config` has its options."""
 
 
 def library_of(model_type: Any) -> Library:
@@ -115,7 +115,7 @@ def read_text_config(values: Mapping[str, Any]) -> TextConfig:
 
 
 def _language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of the language model, of a model that reads images too."""
+    """The options of the language model inside a model that also reads images."""
     if values.get("model_type") not in TEXTS_OF:
         return values
     inner = values.get("text_config")
@@ -236,7 +236,7 @@ def _require_loss(problem: str | None, classes: int) -> None:
     if problem not in (None, _problem(classes)):
         labels = "1 label" if classes == 1 else f"{classes:,} labels"
         raise ConfigError(
-            f"config.json has problem_type {problem!r} with {labels}, but Penstock tells one class out of several "
+            f"config.json has problem_type {problem!r} with {labels}, but Penstock predicts one class out of several "
             "('single_label_classification'), or one number ('regression' with 1 label). Remove problem_type to train "
             "the weights for one of these."
         )

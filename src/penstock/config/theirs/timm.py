@@ -29,13 +29,13 @@ _TIMM = re.compile(
 
 def timm_config(name: str) -> ViTConfig:
     """The model with the name `name` in timm, such as `vit_small_patch16_224.augreg_in1k`. Raises ConfigError for
-    models other than its plain ViTs, and for a tag that does not tell the number of classes."""
+    models other than its plain ViTs, and for a tag that does not determine the number of classes."""
     parts = _TIMM.fullmatch(name)
     if parts is None:
         if (backbone := _timm_backbone(name)) is not None:
             return backbone
         raise ConfigError(
-            f"timm:{quoted(name)[1:-1]} is none of timm's models whose shape is known: vit_SIZE_patchP_PIXELS and "
+            f"timm:{quoted(name)[1:-1]} is not one of timm's models whose shape is known: vit_SIZE_patchP_PIXELS and "
             f"deit_SIZE_patchP_PIXELS, with SIZE {', '.join(_TIMM_SIZES)}, and ViTs of {', '.join(_TIMM_BACKBONES)}, "
             "such as vit_base_patch14_dinov2. Change one by --model.NAME VALUE, or measure timm's own module: "
             "penstock ladder --model my_module:factory."

@@ -43,6 +43,23 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     assert again.reused == 2
 
 
+def test_a_text_without_space_does_not_change_which_blocks_are_found() -> None:
+    blocks = Blocks(6, 2)
+    first = blocks.allocate(range(1, 8), 8)
+    assert first is not None
+    blocks.publish(first, 7)
+    blocks.release(first)
+    assert blocks.allocate(range(1, 8), 14) is None
+    others, second = blocks.allocate((9,), 6), blocks.allocate((7, 7, 8), 4)
+    assert others is not None
+    assert second is not None
+    blocks.publish(second, 3)
+    blocks.release(others)
+    third = blocks.allocate((7, 7, 5, 6, 1), 6)
+    assert third is not None
+    assert third.reused == 2, "5 and 6 were computed after other tokens"
+
+
 def test_five_hundred_drawn_texts_leave_nothing_behind() -> None:
     draw = random.Random(0)
     blocks = Blocks(12, 2)

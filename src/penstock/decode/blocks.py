@@ -57,15 +57,11 @@ class Blocks:
         The last token of a prompt is always computed, never reused, because its features are needed.
         """
         shared = self._matching(ids)
-        for block in shared:
-            self._idle.pop(block, None)
         fresh = self.count_for(tokens) - len(shared)
-        if fresh > self.available:
-            for block in shared:
-                if not self._users[block]:
-                    self._idle[block] = None
+        if fresh > self.available - sum(block in self._idle for block in shared):
             return None
         for block in shared:
+            self._idle.pop(block, None)
             self._users[block] += 1
         blocks = [*shared, *(self._take() for _ in range(fresh))]
         return BlockTable(blocks, len(shared) * self.size, len(shared), tuple(ids))
@@ -83,24 +79,13 @@ class Blocks:
         return blocks
 
     def _take(self) -> int:
-        if not self._free:
-            self._forget(next(iter(self._idle)))
-        block = self._free.pop()
+        if self._free:
+            block = self._free.pop()
+        else:  # the block that has been idle longest; blocks that follow it have been idle longer, so they are gone
+            block, _ = self._idle.popitem(last=False)
+            del self._by_key[self._keys.pop(block)]
         self._users[block] = 1
         return block
-
-    def _forget(self, block: int) -> None:
-        """Free an unused block for other tokens; blocks that followed it can no longer be found."""
-        del self._idle[block]
-        self._free.append(block)
-        key = self._keys.pop(block)
-        del self._by_key[key]
-        for follower in [b for b, (before, _) in self._keys.items() if before == block]:
-            del self._by_key[self._keys[follower]]
-            del self._keys[follower]
-            if follower in self._idle:
-                del self._idle[follower]
-                self._free.append(follower)
 
     def publish(self, table: BlockTable, tokens: int) -> None:
         """Let other texts find the blocks of a text's prompt, after `tokens` of its tokens have been computed."""

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from penstock.serve import parse
 from penstock.serve.backend import Backend
 from penstock.serve.serve import usual_name
 from penstock.serve.settings import ServeConfig
-from penstock.serve.worker import Opened
+from penstock.serve.worker import Opened, Worker, limits_of
 
 pytest.importorskip("uvicorn")
 pytestmark = pytest.mark.timeout(120)
@@ -696,6 +697,26 @@ def test_a_compiled_worker_makes_the_tokens_of_an_eager_one(
         ServeConfig(compile="whole")
     with pytest.raises(ConfigError, match="exchange results"):
         ServeConfig(compile="whole", cache="slots", tp=2)
+
+
+@pytest.mark.parametrize(("family", "prompt"), [("gpt", 20), ("marian-tiny", 50)])
+def test_texts_wait_for_a_cache_that_cannot_hold_all(family: str, prompt: int) -> None:
+    """A source takes no space in it."""
+    from penstock.decode.engine import Engine, Request
+
+    model, config = generation.tiny(family), ServeConfig(slots=4, tokens=64)
+    engine = Engine(model, slots=4, cache="paged", tokens=64, start=0)
+    about = {"context": engine.context, "source": int(bool(model.graph.remembered))}
+    sent: list[dict[str, Any]] = []
+    link: Any = SimpleNamespace(send=lambda **message: sent.append(message))
+    worker = Worker(Opened(engine, Request, about), limits_of(to_dict(config), about), link)
+    for number in range(4):
+        decoding = {"max_tokens": 30, "ignore_end": True}
+        worker._take({"job": number, "ids": [1] * prompt, "decoding": decoding})
+    while worker.scheduler.running or worker.scheduler.waiting:
+        worker._turn()
+    pieces = [piece for message in sent for piece in message["pieces"]]
+    assert sorted(number for number, _, finished, _ in pieces if finished) == [0, 1, 2, 3]
 
 
 def texts_of(one: Opened) -> list[list[int]]:

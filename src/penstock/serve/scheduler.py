@@ -58,13 +58,15 @@ class Job:
 
     number: int
     prompt: int
-    """Tokens."""
+    """Tokens to read."""
     max_tokens: int
-    """Most tokens to generate."""
+    """Maximum number of tokens to generate."""
     request: Any = None
     """The engine's request, if there is one."""
     slot: int | None = None
     """The engine's slot, once the job has one."""
+    uncached: int = 0
+    """Tokens of the prompt that take no space in the cache, because they belong to a source."""
     read: int = 0
     """Number of the prompt's tokens that are in the cache."""
     generated: int = 0
@@ -72,8 +74,8 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole sequence at its maximum length."""
-        return self.prompt + self.max_tokens
+        """Tokens in the cache at the sequence's maximum length."""
+        return self.prompt - self.uncached + self.max_tokens
 
 
 class Read(NamedTuple):

@@ -106,7 +106,11 @@ class Worker:
                 ids=tuple(message["ids"]), decoding=decoding, route=message.get("route")
             )
             self.opened.engine.require(request)
-            self.scheduler.submit(Job(number, len(request.ids), request.max_tokens, request))
+            # The decoder that translates a source begins with one token.
+            uncached = len(request.ids) - 1 if self.opened.about.get("source") else 0
+            self.scheduler.submit(
+                Job(number, len(request.ids), request.max_tokens, request, uncached=uncached)
+            )
         except PenstockError as error:
             self.link.send(failed=[number, str(error)])
 
@@ -304,13 +308,11 @@ def _hosted(settings: dict[str, Any], config: ModelConfig | None) -> list[Hosted
 
 
 def limits_of(settings: dict[str, Any], about: dict[str, Any]) -> Limits:
-    """The scheduler's limits for an engine that has been opened. Sources of an encoder–decoder are not in the cache of
-    the slots, but count as prompts."""
-    context = about["context"] + about["source"]
-    cache = settings["tokens"] or settings["slots"] * about["context"]
+    """The scheduler's limits for an engine that has been opened."""
+    cache = Limits().blocks(settings["tokens"] or settings["slots"] * about["context"])
     return Limits(
-        slots=settings["slots"], waiting=settings["waiting"], context=context, chunk=settings["chunk"],
-        cache=max(cache, context + 16) if settings["cache"] == "paged" else 1 << 30,
+        slots=settings["slots"], waiting=settings["waiting"], context=about["context"], chunk=settings["chunk"],
+        cache=cache if settings["cache"] == "paged" else 1 << 30,
     )  # fmt: skip
 
 

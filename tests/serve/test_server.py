@@ -278,7 +278,9 @@ def test_openais_own_client_completes_texts_and_chats(client: Any) -> None:
     with pytest.raises(NotFoundError, match="no model 'other'"):
         client.models.retrieve("other")
     common = {"model": model.id, "temperature": 0}
-    drawn = client.completions.create(prompt="a", max_tokens=3, n=2, logprobs=1, echo=True, seed=1, **common)
+    drawn = client.completions.create(
+        prompt="a", max_tokens=3, n=2, logprobs=1, echo=True, seed=2**63 - 1, **common
+    )
     assert [one.text for one in drawn.choices] == ["abcd"] * 2
     assert drawn.choices[0].logprobs.token_logprobs == [None, -0.98, -0.99, -1.0]
     assert (drawn.usage.prompt_tokens, drawn.usage.completion_tokens) == (1, 6)

@@ -20,13 +20,15 @@ from penstock.errors import ConfigError
 from penstock.infer.usual import chosen
 
 MOST_CHOICES = 16
-"""Most texts for one prompt."""
+"""Maximum number of texts for one prompt."""
 MOST_LIKELIEST = 20
-"""Most alternatives at each place."""
+"""Maximum number of alternatives at each place."""
 MOST_BIASES = 300
-"""Most entries of `logit_bias`, as with OpenAI."""
+"""Maximum number of entries of `logit_bias`, as with OpenAI."""
+SEEDS = 1 << 31
+"""Seeds are used modulo this number, because clients send any integer of 64 bits."""
 MOST_PROMPTS = 256
-"""Most prompts, or texts to embed or translate, in one request."""
+"""Maximum number of prompts, or texts to embed or translate, in one request."""
 DECODING = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed",
     "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "min_tokens": "min_tokens",
@@ -89,7 +91,7 @@ class TextRequest:
 
 
 def body_of(raw: bytes, route: str, *, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a body of at most `max_bytes`. Raises ConfigError for others, and keys that `route` lacks."""
+    """The JSON object in a body of at most `max_bytes`. Raises ConfigError for anything else, and for unknown keys."""
     body = parse_json(
         raw, "The body of the request", bounds=Bounds(bytes=max_bytes, values=200_000, control=True)
     )
@@ -257,6 +259,8 @@ def _request(
     decoding: dict[str, Any] = {option: body[key] for key, option in DECODING.items() if key in body}
     if bias := _field(body, "logit_bias", dict, {}):
         decoding["bias"] = [f"{key}={_decimal(amount)}" for key, amount in bias.items()]
+    if type(seed := decoding.get("seed")) is int:
+        decoding["seed"] = seed % SEEDS
     stop = body.get("stop", usual.get("stop", []))
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > 16 or not all(isinstance(s, str) and s for s in stop):

@@ -44,7 +44,7 @@ from penstock.serve.settings import ServeConfig
 log = logging.getLogger(__name__)
 RETRY_SECONDS = 1
 TEXT_BYTES, IMAGE_BYTES = 1 << 20, 1 << 25
-"""Most bytes of a body, unless the settings say otherwise."""
+"""Maximum bytes of a body, unless the settings say otherwise."""
 LONG_TEXT = 20_000
 """Characters above which a text is tokenised in a thread, so that the event loop can serve other requests."""
 
@@ -349,7 +349,7 @@ class Service:
                     room = about.get("context", USUAL_TOKENS)
                     decoding |= lengths(self.backend.usual, decoding, count, room)
                 if decoding.get("seed") is not None:
-                    decoding["seed"] += choice
+                    decoding["seed"] = (decoding["seed"] + choice) % parse.SEEDS
                 texts.append(text(prompt, self._send({"ids": prompt, "decoding": decoding, "route": route})))
         return texts
 

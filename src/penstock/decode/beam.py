@@ -164,7 +164,8 @@ class _Passes:
             self.places = self.places.expand(len(tokens), -1).contiguous()
             columns = torch.arange(begin, self.filled, device=tokens.device)[None]
             seen = self.seen[:, :, :width].contiguous()
-            logits = self.compiled(self.past, tokens, self.places, columns, width, seen)
+            # Tokens with other strides would need a graph of their own.
+            logits = self.compiled(self.past, tokens.contiguous(), self.places, columns, width, seen)
         self.places = self.places + 1
         return logits
 

@@ -361,7 +361,7 @@ _MIXED = [("mixtral-tiny", "ctranslate2"), ("mixtral-tiny", "onnx-cache"), ("mar
         ),
         *((name, form, "fp32", f"mixtures of experts, which --to {form} cannot") for name, form in _MIXED),
         ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
-        ("multimodal-tiny", "onnx-cache", "fp32", "model generates no text from texts alone"),
+        ("multimodal-tiny", "onnx-cache", "fp32", "does not generate text from text alone"),
         ("multimodal-tiny", "ctranslate2", "fp32", "none like this; choose --to onnx\\."),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 and gguf have weights in int8"),
     ],

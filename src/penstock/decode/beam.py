@@ -37,7 +37,7 @@ class BeamTexts(NamedTuple):
     tokens: Tensor
     """(B, best, T), −1 after the last token; without the token that ended a text."""
     scores: Tensor
-    """(B, best), sums of log-probabilities over length to the length penalty."""
+    """(B, best), sums of log-probabilities, divided by the length to the power of the length penalty."""
 
 
 class _Search:

@@ -27,8 +27,9 @@ def adjust_logits(
 ) -> Tensor:  # fmt: skip
     """Logits (R, V), or log-probabilities, after biases, penalties, blocked n-grams, minimum length and forced tokens.
 
-    history (R, L): required if `settings.looks_back`. The last `new` tokens were generated, after `prompt` tokens:
-    numbers, or (R, 1). `ends` are the tokens that end a text. Returns a new tensor if anything changes.
+    `history` (R, L) holds all earlier tokens, if `settings.looks_back`. Of a text's tokens, `prompt` are its prompt and
+    `new` were generated: numbers, or (R, 1). `ends` are the tokens that end a text. Returns a new tensor if anything
+    changes.
     """
     for before, last, amounts in _biases(settings.bias, logits.dtype, logits.device):
         more, width = amounts.expand(len(logits), -1), before.shape[1]
@@ -94,8 +95,8 @@ def _penalise(logits: Tensor, settings: Decoding, history: Tensor, new: Tensor |
         wide = wide.scatter(1, places, torch.where(present < 0, present * penalty, present / penalty))
     if settings.frequency_penalty or settings.presence_penalty:
         length = history.shape[1]
-        behind = length - torch.arange(length, device=history.device)
-        generated = torch.where(behind <= new, places, size)
+        distance = length - torch.arange(length, device=history.device)
+        generated = torch.where(distance <= new, places, size)
         ones = torch.ones_like(generated, dtype=wide.dtype)
         counts = torch.zeros_like(wide).scatter_add_(1, generated, ones)
         wide = wide - settings.frequency_penalty * counts - settings.presence_penalty * (counts > 0)

@@ -45,7 +45,7 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """Most new tokens."""
+        """Maximum number of new tokens."""
         return self.decoding.max_tokens
 
 
@@ -203,7 +203,7 @@ class Engine:
         if self._routes is not None and request.route is None:
             problems.append("The label of a text chooses this model's experts; give each request its route.")
         if not request.max_tokens:
-            problems.append("Set max_tokens to the most tokens to generate.")
+            problems.append("Set max_tokens to the maximum number of tokens to generate.")
         if prompt + request.max_tokens > self.context:
             problems.append(
                 f"The prompt has {prompt:,} tokens and {request.max_tokens:,} are to be generated, but a text may have "
@@ -244,7 +244,7 @@ class Engine:
         ]
 
     def advance(self, chunk: int | None = None) -> list[tuple[list[int], Tensor]]:
-        """Do a `step`, but return slots and their new tokens (r,), including tokens that end a text."""
+        """Do a `step`, but return slots and their new tokens (r,), including tokens that end a text, on the device."""
         results = []
         batch, self._next = self._next, None
         steady = batch is not None
@@ -256,11 +256,11 @@ class Engine:
                     results.append((slots, self._choose(slots, logits)))
             steady = not any(text and text.unread for text in self._texts) and not results
         if batch is not None:
-            behind = batch.places + 1 if batch.every and batch.places is not None else None
-            tokens = self._choose(batch.slots, self._decode(batch), behind)
+            following = batch.places + 1 if batch.every and batch.places is not None else None
+            tokens = self._choose(batch.slots, self._decode(batch), following)
             results.append((batch.slots, tokens))
             if steady and batch.every and not any(text.done for text in batch.texts):
-                self._next = batch._replace(tokens=tokens[:, None], places=behind)
+                self._next = batch._replace(tokens=tokens[:, None], places=following)
         return results
 
     def _ready(self) -> _Batch | None:
@@ -408,28 +408,28 @@ class Engine:
         table = [[*row, *[spare] * (longest - len(row))] for row in rows]
         self._past.store.look(torch.tensor(table, device=self.device))
 
-    def _choose(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
-        """The next token (r,) of each of these slots, whose texts may have different settings. `behind` (r, 1) holds
-        their positions, if these are known on the device."""
+    def _choose(self, slots: list[int], logits: Tensor, following: Tensor | None = None) -> Tensor:
+        """The next token (r,) of each of these slots, whose texts may have different settings. `following` (r, 1) holds
+        the positions of these tokens, if they are known on the device."""
         groups: dict[int, list[int]] = {}
         for place, slot in enumerate(slots):
             groups.setdefault(id(self._text(slot).settings), []).append(place)
         if len(groups) == 1:
-            return self._choose_alike(slots, logits, behind)
+            return self._choose_alike(slots, logits, following)
         tokens = self._lengths.new_empty(len(slots))
         for places in groups.values():
             tokens[places] = self._choose_alike([slots[place] for place in places], logits[places])
         return tokens
 
-    def _choose_alike(self, slots: list[int], logits: Tensor, behind: Tensor | None = None) -> Tensor:
+    def _choose_alike(self, slots: list[int], logits: Tensor, following: Tensor | None = None) -> Tensor:
         """The next token (r,) of each of these slots; all texts have equal settings."""
         texts = [self._text(slot) for slot in slots]
         settings, history, uniform = texts[0].settings, None, None
         together = slots[-1] - slots[0] + 1 == len(slots)
         rows: Any = slice(slots[0], slots[-1] + 1) if together else torch.tensor(slots, device=self.device)
         new = self._column([text.generated for text in texts])
-        lengths: Any = behind
-        if behind is None:
+        lengths: Any = following
+        if following is None:
             lengths = self._column([text.prompt + text.generated for text in texts])
         if settings.looks_back:
             longest = max(text.prompt + text.generated for text in texts)

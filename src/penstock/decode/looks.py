@@ -40,7 +40,7 @@ class Continuing:
     tables: dict[str, Any]
     """Rotations and biases of each stack, over all positions."""
     run = layer = across = 0
-    """Stacks, blocks and cross-attentions that this pass has counted; those of the next stack follow."""
+    """Numbers of stacks, blocks and cross-attentions that this pass has computed so far."""
 
     def context(self, stack: Any, x: Tensor, memory: Tensor | None) -> Context:
         """The `Context` for the blocks of a `TokenStack` in this pass."""

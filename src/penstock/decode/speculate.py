@@ -1,8 +1,8 @@
 """Speculative decoding: tokens are guessed ahead, and the model checks all guesses in one pass.
 
-Guesses that the model agrees with are kept; the first that it does not is replaced by its own token. Drawn tokens keep
-the model's distribution exactly (Leviathan et al., ICML 2023, section 2.3). Guesses come from a smaller model with the
-same vocabulary, or are the tokens that followed an earlier occurrence of the newest tokens.
+Guesses that the model agrees with are kept; the first other guess is replaced by the model's own token. Drawn tokens
+keep the model's distribution exactly (Leviathan et al., ICML 2023, section 2.3). Guesses come from a smaller model with
+the same vocabulary, or are the tokens that followed an earlier occurrence of the newest tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Guesses(NamedTuple):
 
 
 Guess = Callable[[list[int], int], Guesses]
-"""A function that guesses at most some number of tokens that follow a text."""
+"""A function of a text's tokens and a number: it guesses at most that many next tokens."""
 
 
 def look_up(ids: list[int], count: int) -> Guesses:

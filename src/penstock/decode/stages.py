@@ -107,7 +107,7 @@ def _leave(stages: DecodeStages, block: nn.Module, inputs: Any, x: Tensor) -> Te
 
 
 def stages_of(model: nn.Module) -> DecodeStages | None:
-    """The stages of a model that `cut` has split; None for others."""
+    """The stages of a model that `cut` has split; None for a whole model."""
     stages: DecodeStages | None = model.__dict__.get(_OWN)
     return stages
 
@@ -117,8 +117,8 @@ def in_parts(
 ) -> list[T]:
     """The results of `generate` for `count` texts, in order: for all at once, or for one part per stage.
 
-    Ranks that split layers generate in one part, for their all-reduces have no tag; so do GPUs, whose messages have
-    none.
+    Ranks that split layers generate in one part, because all-reduces have no tags; so do GPUs, because NCCL's messages
+    have none.
     """
     parts = 1
     if stages is not None and dims.tp == 1 and distributed.get_backend(stages.group) == "gloo":

@@ -2,8 +2,8 @@
 
 An eager step runs hundreds of operations from Python. Here torch.compile makes one graph of them: columns are written
 by index tensors and masks say what each token attends to, so that the next step is the same graph with other values.
-The code does not depend on sizes that change from batch to batch (texts, columns, tokens of a source); a batch of one
-text, and one token per text instead of several beams, have code of their own.
+The code does not depend on sizes that change from batch to batch (texts, columns, tokens of a source); only a batch of
+one text, and one token per text in place of several beams, are compiled separately.
 
 On a GPU each step is recorded once per bucket of widths and texts as a CUDA graph, and then replayed as a whole: its
 tensors stay at their addresses.
@@ -35,7 +35,7 @@ BACKEND = "inductor"
 """Backend of torch.compile."""
 
 Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], Any], Tensor]]
-"""A function that records another function; it returns a replay function, and the tensor that holds the result."""
+"""A function that records a step; it returns a function that replays it, and the tensor that holds the result."""
 
 
 class StepTensors(NamedTuple):
@@ -129,7 +129,7 @@ class Compiled:
 
     @property
     def rounds(self) -> bool:
-        """Whether each new number of texts costs a recording, so that few different numbers should be used."""
+        """Whether each new number of texts needs a recording of its own, so that few numbers should occur."""
         return self._record is not None
 
     def __call__(
@@ -204,8 +204,8 @@ class _Play:
 
 
 def _record_graph(run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    """Record a CUDA graph. The step runs before, which compiles it; the first replay overwrites what these runs
-    write."""
+    """Record a CUDA graph. The step runs twice before, which compiles it; the first replay overwrites the results of
+    these runs."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,6 +1,6 @@
 """GGUF, the file format of llama.cpp and programs built on it: a decoder's weights, settings and tokenizer in one file.
 
-Names, and the order of rotary features in Llama's queries and keys, are those of llama.cpp's own converter. The file is
+Names, and the order of rotary features in Llama's queries and keys, follow llama.cpp's own converter. The file is
 read back with the package gguf, and must contain the model's weights.
 """
 
@@ -51,8 +51,8 @@ _CUTS = {
     "llama-bpe": ("\\p{N}{1,3}", "(?i:'s|'t"),
     "qwen2": ("|\\p{N}| ?[^\\s\\p{L}\\p{N}]+", "(?i:'s|'t"),
 }
-"""llama.cpp's names of the ways in which a byte-level BPE cuts texts into words, and what their regular expressions
-have."""
+"""llama.cpp's names of the ways in which a byte-level BPE splits texts into words, and parts of their regular
+expressions."""
 
 
 def write_gguf(folder: Path, model: Model, target: Path, kind: ExportType) -> tuple[Path, float]:

@@ -1,6 +1,6 @@
 """ONNX for generation: keys and values of earlier tokens are inputs, those of all tokens are outputs.
 
-Names are those of Hugging Face's optimum; I is the number of a block. The first pass gets none, tensors of P = 0.
+Names are those of Hugging Face's optimum; I is the number of a block. The first pass gets tensors with P = 0.
 
 - A decoder is `decoder_with_past_model.onnx`: from `input_ids` (B, N), `attention_mask` (B, P + N) and
   `past_key_values.I.key` and `.value` (B, G, P, K) to `logits` (B, N, V), `present.I.key` and `.value`
@@ -48,12 +48,11 @@ def write_cached(module: nn.Module, target: Path) -> tuple[Path, Tensor, Tensor]
     """
     if not isinstance(module, Model) or not module.graph.generates:
         raise ConfigError(
-            "This model generates no text from texts alone, whose keys and values a cache keeps; choose --to onnx."
+            "This model does not generate text from text alone, so nothing is cached for it; choose --to onnx."
         )
     if any(run.stack.latent for run in module.graph.runs):
         raise ConfigError(
-            "This model keeps latents of tokens, and no keys and values, for which optimum has no names; choose --to "
-            "onnx."
+            "This model caches latents in place of keys and values, for which optimum has no names; choose --to onnx."
         )
     target.mkdir(parents=True, exist_ok=True)
     path = target / DECODER

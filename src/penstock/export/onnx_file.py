@@ -48,7 +48,7 @@ def processor_of(folder: Path, source: PatchInput, white: float = 255) -> dict[s
 
 def image_facts(processor: Mapping[str, Any], source: PatchInput, names: Any) -> dict[str, str]:
     """Metadata of an ONNX file of images, each as JSON: `image_size`, `image_mean` and `image_std` of inputs that were
-    in [0, 1], and `labels`, if `names`, in the form of id2label, states them."""
+    in [0, 1], and `labels`, from `names` in the form of id2label."""
     facts = {
         "image_size": source.image_size,
         **{name: processor.get(name) for name in ("image_mean", "image_std")},

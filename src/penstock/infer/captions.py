@@ -41,8 +41,8 @@ def writes_of_either(folder: str | Path) -> bool:
 
 
 class Captioner:
-    """Captions of images, and translations of texts, by a model whose decoder attends to either: the likeliest token
-    each time, or with `beams` the likeliest text of a search."""
+    """Captions of images and translations of texts, by a model whose decoder attends to either: by the likeliest token
+    at each step, or with `beams` by beam search."""
 
     def __init__(
         self, model: str | Path | Model, plan: Plan | None = None, *, tokenizer: Tokenizer | None = None,

@@ -127,8 +127,8 @@ class Embedder:
                 device = local_device(torch.device(device))
                 self.dims = joining.enter_context(together(plan, device, weights=weights))
             opened = loaded(
-                model, plan, weights=weights, tokenizer=tokenizer, device=device, dims=self.dims, careful=True
-            )
+                model, plan, weights=weights, tokenizer=tokenizer, device=device, dims=self.dims, exact_outputs=True
+            )  # fmt: skip
             graph, self.batch = opened.model.graph, batch
             head = _vectors(opened.model, TokenInput)
             if head is None and (graph.vision or graph.writer is not None):
@@ -196,7 +196,8 @@ class Classified:
 
 
 class Classifier:
-    """Classes of texts or pairs of texts, by an encoder with a classification head; or of images, by a ViT."""
+    """Classes of texts or pairs of texts, by an encoder with a classification head; or of images, by a ViT. Raises
+    ConfigError for a model without classes."""
 
     def __init__(
         self, model: str | Path | Model, plan: Plan | None = None, *, weights: Weights = "auto",
@@ -204,7 +205,7 @@ class Classifier:
         device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         opened = loaded(
-            model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, telling=True
+            model, plan or Plan(), weights=weights, tokenizer=tokenizer, device=device, classifies=True
         )
         self.model, self.batch, self.white = opened.model, batch, opened.white
         self.classes = tuple(classes) or opened.classes

@@ -53,7 +53,7 @@ class Generated:
     finished: Finished
     """`stop`: at the model's end of text or before a stop text; `length`: after `max_tokens` tokens."""
     score: float | None = None
-    """Score in beam search: the sum of log-probabilities over length to the length penalty."""
+    """Score in beam search: the sum of log-probabilities, divided by the length to the power of the length penalty."""
 
 
 class Generator:
@@ -110,7 +110,7 @@ class Generator:
                 )
             self._draft: Model | None = None
             if draft is not None:
-                drafting = _generating(opens(draft, tokenizer=None, beside=self.model))
+                drafting = _generating(opens(draft, tokenizer=None, companion=self.model))
                 small = drafting.model
                 same = type(small) is type(self.model)
                 if not same or small.config.vocabulary != self.model.config.vocabulary:
@@ -192,7 +192,7 @@ class Generator:
         texts can be streamed. `label` is as in `generate`. With several ranks, each must read the stream to its end."""
         decoding = self._settings(decoding, settings, without=SEARCH)
         if self.tokenizer is None:
-            raise ConfigError("Text needs a tokenizer, and this model came without one; give Generator one.")
+            raise ConfigError("Text needs a tokenizer, and this model has none; pass one to Generator.")
         ids, (route,) = self.encode(prompt), self.labels.numbers([prompt], label)
         decoding = self._bounded([ids], decoding)
         for _, _, piece, _ in self._in_slots([ids], [route], [decoding.seed], decoding):

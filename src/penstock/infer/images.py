@@ -121,7 +121,8 @@ class ImageGenerator:
         self, labels: Sequence[str | int | None], sampling: Sampling | None = None, **settings: Any
     ) -> Tensor:
         """An image for each label, (N, C, S, S) fp32 on the CPU, with pixels in [−1, 1] if the model was trained on
-        such. Labels are classes, by name or number, or texts if the model reads texts; None: without a condition.
+        such pixels. Labels are classes, by name or number, or texts if the model reads texts; None: without a
+        condition.
 
         `sampling`, or single `settings` of it, control how. Raises ConfigError for an unknown class, and for guidance
         of a model without labels.
@@ -129,7 +130,7 @@ class ImageGenerator:
         how = replace(sampling or Sampling(), **settings)
         if not labels:
             raise ConfigError("There are no labels; give one for each image, or None for each.")
-        # The images' labels, then as many without a condition, encoded together so that texts have the same padding.
+        # Labels of the images, then None for each, encoded together so that all texts have the same padding.
         every = self._arguments([*labels, *[None] * len(labels)], how.word_weights)
         if not every and how.guidance != 1.0:
             raise ConfigError("The model has no labels to guide towards; leave guidance at 1.")

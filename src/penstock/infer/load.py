@@ -59,28 +59,28 @@ class Loaded:
     white: float | None = None
     """Value of white in images of more than 8 bits, as in training."""
     whole_bytes: int = 0
-    """Bytes of all weights in the model's folder, in the dtype of the computation; 0 for a model that was open
-    already."""
+    """Bytes of all weights in the model's folder, in the dtype of the computation."""
     bytes: int = 0
-    """Bytes of the weights that were read from it, before they were split or stored in another form."""
+    """Bytes of the weights that were read from the folder, before they were split or stored in another form."""
     pooled_first: bool = False
     """Whether an embedding is the first token's features."""
 
 
 def loaded(
     model: str | Path | nn.Module, plan: Plan, *, weights: Weights | Products, tokenizer: Tokenizer | None,
-    device: torch.device | str = "cpu", dims: ParallelDims = ALONE, careful: bool = False,
-    shortlist: Sequence[int] = (), beside: nn.Module | None = None, slots: Sequence[Slots] = (),
-    only: Sequence[str] = (), telling: bool = False,
+    device: torch.device | str = "cpu", dims: ParallelDims = ALONE, exact_outputs: bool = False,
+    shortlist: Sequence[int] = (), companion: nn.Module | None = None, slots: Sequence[Slots] = (),
+    only: Sequence[str] = (), classifies: bool = False,
 ) -> Loaded:  # fmt: skip
     """Prepare a model, or the model at a path, for inference: in evaluation mode and in the Plan's dtype. Its linear
     layers store weights as `weights` says; with `auto`, a quantised model multiplies as its folder says. A module is
     changed in place, if anything has to change. With several ranks, `dims` is this rank's place: each rank reads the
-    whole model on the host and moves its own part to the device. `careful` is an argument of `store_linears`. With a
-    `shortlist`, a model that generates has logits only for these tokens and those that end a text. `beside` is another
-    model that is served together with this one, and `slots` say which experts each rank hosts, as in
+    whole model on the host and moves its own part to the device. `exact_outputs` is a field of `Setup`. With a
+    `shortlist`, a model that generates has logits only for these tokens and those that end a text. `companion` is
+    another model that is served together with this one, and `slots` say which experts each rank hosts, as in
     `penstock.parallel.hosts.host_experts`. `only`: if labels choose the experts of the model at the path, read only the
-    experts of these labels. With `telling`, a model of several heads keeps only what its classification head needs.
+    experts of these labels. With `classifies`, a model with several heads keeps only what its classification head
+    needs.
 
     Raises ConfigError if the Plan needs several devices without ranks, or something that ranks do not support, and the
     errors of opening a folder.
@@ -99,7 +99,7 @@ def loaded(
     module, labels, whole = _read(source, settings, only)
     if tokenizer is None and folder:
         tokenizer = found_in(folder)
-    module = (_telling(module) if telling else module).eval()
+    module = (_only_classifying(module) if classifies else module).eval()
     elements = sum(each.numel() for each in module.parameters())
     if not dims.alone:
         config: Any = module.config
@@ -108,7 +108,7 @@ def loaded(
     setup = Setup(
         purpose=INFERENCE, plan=plan, numerics=numerics_of(plan), device=torch.device(device), weights=form,
         rounded=rounded_weights(folder) if folder and form == "auto" else {},
-        loaded=folder is not None, exact_outputs=careful, slots=slots, companion=beside,
+        loaded=folder is not None, exact_outputs=exact_outputs, slots=slots, companion=companion,
         shortlist=(*shortlist, *ends) if shortlist else (),
         dims=ALONE if _is_shared_out(module, dims) else dims,
     )  # fmt: skip
@@ -129,8 +129,8 @@ def loaded(
 def _read(
     model: Path | nn.Module, settings: dict[str, Any], only: Sequence[str]
 ) -> tuple[Any, TextLabels, int]:
-    """A model, or the one in a folder, with the experts of the labels `only`, if there are any; its labels; and the
-    elements of all weights in the folder, if only some were read, else 0."""
+    """An open model, or the model in a folder, with the experts of the labels `only`, if there are any; its labels;
+    and the number of elements of all weights in the folder if only some were read, else 0."""
     if isinstance(model, nn.Module):
         if only:
             raise ConfigError(
@@ -163,7 +163,7 @@ def _usual(folder: Path, dims: ParallelDims) -> Mapping[str, Any]:
     return defaults.fields
 
 
-def _telling(model: Any) -> Any:
+def _only_classifying(model: Any) -> Any:
     """The model with only its classification head, and without parts that only other heads need."""
     if model.graph.classes is None or len(model.graph.heads) == 1:
         return model

@@ -1,4 +1,4 @@
-"""Pictures of generated or found images: bytes, PNG files, and grids of several images."""
+"""Images as bytes, as PNG files, and in grids."""
 
 from __future__ import annotations
 

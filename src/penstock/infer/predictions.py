@@ -41,7 +41,7 @@ class ClassPrediction:
 
     @property
     def where(self) -> str:
-        """The input in words."""
+        """The input as text."""
         if self.value is None:
             return self.source
         return " | ".join(self.value) if isinstance(self.value, tuple) else str(self.value)

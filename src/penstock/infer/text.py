@@ -64,13 +64,13 @@ class Stream:
             tail = self._tokenizer.decode(self._tokens[self._from :])
             if not _stands_alone(tail) or not whole.endswith(tail):
                 self._from = 0
-        return self._tell(more)
+        return self._release(more)
 
     def end(self) -> str:
         """The rest of the text, after the last token."""
         if self.stopped:
             return ""
-        more = self._tell(self._decoded()[1])
+        more = self._release(self._decoded()[1])
         self._read = len(self._tokens)
         left, self._held = self._held, ""
         self.text += left
@@ -84,7 +84,7 @@ class Stream:
             before = before.rstrip(_BROKEN)
         return whole, whole[len(before) :]
 
-    def _tell(self, more: str) -> str:
+    def _release(self, more: str) -> str:
         self._held += more
         places = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if places:

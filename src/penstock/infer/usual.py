@@ -125,7 +125,7 @@ def _biases(settings: Mapping[str, Any], ends: list[Any]) -> Iterable[tuple[str,
 
 def chosen(usual: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The given fields of `Decoding`, with the usual fields that do not contradict them, except `max_tokens`; and the
-    names of the usual fields that do."""
+    names of the usual fields that contradict them."""
     fields, dropped = dict(given), list[str]()
     for name, value in usual.items():
         if name == "bias":
@@ -142,8 +142,8 @@ def chosen(usual: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str
 
 
 def lengths(usual: Mapping[str, Any], decoding: Mapping[str, Any], prompt: int, room: int) -> dict[str, int]:
-    """`max_tokens`, if it is not set, after a prompt of `prompt` tokens in a text of at most `room` tokens; and
-    `min_tokens`, the folder's limited to what fits."""
+    """`max_tokens` for a call that does not set it, for a prompt of `prompt` tokens and at most `room` tokens in all;
+    and `min_tokens`, which is lowered to fit if the folder set it."""
     least, length = decoding.get("min_tokens", 0), decoding.get("max_length", 0)
     most = usual.get("max_tokens", 0) if length == usual.get("max_length", 0) else 0
     tokens = length - prompt if length and not most else max(most or USUAL_TOKENS, least)

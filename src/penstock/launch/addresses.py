@@ -74,7 +74,7 @@ _Entry._fields_ = [
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Addresses of this host, current with its interface."""
+    """This host's addresses, each with its network interface."""
     libc, first, addresses = ctypes.CDLL(None), ctypes.POINTER(_Entry)(), list[tuple[str, str]]()
     if libc.getifaddrs(ctypes.byref(first)):
         return addresses

@@ -27,7 +27,7 @@ _TICK = 0.1
 _OTHERS_REPORT = 1.0
 """Seconds that the other ranks have to report why they failed, before all are killed."""
 _STACKS = 5.0
-"""Most seconds to wait for ranks' stacks: a busy machine is slow to wake a stopped process."""
+"""Maximum seconds to wait for ranks' stacks: a busy machine is slow to wake a stopped process."""
 _SETTLED = 0.3
 """Stacks that have not grown for this many seconds are complete."""
 _NO_STACK = "(it did not answer: it waits in the kernel, or had not started)"

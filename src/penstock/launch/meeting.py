@@ -154,7 +154,7 @@ class Meeting(Nodes):
         self._wait(call(self._leave), _PATIENCE)
 
     def meet(self, restarts: int) -> Assignment:
-        """Do as `Nodes.meet`. Raises EnvironmentProblem if too few nodes come, or the run has ended elsewhere."""
+        """See `Nodes.meet`. Raises EnvironmentProblem if too few nodes come, or the run has ended elsewhere."""
         if self._look is not None:
             self._result(self._look)
             self._look = None

@@ -46,7 +46,7 @@ class Nodes:
         return False
 
     def _reserve(self, host: str) -> tuple[str, int]:
-        """A free port of `host` for rank 0's store in the next life, replacing that of the last.
+        """A free port of `host` for rank 0's store in the next life; it replaces the last life's port.
 
         No other program gets it, but a rank can listen on it: this socket is bound without listening, and both set
         SO_REUSEADDR, as every server does.

@@ -107,7 +107,7 @@ def usable_cores() -> list[int]:
 
 
 def own_cores(rank: int, ranks: int) -> list[int]:
-    """The cores that rank `rank` of this machine's `ranks` is bound to: adjacent ones, equally many per rank."""
+    """The cores that rank `rank` of this machine's `ranks` is bound to: adjacent cores, the same number per rank."""
     cores = usable_cores()
     share = len(cores) // ranks
     return cores[rank * share : (rank + 1) * share]

@@ -34,8 +34,8 @@ def throughout() -> Iterator[None]:
 
 
 class Requests:
-    """Records `numbers` inside the context instead of dying of them, repeated ones too. A nested one takes over what
-    the outer one has recorded.
+    """Records every signal of `numbers` inside the context, so that none ends the process. A nested object takes over
+    the signals that the outer object has recorded.
 
     Only the main thread can handle signals; elsewhere nothing is installed. With `interactive`, the first Ctrl-C is
     answered in the terminal, and a Ctrl-C after another request raises KeyboardInterrupt.

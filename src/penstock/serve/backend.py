@@ -143,8 +143,8 @@ class Backend:
         await self._end()
 
     def require_room(self, count: int) -> None:
-        """Raise QueueFull if the queue has no room for this many requests. More than the whole queue holds are accepted
-        as long as it is not full: they run in turn."""
+        """Raise QueueFull if the queue has no room for `count` requests. If `count` is more than the queue can ever
+        hold, they are accepted while it is not full, and run in turn."""
         if self.open + min(count, self.room) > self.room and not (count > self.room > self.open):
             raise QueueFull(f"{self.open} requests are served or wait, of at most {self.room}.")
 

@@ -19,7 +19,7 @@ from penstock.planner.placement import Placement, Room, place, slots_needed
 log = logging.getLogger(__name__)
 Slots = tuple[tuple[int, ...], ...]
 GAIN = 0.05
-"""Least reduction, by a move, of the ratio of a rank's largest load to the mean."""
+"""A move must reduce the ratio of the largest load of a rank to the mean by at least this."""
 _LOOK = 256
 """Steps between two checks if experts stay: loads are reported all the same."""
 _SHARE = 20
@@ -48,7 +48,7 @@ def slots_by(record: LoadRecord, experts: Sequence[int], ranks: int, spare: int)
 
 def unevenness_of(record: LoadRecord, slots: Sequence[Slots]) -> float:
     """The ratio of the largest load of a rank to the mean, averaged over mixtures, in the last window of a record. If
-    the record has several windows, it is later than those that `slots_by` uses."""
+    the record has several windows, that window is later than the windows that `slots_by` uses."""
     made_from, later = record.history()
     loads = made_from if later is None else later
     return sum(Placement(mixture).figure(row) for mixture, row in zip(slots, loads)) / max(1, len(slots))
@@ -64,7 +64,7 @@ def spare_for(record: LoadRecord, ranks: int, target: float = 1.05) -> int:
 
 @dataclass(slots=True)
 class Balance:
-    """The leader's part in moves: its orders at the beginning of each step."""
+    """The leader's decisions on moves: its orders at the beginning of each step."""
 
     every: int
     """Steps between two checks of the loads; 0: experts stay."""

@@ -74,7 +74,7 @@ class Layout:
     why: str = ""
     """Why the layout is not the choice; empty for the choice itself."""
     assumption: str = ""
-    """A sentence on which rate replaces one that the machine lacks; "" if none does."""
+    """A sentence on the rates that replace rates missing from the machine; empty if none is missing."""
 
     @property
     def gpus(self) -> int:

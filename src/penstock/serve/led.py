@@ -75,8 +75,9 @@ class Ranks(ABC):
 
 
 class Led(Ranks):
-    """An engine on several ranks, for the worker on the first rank: each step tells the others what was admitted and
-    released. Each rank of `dp` has its own engine with its own slots; ranks of `tp` share the same slots."""
+    """An engine on several ranks, for the worker on the first rank: each step sends the others the requests that were
+    admitted and the slots that were released. Each rank of `dp` has its own engine with its own slots; ranks of `tp`
+    share the same slots."""
 
     def __init__(self, engine: Engine, dims: ParallelDims, balance: Balance | None = None) -> None:
         """`balance`, on the leader only, decides when hosted experts move."""

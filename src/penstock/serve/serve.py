@@ -28,7 +28,8 @@ OPENER = "penstock.serve.worker:opened"
 def serve(
     config: ServeConfig, *, key: str | None = None, tell: Callable[[str], None] = print, opener: str = OPENER
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish the requests in progress and return. `key` is what clients must send.
+    """Serve until SIGTERM or SIGINT, then finish the requests in progress and return. `key` is the key that clients
+    must send.
 
     Raises ConfigError and the errors of opening the model; EnvironmentProblem without the extra `serve`, or if the port
     is in use.

@@ -48,7 +48,7 @@ class DeployConfig(Checked):
     price: NotNegative | None = None
     """Price of one device hour: gives the cost of a million tokens."""
     count: Annotated[int, Range(10, 1_000_000)] | None = None
-    """Number of requests to simulate for a rate; by default those of ten times the time that one request may take."""
+    """Number of requests to simulate for a rate; by default all in ten times `p95_latency`, or in a minute."""
     seed: Seed = 0
     """Seed of the arrival times of a rate's requests."""
     top: Count = 10

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.serve.scheduler import Job, Limits, QueueFull, Scheduler, Turn
 
 LONGEST = 1 << 24
-"""Most tokens of a prompt or an answer in a trace."""
+"""Maximum number of tokens of a prompt or an answer in a trace."""
 MOST_REQUESTS = 1_000_000
 LEAST_DRAWN, MOST_DRAWN = 1_000, 20_000
 """Fewest and most requests to draw for a rate, if no number is given."""

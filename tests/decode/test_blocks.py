@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -10,22 +11,24 @@ from penstock.decode.blocks import Blocks, BlockTable
 from penstock.decode.kv_cache import Columns, KVCache, Pages
 
 
+def allocated(blocks: Blocks, ids: Sequence[int], tokens: int) -> BlockTable:
+    table = blocks.allocate(ids, tokens)
+    assert table is not None
+    return table
+
+
 def test_texts_that_begin_alike_share_what_has_been_computed() -> None:
     blocks = Blocks(8, 2)
-    first = blocks.allocate((1, 2, 3, 4, 5), 7)
-    assert first is not None
+    first = allocated(blocks, (1, 2, 3, 4, 5), 7)
     assert (len(first.blocks), first.reused) == (4, 0)
-    early = blocks.allocate((1, 2, 3, 4, 5), 5)
-    assert early is not None
+    early = allocated(blocks, (1, 2, 3, 4, 5), 5)
     assert early.reused == 0, "nothing has been computed yet"
     blocks.release(early)
     blocks.publish(first, 3)
-    second = blocks.allocate((1, 2, 3, 4), 5)
-    assert second is not None
+    second = allocated(blocks, (1, 2, 3, 4), 5)
     assert (second.reused, second.blocks[0]) == (2, first.blocks[0])
     blocks.publish(first, 5)
-    third = blocks.allocate((1, 2, 3, 4, 5, 6), 6)
-    assert third is not None
+    third = allocated(blocks, (1, 2, 3, 4, 5, 6), 6)
     assert (third.reused, third.blocks[:2]) == (4, first.blocks[:2])
     assert blocks.allocate((9,), 5) is None, "one block is left"
     for table in (first, second, third):
@@ -35,29 +38,21 @@ def test_texts_that_begin_alike_share_what_has_been_computed() -> None:
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:
     blocks = Blocks(8, 2)
-    table = blocks.allocate((1, 2, 3, 4), 6)
-    assert table is not None
+    table = allocated(blocks, (1, 2, 3, 4), 6)
     blocks.publish(table, 4)
-    again = blocks.allocate((1, 2, 3, 4), 6)
-    assert again is not None
-    assert again.reused == 2
+    assert allocated(blocks, (1, 2, 3, 4), 6).reused == 2
 
 
 def test_a_text_without_space_does_not_change_which_blocks_are_found() -> None:
     blocks = Blocks(6, 2)
-    first = blocks.allocate(range(1, 8), 8)
-    assert first is not None
+    first = allocated(blocks, range(1, 8), 8)
     blocks.publish(first, 7)
     blocks.release(first)
     assert blocks.allocate(range(1, 8), 14) is None
-    others, second = blocks.allocate((9,), 6), blocks.allocate((7, 7, 8), 4)
-    assert others is not None
-    assert second is not None
+    others, second = allocated(blocks, (9,), 6), allocated(blocks, (7, 7, 8), 4)
     blocks.publish(second, 3)
     blocks.release(others)
-    third = blocks.allocate((7, 7, 5, 6, 1), 6)
-    assert third is not None
-    assert third.reused == 2, "5 and 6 were computed after other tokens"
+    assert allocated(blocks, (7, 7, 5, 6, 1), 6).reused == 2, "5 and 6 were computed after other tokens"
 
 
 def test_five_hundred_drawn_texts_leave_nothing_behind() -> None:

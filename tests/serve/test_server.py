@@ -573,13 +573,8 @@ def test_a_stream_that_its_client_leaves_before_it_begins_is_cancelled() -> None
         await asyncio.sleep(0)
 
     async def ask() -> None:
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/v1/completions",
-            "headers": [],
-            "query_string": b"",
-        }
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""
+        }  # fmt: skip
         await Service(backend=backend, config=ServeConfig(), name="x").app()(scope, receive, send)
 
     asyncio.run(ask())

@@ -176,9 +176,7 @@ class Served:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome], *, refused: int = 0) -> Served:
-        span = max((outcome.last for outcome in outcomes), default=0.0) - min(
-            (outcome.at for outcome in outcomes), default=0.0
-        )
+        span = max((o.last for o in outcomes), default=0.0) - min((o.at for o in outcomes), default=0.0)
         tokens = sum(outcome.tokens for outcome in outcomes)
         return cls(
             requests=len(outcomes) + refused,
@@ -186,13 +184,7 @@ class Served:
             seconds=span,
             tokens_per_second=tokens / span if span > 0 else 0.0,
             first_token=Spread.of([outcome.first - outcome.at for outcome in outcomes]),
-            per_token=Spread.of(
-                [
-                    (outcome.last - outcome.first) / (outcome.tokens - 1)
-                    for outcome in outcomes
-                    if outcome.tokens > 1
-                ]
-            ),
+            per_token=Spread.of([(o.last - o.first) / (o.tokens - 1) for o in outcomes if o.tokens > 1]),
             latency=Spread.of([outcome.last - outcome.at for outcome in outcomes]),
         )
 

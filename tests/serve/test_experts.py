@@ -70,14 +70,11 @@ def test_replicas_stand_on_ranks_by_their_loads() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        ({"ep": 3, "tp": 2}, "make ep a multiple of tp"),
-        ({"ep": 2, "tokens": 64}, "each device has its own"),
-        ({"rebalance": 8}, "rebalance is for experts on several devices"),
-        ({"ep": 2, "compile": "whole", "cache": "slots"}, "the ranks of ep=2 exchange results"),
-        ({"ep": 2, "device": "cuda:0"}, "ep=2 needs a GPU for each process"),
-    ],
-)
+    [({"ep": 3, "tp": 2}, "make ep a multiple of tp"), ({"ep": 2, "tokens": 64}, "each device has its own"),
+     ({"rebalance": 8}, "rebalance is for experts on several devices"),
+     ({"ep": 2, "compile": "whole", "cache": "slots"}, "the ranks of ep=2 exchange results"),
+     ({"ep": 2, "device": "cuda:0"}, "ep=2 needs a GPU for each process")],
+)  # fmt: skip
 def test_what_cannot_be_served_is_refused(words: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(ServeConfig, overrides={name: str(value) for name, value in words.items()})

@@ -475,10 +475,8 @@ def test_a_killed_worker_is_replaced_and_what_it_had_is_made_anew(tmp_path: Path
         assert worker_of(running) != first
         assert running.gauge("worker_restarts") == 1
         status, answer, _ = running.ask("/v1/completions", {"prompt": [POISON], "max_tokens": 4})
-        assert (status, answer["error"]["message"]) == (
-            503,
-            "The worker died twice while it served this request.",
-        )
+        lost = "The worker died twice while it served this request."
+        assert (status, answer["error"]["message"]) == (503, lost)
         assert running.ask("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
 
 

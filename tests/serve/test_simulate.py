@@ -136,15 +136,10 @@ def test_a_rate_is_read_and_drawn() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("rate=20", "in= is missing"),
-        ("rate=0 in=1 out=1", "above 0"),
-        ("rate=x in=1 out=1", "must be a number"),
-        ("rate=1 in=9..3 out=1", "the fewest first"),
-        ("rate=1 in=5 out=1e99", "out="),
-        ("rate=1 in=5 out=1 tea=2", "'tea' is not part"),
-    ],
-)
+    [("rate=20", "in= is missing"), ("rate=0 in=1 out=1", "above 0"), ("rate=x in=1 out=1", "must be a number"),
+     ("rate=1 in=9..3 out=1", "the fewest first"), ("rate=1 in=5 out=1e99", "out="),
+     ("rate=1 in=5 out=1 tea=2", "'tea' is not part")],
+)  # fmt: skip
 def test_a_bad_rate_is_refused(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Rate.parse(text)

@@ -196,7 +196,7 @@ def test_the_card_says_what_the_run_was() -> None:
     for words in (
         "# vit-digits", "674,218 parameters", "digits, 1,442 images", "1,127 of 64 samples, seed 0",
         "lr 0.002 freeze a\\|b", "`precision=O1 micro_batch=64`", "toy",
-        "On 355 validation images: top-1 97.50%", "are its author's to add",
+        "On 355 validation images: top-1 97.50%", "Its author should add here",
     ):  # fmt: skip
         assert words in body
     assert "| from |" not in body

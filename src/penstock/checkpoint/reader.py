@@ -190,7 +190,7 @@ def _empty(entry: Entry, like: Tensor | None) -> tuple[Tensor, list[Piece]]:
 def _with_parameters(
     tree: Any, like: Mapping[str, Tensor], parameter: Tensor | None = None
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor that a document names, with the parameter that it is state of."""
+    """Every tensor that a document names, with the parameter whose state it is."""
     if isinstance(tree, list):
         for item in tree:
             yield from _with_parameters(item, like, parameter)

@@ -1,4 +1,4 @@
-"""Accuracy control: as few layers as possible stay unrounded, to keep the accuracy; and rounding must not cost time."""
+"""Accuracy control: rounds all layers except the few that would lose too much accuracy, and those it makes slower."""
 
 from __future__ import annotations
 

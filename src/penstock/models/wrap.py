@@ -116,7 +116,7 @@ def class_under(module: nn.Module, kind: type) -> Any:
 
 
 def restore(model: nn.Module, kind: type) -> None:
-    """Undo `swap` of subclasses of `kind`, in all modules of a model in which they were swapped in last."""
+    """Undo `swap` of subclasses of `kind` in all modules of a model, where they were the last to be swapped in."""
     for module in model.modules():
         while issubclass(vars(module.__class__).get(_LAID, object), kind):
             set_class(module, module.__class__.__bases__[1])

@@ -25,7 +25,7 @@ def add_up(values: Tensor, dims: ParallelDims) -> Tensor:
 
 
 def slowest(value: float, dims: ParallelDims) -> float:
-    """The largest of all ranks' values, on all of them, which wait for each other here; alone, the value itself."""
+    """The largest of all ranks' values, on every rank; they wait for each other. A single process returns its own."""
     if dims.alone:
         return value
     largest = torch.tensor(value, dtype=torch.float64)

@@ -104,7 +104,7 @@ def broadcast(model: nn.Module, dims: ParallelDims, names: tuple[str, ...] = LOS
 @torch.no_grad()
 def average_all(tensors: Sequence[Tensor], dims: ParallelDims) -> None:
     """Average tensors over the ranks with different samples or tokens, in place. All ranks pass tensors of the same
-    shapes. Those of split experts are summed over the ranks that hold the same experts, and divided by the same number.
+    shapes. Tensors of split experts are summed over the ranks that hold the same experts only, but divided alike.
     """
     ranks = dims.degree(*LOSS)
     experts = [tensor for tensor in tensors if is_of_split_experts(tensor)]

@@ -253,7 +253,7 @@ def whole_state(model: nn.Module, dims: ParallelDims) -> dict[str, Tensor]:
 
 
 def _collect_stages(state: dict[str, Tensor], dims: ParallelDims, *, first: bool) -> dict[str, Tensor]:
-    """The tensors that the first rank of each stage holds, on rank 0; those held by several, once."""
+    """On rank 0, the tensors of the first rank of every stage; a tensor that several of them hold is sent once."""
     if dims.pp == 1 or not first:
         return state
     group, place = dims.group("pp"), dims.place()["pp"]

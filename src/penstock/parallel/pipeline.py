@@ -130,7 +130,7 @@ class Stages:
                 return left.values
 
     def _is_remembered(self, stage: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the KV cache (`past`) holds all results of a stage: of stacks before the one that writes a text."""
+        """Whether the KV cache (`past`) holds all results of a stage: it has only stacks before the generating one."""
         graph: Graph | None = getattr(self.model, "graph", None)
         if kwargs.get("past") is None or graph is None or not graph.remembered:
             return False

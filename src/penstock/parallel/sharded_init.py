@@ -181,7 +181,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Looks(TorchFunctionMode):
-    """Makes a tensor without memory look like one with memory: torch's initialisers, and others', skip meta tensors."""
+    """Makes a tensor without memory look like one with memory: torch's and other initialisers skip meta tensors."""
 
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()

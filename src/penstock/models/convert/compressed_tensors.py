@@ -105,7 +105,7 @@ def _require_linears(config: ModelConfig, rounded: Rounded) -> None:
 
 
 def _in_library(config: ModelConfig, linear: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A matrix with one row per output of our linear, split and ordered by transformers' linears and their names."""
+    """A matrix with one row per output of our linear, as the rows of transformers' linears, by their names."""
     state = {f"{linear}.weight": tensor.float()}
     converted = (
         text_to_hf(state, config) if isinstance(config, TextConfig) else to_hf(state, cast(ViTConfig, config))

@@ -67,7 +67,7 @@ class Converted(NamedTuple):
     state: dict[str, Tensor]
     """Only our names for which transformers' state dict has weights that fit."""
     misfits: dict[str, str]
-    """For names of ours, a sentence that says why transformers' weight does not fit."""
+    """By our name, a sentence that says why transformers' weight does not fit."""
     left: list[str]
     """Names of transformers' weights that were not used."""
 

@@ -26,7 +26,9 @@ from penstock.precision.lists import OpLists
 from penstock.precision.lists.modules import fp32_modules_of
 
 
-def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
+def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for step in (3, 12):
         checkpoint.save(tmp_path / "checkpoints", numbered(step))
     folder = tmp_path / "checkpoints"
@@ -36,6 +38,8 @@ def test_a_path_may_name_a_checkpoint_a_folder_or_a_run(tmp_path: Path) -> None:
         == rewrite.candidates(tmp_path, step=3)[0]
         == folder / "step-3"
     )
+    monkeypatch.chdir(folder / "step-3")
+    assert rewrite.candidates(Path()) == [folder / "step-3"]
     for path, step in ((tmp_path, 4), (tmp_path / "none", None)):
         with pytest.raises(ConfigError, match="There is no"):
             rewrite.candidates(path, step=step)[0]

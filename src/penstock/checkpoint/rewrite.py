@@ -37,8 +37,9 @@ def candidates(path: Path, *, step: int | None = None) -> list[Path]:
         matching = [n for n in reversed(steps(folder)) if step in (None, n)]
         if matching:
             return [folder / f"step-{n}" for n in matching]
-    if step is None and path.name in {f"step-{n}" for n in steps(path.parent)}:
-        return [path]
+    here = path.absolute()  # `.` has no name
+    if step is None and here.name in {f"step-{n}" for n in steps(here.parent)}:
+        return [here]
     missing = "checkpoint" if step is None else f"step-{step}"
     raise ConfigError(
         f"There is no {missing} in {path}. Give a directory step-N, a folder of them, or the output folder of a run."

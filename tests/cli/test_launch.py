@@ -117,7 +117,7 @@ def test_replicas_keep_the_global_batch(monkeypatch: pytest.MonkeyPatch) -> None
     assert fit_to_started_ranks(RunConfig()).plan.dp == 1
 
 
-@pytest.mark.parametrize("program", [[], ["-m"]])
+@pytest.mark.parametrize("program", [[], ["-m"], ["--help"], ["generate", "--version"]])
 def test_nothing_to_run_is_refused(program: list[str]) -> None:
     with pytest.raises(ConfigError):
         python_arguments(program)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.boundary.files import read_bytes
+from penstock.boundary.files import read_bytes, shown
 from penstock.config.load import read_file
 from penstock.config.plan import Plan
 from penstock.config.recipes import require_startable
@@ -93,6 +93,8 @@ def python_arguments(program: list[str], *, elastic: bool = False) -> list[str]:
     # Errors are reported once here, instead of by every rank.
     verb: Any
     verb, bound, *_ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    if not verb.__module__.startswith("penstock."):  # but a flag of the parser's own, such as --help
+        raise ConfigError(f"That starts no rank; leave launch out: penstock {shown(' '.join(arguments))}")
     if arguments[0] == "train":
         # Settings that ranks would refuse are refused here, but runs from weights are left to them.
         options = dict(bound.kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,15 +140,16 @@ def test_the_sizes_of_a_text_model_are_those_of_its_weights() -> None:
     run = load_run(overrides={"model": "bert-base", **start}, model_in=lambda _: small)
     assert (run.output, run.init_from) == ("runs/bert-base", "somewhere")
     assert run.model == small, "samples as long as the table of positions"
-    changed = load_run(
-        overrides={"model": "bert-base", "model.dropout": "0", **start}, model_in=lambda _: small
-    )
-    assert changed.model == replace(small, dropout=0.0)
+    changed = {"model": "bert-base", "model.dropout": "0", **start}
+    assert load_run(overrides=changed, model_in=lambda _: small).model == replace(small, dropout=0.0)
     assert load_run(overrides=start, model_in=lambda _: small).model == small
-    with pytest.raises(
-        ConfigError, match="holds a model of the family encoder, but the preset is of the family deco"
-    ):
-        load_run(overrides={"model": "gpt-tiny", **start}, model_in=lambda _: small)
+    wrong: dict[str, dict[str, Any]] = {
+        "holds a model of the family encoder, but the preset is of the family deco": {"model": "gpt-tiny"},
+        r"task is \['sentences'\], but must be": {"task": ["sentences"]},
+    }
+    for problem, settings in wrong.items():
+        with pytest.raises(ConfigError, match=problem):
+            load_run(overrides={**settings, **start}, model_in=lambda _: small)
 
 
 def test_a_file_that_names_a_preset_may_change_fields_of_the_model_in_the_weights(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ def load_run(
         )
     if described is not None:
         base = replace(base, model=_of_weights(described, weights, base.model if known else None))
-        tuning = TUNING.get(given.get("task", stored.get("task", "")), {})
+        task: Any = given.get("task", stored.get("task"))
+        tuning = TUNING.get(task, {}) if isinstance(task, str) else {}
         if "sequence" in tuning.get("model", {}):
             shorter = min(tuning["model"]["sequence"], base.model.tokens)
             tuning = over(tuning, {"model": {"sequence": shorter}})

@@ -135,6 +135,20 @@ def test_skipping_tells_the_path(tmp_path: Path) -> None:
     assert reading.ids[2] != 2
 
 
+def test_a_mark_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path / "set", per_class=2)
+    write_folder(tmp_path / "marks", per_class=0)
+    monkeypatch.chdir(tmp_path)
+    digests = set()
+    for level in b"ab":
+        Image.new("L", (48, 40), level).save("marks/cat/0000.png")
+        os.utime("marks/cat/0000.png", (level, level))
+        source = ImageFolder("set", "train", 3, 28, DataConfig())
+        source.mark("marks")
+        digests.add(source.digest)
+    assert len(digests) == 2
+
+
 SPECIAL = {
     "fifo": (os.mkfifo, "it is a named pipe, not a regular file"),
     "dangling": (lambda path: os.symlink("nowhere", path), "it is a link to nowhere, which does not exist"),

@@ -156,10 +156,15 @@ class ImageFolder(ImageSource):
     def digest(self) -> str:  # type: ignore[override]
         """The hash of all files' names, sizes and modification times. On first use, because it reads the disk."""
         content_hash = hashlib.sha256()
-        for path in [*self._paths, *filter(None, self._marks if self.marked else ())]:
-            line = f"{path}\0"
+        marks = filter(None, self._marks if self.marked else ())
+        files = [
+            *((path, self._root / path) for path in self._paths),
+            *((mark, Path(mark)) for mark in marks),
+        ]
+        for name, file in files:
+            line = f"{name}\0"
             with suppress(OSError):  # a bad image, as reading it will say
-                status = (self._root / path).stat()
+                status = file.stat()
                 line += f"{status.st_size}\0{status.st_mtime_ns}"
             content_hash.update(f"{line}\n".encode("utf-8", "surrogateescape"))
         return content_hash.hexdigest()

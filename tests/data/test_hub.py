@@ -110,6 +110,17 @@ def test_columns_that_are_not_there_are_said(tmp_path: Path) -> None:
         open_source(DataConfig(source=f"hf:{tmp_path / 'text'}"), split="train")
 
 
+def test_sets_that_cannot_be_used_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    made = rows(6) | {"label": [0, 1, None, 0, 1, 2]}
+    datasets.Dataset.from_dict(made, features=features()).save_to_disk(tmp_path / "unlabelled")
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("a,b\n1,2\n1,2,3\n")
+    for name, why in (("unlabelled", "rows without a class"), ("csv", r"cannot be read: .*saw 3\.$")):
+        with pytest.raises(DataError, match=why):
+            open_source(DataConfig(source=f"hf:{tmp_path / name}"), split="train")
+
+
 REFUSED = """
 from penstock.config.run import DataConfig
 from penstock.data.open import open_source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,9 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
             f"fetched without a network. Fetch it where there is one, with datasets.load_dataset({name!r}), and set "
             f"HF_HOME to a copy of that cache; or read files that are here: --data text:PATH or imagefolder:PATH."
         ) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"The dataset {name} cannot be read: {error}.") from error
+    except (OSError, ValueError, RuntimeError, IndexError, datasets.exceptions.DatasetsError) as error:
+        why = str(error.__cause__ or error).strip().rstrip(".")
+        raise DataError(f"The dataset {name} cannot be read: {why}.") from error
     return dict(dataset) if isinstance(dataset, dict) else {"train": dataset}
 
 
@@ -132,15 +134,17 @@ def _columns(name: str, rows: Any) -> tuple[str, str]:
 
 def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """The names of the classes, and the number of each row's."""
-    labels = np.array(rows[column], np.int64)
+    labels = _numbers(rows[column])
     names = getattr(rows.features[column], "names", None)
-    if names:
-        classes = tuple(names)
-    else:
-        highest = max(int(np.max(train[column])), int(labels.max()))
-        classes = tuple(str(number) for number in range(highest + 1))
+    if not names:
+        names = map(str, range(max(part.max(initial=-1) for part in (labels, _numbers(train[column]))) + 1))
+    classes = tuple(names)
     if len(labels) and (labels.min() < 0 or labels.max() >= len(classes)):
         raise DataError(
-            f"Column {column!r} has rows without a class (a number below 0). Use the labelled splits."
+            f"Column {column!r} has rows without a class (none, or a number below 0). Use the labelled splits."
         )
     return classes, labels
+
+
+def _numbers(labels: Iterable[int | None]) -> NDArray[np.int64]:
+    return np.array([-1 if label is None else label for label in labels], np.int64)

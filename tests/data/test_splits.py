@@ -50,6 +50,8 @@ def test_the_best_name_is_taken_and_the_others_are_reported(
     assert hub_splits(["train_gen", "train_sft", "test_sft"], "set") == ("train_gen", ["test_sft"])
     assert split_in("train/test-notes.txt") == ("train", 0)
     assert split_in("train_test.csv") is None
+    files = [Path(name) for name in ("test", "train", "train-2", "valid")]
+    assert split_files(files, "set/*") == [files[1:3], files[3:]]
     for name in ("train", "valid", "test"):
         write_folder(tmp_path / name, per_class=1, size=8)
     with caplog.at_level(logging.WARNING):

@@ -65,9 +65,10 @@ def split_files(files: list[Path], root: str) -> list[list[Path]]:
     """The files of train and val where names of files or folders say so (`train.tsv` and `dev.tsv`); else all files."""
     is_folder = Path(root).is_dir()
     names = [os.path.relpath(file, root) if is_folder else file.name for file in files]
-    chosen = divided(names, words=True)
+    meant = [split_in(name) for name in names]
+    best = min((each for each in meant if each and each[0] == "val"), default=None)
     train, val = (
-        [file for file, name in zip(files, names) if name in part] for part in map(set, chosen.values())
+        [file for file, each in zip(files, meant) if each and each == part] for part in (("train", 0), best)
     )
     if not train or not val:
         if val:

@@ -196,6 +196,28 @@ def test_the_numbers_of_xlm_roberta_are_not_taken_from_its_sentencepiece_model(t
     assert named(tmp_path).words()[:5] == ["<s>", "<pad>", "</s>", "<unk>", marian.SPACE]
 
 
+@pytest.mark.parametrize(
+    ("file", "word", "content"),
+    [
+        ("added_tokens.json", "<new>", {"<new>": 41}),
+        ("special_tokens_map.json", "<extra_id_0>", {"additional_special_tokens": ["<extra_id_0>"]}),
+        ("tokenizer_config.json", "<new>", {"eos_token": "<new>"}),
+        ("tokenizer_config.json", "<new>", {"added_tokens_decoder": {"41": {"content": "<new>"}}}),
+    ],
+)
+def test_tokens_beside_a_sentencepiece_model_are_read(
+    file: str, word: str, content: object, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "spiece.model").write_bytes(marian.model(marian.SOURCE))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    assert word not in named(tmp_path).words()
+    (tmp_path / file).write_text(json.dumps(content))
+    theirs, mine = transformers.AutoTokenizer.from_pretrained(tmp_path), named(tmp_path)
+    assert mine.words().index(word) == theirs.convert_tokens_to_ids(word)
+    assert mine.end == theirs.eos_token_id
+
+
 def test_numbers_fit_an_int32() -> None:
     assert Bytes().encode(["a"])[0].dtype == np.int32
 

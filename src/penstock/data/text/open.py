@@ -11,7 +11,7 @@ from penstock.boundary.packages import package
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.config.run import DataConfig
 from penstock.data.text import marian
-from penstock.data.text.tokenizers import Bytes, LibraryTokenizer, Tokenizer, refusing
+from penstock.data.text.tokenizers import KEYS, Bytes, LibraryTokenizer, Tokenizer, refusing
 from penstock.errors import ConfigError, DataError
 
 MOST_BYTES = 64 << 20
@@ -19,6 +19,7 @@ MOST_BYTES = 64 << 20
 _SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
 """transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+ADDED_FILE = "added_tokens.json"
 TEMPLATE_FILE = "chat_template.jinja"
 TOOL_TEMPLATE_FILE = "additional_chat_templates/tool_use.jinja"
 TOKENIZER_FOLDER = "tokenizer"
@@ -96,8 +97,25 @@ def in_folder(folder: Path) -> Tokenizer:
     if models:
         from penstock.data.text.sentencepiece import read_model
 
-        return read_model(models[0], settings)
+        tokenizer = read_model(models[0], settings)
+        if _named_tokens(folder, settings) <= set(tokenizer.words()):
+            return tokenizer
     return _by_transformers(folder, settings)
+
+
+def _named_tokens(folder: Path, settings: dict[str, Any]) -> set[str]:
+    """The tokens that the files beside a tokenizer name: special ones, and those added to a finished vocabulary."""
+    named: list[Any] = [settings.get(key) for key in KEYS.values()]
+    for key in ("additional_special_tokens", "added_tokens_decoder"):
+        several = settings.get(key)
+        named += (
+            several.values() if isinstance(several, dict) else several if isinstance(several, list) else ()
+        )
+    if (folder / ADDED_FILE).is_file():
+        raw = read_text(folder / ADDED_FILE, "The added tokens", limit=_SETTINGS.bytes)
+        named += parse_json(raw, f"The file {shown(folder / ADDED_FILE)}", error=DataError, bounds=_SETTINGS)
+    words = (token.get("content") if isinstance(token, dict) else token for token in named)
+    return {word for word in words if isinstance(word, str)}
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
@@ -151,7 +169,15 @@ def _by_transformers(folder: Path, settings: dict[str, Any]) -> Tokenizer:
 
 def _fetch(name: str) -> Path:
     """The files of a tokenizer on the Hugging Face hub, from its cache where they are there."""
-    more = (TEMPLATE_FILE, TOOL_TEMPLATE_FILE, marian.SECOND_TABLE, "*.model", "merges.txt", "config.json")
+    more = (
+        ADDED_FILE,
+        TEMPLATE_FILE,
+        TOOL_TEMPLATE_FILE,
+        marian.SECOND_TABLE,
+        "*.model",
+        "merges.txt",
+        "config.json",
+    )
     folder = hub_folder(name, (*_FILES, *_MADE_OF, *more), enough=_is_complete)
     if folder is None:
         raise ConfigError(

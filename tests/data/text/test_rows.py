@@ -161,6 +161,8 @@ def test_classes_may_be_called_none(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a", "label": null}\n{"text": "a", "label": NaN}\n')
     with pytest.raises(DataError, match="line 1 cannot be used: the column 'label' holds no label"):
         open_rows(DataConfig(source=typed), Bytes(), "train", form="single", length=30)
+    (tmp_path / "a.csv").write_text("text,label\n" + "a,1\nb,--1\n" * 20)
+    assert opened(table, "single").classes == ("--1", "1")
 
 
 @pytest.mark.parametrize("rows", [100, 300])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -321,7 +322,7 @@ def _label_values(
     """The kind of the labels, the names of classes, and the value of each label by number."""
     if not labels:
         return "none", (), np.zeros(1, np.float32)
-    if all(word.lstrip("-").isascii() and word.lstrip("-").isdigit() and len(word) < 10 for word in labels):
+    if all(re.fullmatch("-?[0-9]+", word) and len(word) < 10 for word in labels):
         classes = sorted(labels, key=int)
     else:
         try:

@@ -279,6 +279,19 @@ def test_csv_with_quotes(tmp_path: Path) -> None:
     path.write_text('text,label\n"two\nlines, ""quoted""",1\n"never closed,2\nb,3\n')
     assert texts(path, SINGLE) == [('two\nlines, "quoted"',)]
     assert problems(path, SINGLE) == [(4, "a quotation mark is opened and never closed")]
+    path.write_text('text,label\n5" pipe,1\n"a, b",2\n')
+    assert texts(path, SINGLE) == [('5" pipe',), ("a, b",)]
+
+
+def test_names_with_dots_are_columns_or_lead_into_tables(tmp_path: Path) -> None:
+    columns, path = replace(SINGLE, wanted=("text.en", "label")), tmp_path / "a.csv"
+    path.write_text("text.en,label\na,1\n")
+    (tmp_path / "a.jsonl").write_text('{"text.en": "a", "label": 1}\n{"text": {"en": "b"}, "label": 1}\n')
+    assert (texts(path, columns), texts(tmp_path / "a.jsonl", columns)) == ([("a",)], [("a",), ("b",)])
+    path.write_text("text,label\na,1\n")
+    for wanted in ("text.en", "0", "²"):
+        with pytest.raises(DataError, match=f"lacks '{wanted}', '1'; its columns are 'text, label'"):
+            texts(path, replace(SINGLE, wanted=(wanted, "1")))
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,11 +91,11 @@ class TextColumns:
 
     @property
     def by_number(self) -> bool:
-        return bool(self.wanted) and all(name.isdigit() for name in self.wanted)
+        return bool(self.wanted) and all(re.fullmatch("[1-9][0-9]{0,8}", name) for name in self.wanted)
 
-    def among(self, names: Sequence[str], path: str) -> list[str]:
+    def among(self, names: Sequence[str], path: str, *, nested: bool = True) -> list[str]:
         """All columns to read of a table with these names. Raises DataError where it lacks them."""
-        main = self.main(names, path)
+        main = self.main(names, path, nested=nested)
         return [*main, *self.beside(names, main, path)]
 
     def beside(self, names: Iterable[str], main: Sequence[str], path: str) -> list[str]:
@@ -111,14 +112,15 @@ class TextColumns:
             _log.warning("%s: columns that are not read: %s.", path, quoted(", ".join(unread), 300))
         return read
 
-    def main(self, names: Sequence[str], path: str) -> list[str]:
-        """The columns of texts and label, of a table with these names. Raises DataError where it lacks them."""
+    def main(self, names: Sequence[str], path: str, *, nested: bool = True) -> list[str]:
+        """The columns of texts and label, of a table with these names; if `nested`, columns may hold tables. Raises
+        DataError where it lacks them."""
         usual = USUAL_COLUMNS[self.form]
         if self.form in ("single", "pair") and not self.shape.labels:
             usual = tuple(columns[: self.count] for columns in usual)
         is_chat = self.form in CHATS
         for columns in [self.wanted] if self.wanted else usual:
-            there = {name.partition(".")[0] for name in columns} <= set(names)
+            there = {outer(name, names) if nested else name for name in columns} <= set(names)
             if there and (is_chat or len(columns) >= self.count):
                 return list(columns if is_chat else columns[: self.count])
         needed = " and ".join(("text", "second text")[: self.shape.fields]) + " and label" * self.shape.labels
@@ -142,6 +144,11 @@ class TextColumns:
             f"{message} Name {self.count} with data.columns; where the first line holds no names, by number: "
             f"data.columns={numbers}."
         )
+
+
+def outer(name: str, names: Collection[str]) -> str:
+    """The column with this name, or for a name such as `translation.en` the column that holds it."""
+    return name if name in names else name.partition(".")[0]
 
 
 def value_in(table: Mapping[str, Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from penstock.boundary.packages import package
 from penstock.boundary.text import Line, read_json_texts, read_lines
 from penstock.boundary.trees import Bounds, parse_json
 from penstock.data.text.build import Bad, RowOrBad, TextRow
-from penstock.data.text.columns import TextColumns, row_of, value_in
+from penstock.data.text.columns import TextColumns, outer, row_of, value_in
 from penstock.data.text.messages import without_nulls
 from penstock.disk import digest_file
 from penstock.errors import DataError
@@ -138,7 +138,7 @@ def _json_lines(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:
             continue
         main = main or columns.main(list(table), where)
         names = [*main, *columns.beside(table, main, where)]
-        missing = [name for name in names if name.partition(".")[0] not in table]
+        missing = [name for name in names if outer(name, table) not in table]
         if missing:
             yield Bad(where, line.number, f"the column {quoted(missing[0])} is missing")
         else:
@@ -157,7 +157,7 @@ def _table(path: Path, separator: str, columns: TextColumns) -> Iterator[RowOrBa
         if problem:
             yield Bad(where, number, problem)
         elif not places:
-            names = columns.among(cells, where)
+            names = columns.among(cells, where, nested=False)
             places, width = [cells.index(name) for name in names], len(cells)
         elif any(cells):
             if len(cells) < width or (len(cells) > width and not columns.by_number):
@@ -175,23 +175,26 @@ def _cells(lines: Iterator[Line], separator: str) -> Iterator[tuple[int, list[st
         return
     csv.field_size_limit(_LINE.bytes)  # the module's own limit, which holds for all its users, is 128 KB
     for line in lines:
-        pieces, problem = [line.text], line.problem
-        size, open_quotes = len(line.text), line.text.count('"') % 2
-        while open_quotes and not problem:  # a cell in quotes may hold ends of lines
-            following = next(lines, Line(0, "", "a quotation mark is opened and never closed"))
-            pieces.append(following.text)
-            size += len(following.text) + 1
-            open_quotes ^= following.text.count('"') % 2
-            problem = following.problem
-            if size > _LINE.bytes:
-                problem = "a quotation mark is opened and not closed for millions of characters"
-        cells: list[str] = []
-        if not problem:
-            try:
-                cells = next(csv.reader(["\n".join(pieces)], delimiter=separator, strict=True), [])
-            except csv.Error as error:
-                problem = f"it is no row of a table: {error}"
+        cells, problem = list[str](), ""
+        try:
+            cells = next(csv.reader(_lines_of_row(line, lines), delimiter=separator, strict=True), [])
+        except csv.Error as error:
+            problem = f"it is no row of a table: {error}"
+        except ValueError as error:
+            problem = str(error)
         yield line.number, cells, problem
+
+
+def _lines_of_row(line: Line, following: Iterator[Line]) -> Iterator[str]:
+    """The lines of a row, which a cell in quotes may continue, as far as they are asked for. Raises ValueError."""
+    size = 0
+    while not line.problem:
+        size += len(line.text) + 1
+        if size > _LINE.bytes:
+            raise ValueError("a quotation mark is opened and not closed for millions of characters")
+        yield line.text + "\n"
+        line = next(following, Line(0, "", "a quotation mark is opened and never closed"))
+    raise ValueError(line.problem)
 
 
 def _parquet(path: Path, columns: TextColumns) -> Iterator[RowOrBad]:

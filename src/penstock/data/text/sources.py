@@ -27,7 +27,7 @@ from penstock.data.hub import identity_of, open_dataset
 from penstock.data.pack import new_pack
 from penstock.data.splits import hub_splits, split_files
 from penstock.data.text.build import Bad, Progress, RowOrBad, Shape, TextRow, write_pack
-from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns, row_of, value_in
+from penstock.data.text.columns import CHATS, SHAPES, Content, Form, TextColumns, outer, row_of, value_in
 from penstock.data.text.documents import digest, files_of, read_files
 from penstock.data.text.messages import without_nulls
 from penstock.data.text.open import open_tokenizer
@@ -45,7 +45,7 @@ from penstock.data.toy import words
 from penstock.errors import ConfigError, EnvironmentProblem
 
 _log = logging.getLogger(__name__)
-_READING = 2
+_READING = 3
 """Version that rises when the same files are read as other rows, so that packs in the cache are made again."""
 
 
@@ -225,8 +225,8 @@ def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:
         raise ConfigError(f"{where} has named columns; give data.columns their names.")
     names = columns.among([str(name) for name in features], where)
     classes = getattr(features.get(names[-1]), "names", None) if columns.shape.labels else None
-    outer = list(dict.fromkeys(name if name in features else name.partition(".")[0] for name in names))
-    for number, row in enumerate(rows.select_columns(outer), start=1):
+    stored = list(dict.fromkeys(outer(name, features) for name in names))
+    for number, row in enumerate(rows.select_columns(stored), start=1):
         values = [without_nulls(value_in(row, name)) for name in names]
         if columns.shape.labels and isinstance(values[-1], int) and classes:
             if not 0 <= values[-1] < len(classes):

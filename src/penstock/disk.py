@@ -97,7 +97,7 @@ def digest_file(path: Path, *, keep_cached: bool = True) -> str:
 
 
 def _regular(path: Path) -> FileIO:
-    """Open a regular file for reading; others, such as pipes, are refused, because they could block for ever."""
+    """Open a regular file for reading. Anything else, such as a pipe, is refused, because it could block for ever."""
     if not path.is_file() and path.exists():
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return path.open("rb", buffering=0)
@@ -118,7 +118,7 @@ class SecondThread:
         self._problem: BaseException | None = None
 
     def do(self, action: Callable[..., object], *arguments: Any, now: bool = False) -> None:
-        """Start `action` after the previous one. With `now` it runs in this thread, if a second one would cost more."""
+        """Start `action` after the previous one. With `now` it runs in this thread, if it is short."""
         self.wait()
         if now:
             action(*arguments)

@@ -2,7 +2,7 @@
 
 The format is Hugging Face's, and `penstock.boundary.weights` checks what a header says. The library reads the files.
 Writing is our own: it streams, so that saving needs memory only for the largest tensor; views into one flat buffer are
-written as single tensors; and the checksum is that of the intended bytes, not of those read back from the disk.
+written as single tensors; and the checksum is of the intended bytes, not of bytes read back from the disk.
 
 Note [Replacing weights]
     While new weights are written to a folder that holds a model's weights, complete weights can be read there at every
@@ -68,7 +68,7 @@ class Pending:
 
 
 def pending(state: Mapping[str, Tensor]) -> list[Pending]:
-    """Existing tensors as pending ones."""
+    """Existing tensors as `Pending` tensors."""
     return [Pending(name, t.dtype, t.shape, lambda t=t: t) for name, t in state.items()]  # type: ignore[misc]
 
 
@@ -111,7 +111,7 @@ def write_model(
 
     Raises:
         ConfigError: `shard_bytes` is below 1. OSError: the disk is full, or fails.
-        EnvironmentProblem: weights in equally many files are there, and the file system has no links to keep them.
+        EnvironmentProblem: the folder has weights in the same number of files, and the file system has no links.
     """
     require("shard_bytes", shard_bytes, Annotated[int, Range(1, 1 << 60)])
     shards = _split(tensors, shard_bytes)
@@ -183,8 +183,8 @@ def _keep_readable(folder: Path, names: Sequence[str]) -> None:
             os.link(folder / name, folder / other)
         except OSError as problem:
             raise EnvironmentProblem(
-                f"{folder} holds weights in files of the names that are to be written, and a second link to these, to "
-                f"keep them until the new ones are complete, cannot be made: {why(problem)}. Export to another folder."
+                f"{folder} holds weights in files of the same names. Until the new weights are complete a second link "
+                f"would keep these files, but it cannot be made: {why(problem)}. Export to another folder."
             ) from problem
     renamed = {tensor: second_names.get(name, name) for tensor, name in places.items()}
     _write_index(folder, {**index, "weight_map": renamed})

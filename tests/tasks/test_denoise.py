@@ -277,7 +277,7 @@ def test_marks_that_are_of_no_use_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere does not exist or is no folder\. Check data\.regions"):
         TASK.open(replace(data, regions=str(tmp_path / "nowhere")), SMALL, "train")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"those of 'apple/0\.png' would be 'apple/0\.png'"):
+    with pytest.raises(DataError, match=r"for 'apple/0\.png' it would be 'apple/0\.png'"):
         TASK.open(replace(data, regions=str(tmp_path / "empty")), SMALL, "train")
     photo(24, 30).save(marks / "blue" / "1.png")
     source = TASK.open(data, SMALL, "train")

@@ -23,16 +23,14 @@ BROKEN = (Unreadable, OSError, EOFError, zlib.error, lzma.LZMAError)
 """Exceptions that reading broken compressed data raises."""
 
 _FREE_BYTES, _RATIO = 64 << 20, 100
-"""Samples hardly shrink, and text some ten times. A file that expands 100 times beyond its first 64 MB is a bomb."""
+"""Images hardly compress, and text about tenfold. A file that expands 100-fold beyond its first 64 MB is refused."""
 _XZ_BYTES = 128 << 20
 """Memory that unpacking xz may ask for; its greatest preset needs 65 MB."""
 _PIECE = 1 << 16
 
 
 def expanded(file: BinaryIO) -> io.BufferedReader:
-    """The content of a file, decompressed if it is compressed. Reading may raise Unreadable, OSError, EOFError,
-    zlib.error or lzma.LZMAError, all of which `BROKEN` names.
-    """
+    """The content of a file, decompressed if it is compressed. Reading may raise the exceptions in `BROKEN`."""
     head = file.read(6)
     file.seek(0)
     for magic, decoder in _DECODERS.items():
@@ -40,13 +38,13 @@ def expanded(file: BinaryIO) -> io.BufferedReader:
             return io.BufferedReader(_Expander(file, decoder), _PIECE)
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         raise Unreadable(
-            "it is compressed with zstd; unpack it with `unzstd`, as gzip, bzip2 and xz are read"
+            "it is compressed with zstd, but only gzip, bzip2 and xz are read; unpack it with `unzstd`"
         )
     return io.BufferedReader(file, _PIECE)  # type: ignore[arg-type]  # it is raw
 
 
 class _Gzip:
-    """zlib's decompressor with the interface of those of bz2 and lzma."""
+    """zlib's decompressor with the interface of bz2's and lzma's."""
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(zlib.MAX_WBITS | 16)
@@ -103,7 +101,7 @@ class _Expander(io.RawIOBase):
             self._given += len(data)
             if self._given > _FREE_BYTES + _RATIO * self._taken:
                 raise Unreadable(
-                    f"its first {self._taken:,} bytes expand to more than {self._given:,}, as nothing but a bomb does"
+                    f"its first {self._taken:,} bytes expand to more than {self._given:,}, as only a zip bomb does"
                 )
             if data:
                 buffer[: len(data)] = data
@@ -116,14 +114,14 @@ class _Expander(io.RawIOBase):
 
 
 LABEL_BYTES = 1 << 16
-"""A larger member is content, for which an archive is read; a smaller one is metadata."""
+"""Members that may be larger are content; all others are metadata, such as labels."""
 
 _BLOCK = 512
 _NAME_BYTES = 4096
 _HEADER_BYTES = 1 << 16
 _RECORDS = 200
 _ABOUT_BYTES = 8 << 20
-"""Headers, folders and small members between two members with content."""
+"""Most bytes of headers, folders and metadata between two members with content."""
 
 _OTHERS = {
     b"1": "a link", b"2": "a link", b"3": "a device", b"4": "a device", b"6": "a pipe", b"S": "a file with holes",
@@ -134,8 +132,8 @@ _OTHERS = {
 def tar_members(path: AnyPath, limit: Callable[[str], int]) -> Iterator[tuple[str, bytes]]:
     """Name and content of each regular file in the tar archive `path`, in order.
 
-    `limit(name)` returns how many bytes that member may have, and is called before they are read; it raises DataError
-    for a member that is not wanted. Raises DataError for members that are not regular files or lead out of the archive,
+    `limit(name)` returns the most bytes that this member may have, before they are read, or raises DataError to refuse
+    it. Raises DataError for members that are not regular files or lead out of the archive,
     and for an archive that is truncated, broken, or holds more metadata than is reasonable.
     """
     with open_regular(path, "The tar shard") as file:
@@ -161,7 +159,7 @@ class _Reader:
         """Bytes since the last member with content."""
 
     def members(self) -> Iterator[tuple[str, bytes]]:
-        name, size = "", -1  # where they come before the header that they belong to
+        name, size = "", -1  # from an extended header, for the member after it
         while (header := self._header()) is not None:
             kind, plain_name, plain_size = header
             if kind in (b"L", b"K"):
@@ -190,7 +188,7 @@ class _Reader:
             raise Unreadable("it ends inside a header")
 
     def _header(self) -> tuple[bytes, str, int] | None:
-        """Kind, name and size that the next header gives, or None at the end."""
+        """The kind, name and size in the next header, or None at the end."""
         block = self._stream.read(_BLOCK)
         if not block or block.count(0) == _BLOCK:
             return None

@@ -41,7 +41,7 @@ _CAUSES: dict[int, tuple[str, str]] = {
     errno.EIO: ("the disk fails", "Look into the system's log, and copy the data from elsewhere."),
     errno.ESTALE: ("the network's file system has lost it", "Mount it again."),
 }
-"""Cause of each error number of the system, in a user's words, and what to do next."""
+"""The cause of each error number, in a user's words, and what to do next."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -73,14 +73,13 @@ def open_regular(
 def read_bytes(
     path: AnyPath, what: str, *, limit: int, error: type[PenstockError] = DataError, remedy: str = ""
 ) -> bytes:
-    """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors are those of
-    `open_regular`."""
+    """The content of the regular file `path`, of at most `limit` bytes. Arguments and errors as for `open_regular`."""
     with _refusing(path, what, error, remedy):
         return content(path, limit=limit)
 
 
 def content(path: AnyPath, *, limit: int) -> bytes:
-    """`read_bytes` that raises Unreadable, for callers that name the file and the consequence themselves."""
+    """Like `read_bytes`, but raises Unreadable, for callers that write the whole message themselves."""
     with _opened(path, limit) as file:
         try:
             # Some files, such as those of /proc, hold more than their size says.
@@ -154,7 +153,7 @@ def own_file(folder: AnyPath, name: str) -> Path:
         path /= part
         if path.is_symlink():
             raise EnvironmentProblem(
-                f"{shown(path)} is a link to {shown(os.readlink(path))}, and what is written there would change that. "
+                f"{shown(path)} is a link to {shown(os.readlink(path))}, and writing there would change that file. "
                 "Remove the link, or choose another folder."
             )
     return path
@@ -180,9 +179,7 @@ def naming(path: AnyPath) -> Iterator[None]:
 
 
 def explained(problem: OSError) -> EnvironmentProblem | None:
-    """A system error about files and disks as a sentence with path and remedy; None for other errors, such as those of
-    connections.
-    """
+    """A system error about files and disks as a sentence with path and remedy; None for others, as of connections."""
     if problem.errno not in _CAUSES or isinstance(problem.filename, int):
         return None
     path = problem.filename
@@ -200,7 +197,7 @@ def printable(text: str) -> str:
 
 
 def why(problem: OSError, path: AnyPath | None = None) -> str:
-    """The cause of an error of the system, as the end of a sentence."""
+    """The cause of a system error, as the end of a sentence."""
     path = path if path is not None else problem.filename
     if problem.errno == errno.ENOENT and path is not None and os.path.islink(path):
         return f"it is a link to {shown(os.readlink(path))}, which does not exist"
@@ -209,7 +206,7 @@ def why(problem: OSError, path: AnyPath | None = None) -> str:
 
 
 def remedy_for(problem: OSError) -> str:
-    """The remedy for an error of the system: a sentence."""
+    """The remedy for a system error: a sentence."""
     cause = _CAUSES.get(problem.errno or 0)
     return cause[1] if cause else "Check the path and the disk."
 

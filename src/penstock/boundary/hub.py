@@ -52,7 +52,7 @@ def local_weights(source: str | Path) -> Path:
     once. Only safetensors, configurations and a tokenizer's files are downloaded.
 
     Raises:
-        ConfigError: neither a path nor a model on the hub, one without safetensors, or a checkpoint.
+        ConfigError: `source` is neither a path nor a model on the hub, has no safetensors, or is a checkpoint.
         EnvironmentProblem: there is no network, or the extra `hf` is missing.
     """
     path = Path(source)
@@ -99,7 +99,7 @@ def _fetched(hub: Any, options: dict[str, object]) -> Path:
         at = f" at the revision {options['revision']}" if options["revision"] else ""
         raise ConfigError(
             f"There is no file or folder {name}, and no such name on the Hugging Face hub{at}.{_alike(name)} Check the "
-            f"name; for a private or gated one run `hf auth login` first."
+            f"name; for a private or gated model run `hf auth login` first."
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _root_cause(error)

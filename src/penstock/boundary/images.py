@@ -16,13 +16,13 @@ from penstock.boundary.files import Unreadable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 MAX_BYTES = 1 << 28
-"""A file above 256 MB is no image to train on."""
+"""Most bytes of an image file."""
 _PARTS = 10_000
 """Segments or chunks that may precede the pixels. Thousands of empty ones keep a reader busy; a long colour profile or
 description has hundreds. Where chunks follow each other to the end of the file, one more per 1,024 bytes is fine.
 """
 _TILE = 1 << 24
-"""Pixels that a tile of a TIFF may have where the image has fewer: a decoder makes room for whole tiles."""
+"""Pixels that a tile of a TIFF may have if the image has fewer: a decoder allocates whole tiles."""
 _SCANNED = 1_200_000_000
 """Pixels times scans of a JPEG that may be decoded: 12 scans, as the best encoders make, of 100 million pixels. A scan
 of a few bytes can make libjpeg pass over all of the image, at about 0.8 ns per pixel.
@@ -36,9 +36,9 @@ class Header(NamedTuple):
     width: int
     height: int
     components: int
-    """Colour components of a JPEG (1, 3 or 4); 0 for other formats, whose decoder knows."""
+    """Colour components of a JPEG (1, 3 or 4); 0 for other formats."""
     orientation: int
-    """EXIF orientation 1..8; 1 is upright, as is a TIFF, which its decoder turns."""
+    """EXIF orientation 1..8; 1 is upright. Always 1 for a TIFF, which its decoder turns."""
 
     @property
     def pixels(self) -> int:
@@ -106,7 +106,7 @@ def check_size(header: Header, file_bytes: int, max_pixels: int) -> None:
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, start and length of each segment of a JPEG up to the first scan's (ITU-T T.81, annex B)."""
+    """Marker, start and length of each segment of a JPEG, up to the first scan (ITU-T T.81, annex B)."""
     at = 2
     for _ in range(_PARTS):
         if data[at] != 0xFF:
@@ -169,7 +169,7 @@ def _orientation(tiff: bytes) -> int:
 
 
 def _numbers(tiff: bytes) -> Iterator[tuple[int, int]]:
-    """Tags and values of the numbers in the first directory (TIFF 6.0, sections 2 and 15), wherever in the file."""
+    """Tags and values of the numbers in the first directory (TIFF 6.0, sections 2 and 15)."""
     order = "<" if tiff[:2] == b"II" else ">"
     (start,) = struct.unpack_from(f"{order}I", tiff, 4)
     (entries,) = struct.unpack_from(f"{order}H", tiff, start)
@@ -203,7 +203,7 @@ def _png(data: bytes) -> Header:
 
 
 def png_bits(data: bytes) -> tuple[int, int]:
-    """Bits of a sample of a PNG, and how many of them are significant; 0 where it does not say (its chunk sBIT)."""
+    """Bits of a PNG's sample, and how many of them are significant by its chunk sBIT; 0 without that chunk."""
     with _cut_off():
         for kind, start, length in _chunks(data):
             if kind in (b"sBIT", b"IDAT"):

@@ -29,8 +29,8 @@ def read_manifest(
     """The table in the manifest `path`, and whether it carries a seal; a seal that is there was verified.
 
     Raises:
-        PenstockError: as `error`: it cannot be read, is no table, or does not match its seal. The message begins with
-            `where`, which names it.
+        PenstockError: as `error`: the manifest cannot be read, is not a table, or does not match its seal. The message
+            begins with `where`, which names it.
     """
     raw = read_bytes(path, "The manifest", limit=_BOUNDS.bytes, error=error, remedy=remedy)
     body = parse_json(raw, f"{where} is damaged: it", error=error, bounds=_BOUNDS, remedy=remedy)

@@ -11,9 +11,8 @@ from penstock.boundary.files import AnyPath, shown
 
 
 def distrust(path: AnyPath) -> str:
-    """Why another user may have written `path`: a sentence without its full stop, empty where nobody can have. A path
-    that does not exist yet is judged by the folders above it, up to this user's home.
-    """
+    """Why another user may have written `path`: a sentence without its full stop; empty if no other user can have. A
+    path that does not exist yet is judged by the folders above it, up to this user's home."""
     whole, home = Path(os.path.abspath(path)), os.path.expanduser("~")
     for way in dict.fromkeys((whole, Path(os.path.realpath(whole)))):
         for part in (way, *way.parents):

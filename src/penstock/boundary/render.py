@@ -1,8 +1,7 @@
 """The process that renders chat templates, which come from outside: this file is run as a program.
 
-Jinja's sandbox keeps a template from Python's insides, but not from endless loops or endless texts. So it is given
-limits of processor time and of memory that end the process, and with it nothing else. This file imports nothing of
-Penstock's, to start fast.
+Jinja's sandbox keeps a template from Python's internals, but not from endless loops or texts. Limits of processor time
+and memory end this process, and nothing else. This file imports nothing of Penstock, to start fast.
 
 It reads requests, a line of JSON each, from standard input: `template`, `values` and `seconds`. It answers each with a
 line: `{"text": …}`, or `{"problem": …}`.

@@ -28,7 +28,7 @@ class _Renderer:
         self._owner = 0
 
     def ask(self, request: dict[str, Any]) -> dict[str, str]:
-        """The answer to a request, empty where the process has died of it."""
+        """The answer to a request; empty if the request ended the process."""
         if self._owner != os.getpid():  # another thread may have held the lock when this process was forked
             self._lock, self._process, self._owner = threading.Lock(), None, os.getpid()
         line = json.dumps(request, default=str).encode() + b"\n"
@@ -46,7 +46,7 @@ class _Renderer:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = b""
-            except BaseException:  # such as Ctrl-C: the next answer would be that to this request
+            except BaseException:  # such as Ctrl-C: the next request would get this answer
                 self._end()
                 raise
             if not answer:
@@ -67,7 +67,7 @@ atexit.register(_RENDERER._end)
 
 
 def check_template(template: str) -> None:
-    """Raise ConfigError for a text that is no template."""
+    """Raise ConfigError for a text that is not a template."""
     _answer(template, None)
 
 

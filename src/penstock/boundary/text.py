@@ -34,7 +34,7 @@ def read_lines(
 
     `encoding` is a text encoding that Python knows. A line that is too long or not UTF-8 has its `problem` set, and
     reading goes on. A fault of the file itself is the problem of the last line. At most `longest` bytes are in memory.
-    Raises DataError for a path that is no file.
+    Raises DataError if the path is not a file.
     """
     return _read(path, what, encoding, partial(_lines, longest=longest))
 
@@ -43,7 +43,7 @@ def read_json_texts(
     path: AnyPath, what: str, *, longest: int = LINE_BYTES, encoding: str = "utf-8"
 ) -> Iterator[Line]:
     """The JSON texts in the file `path`, numbered from 1: its lines, or the elements of a file that is one list. Limits
-    and errors are those of `read_lines`."""
+    and errors as for `read_lines`."""
     head = next(_read(path, what, encoding, _beginning)).text
     split = _elements if head.lstrip("\ufeff \t\r\n").startswith("[") else _lines
     return _read(path, what, encoding, partial(split, longest=longest))
@@ -52,7 +52,7 @@ def read_json_texts(
 def _read(
     path: AnyPath, what: str, encoding: str, split: Callable[[io.BufferedIOBase], Iterator[Line]]
 ) -> Iterator[Line]:
-    """The parts of a file, decompressed and in UTF-8; the last one is the fault that ended reading, if any."""
+    """The parts of a file, decompressed and in UTF-8; the last has the problem that ended reading, if any."""
     number = 0
     with open_regular(path, what) as file:
         try:
@@ -63,7 +63,7 @@ def _read(
                     number = line.number
                     yield line
         except UnicodeError as error:
-            why = f"it is not text in {encoding} ({error}); data.encoding says in which it is read"
+            why = f"it is not text in {encoding}, as data.encoding says ({error})"
             yield Line(number + 1, "", f"the file cannot be read further: {why}")
         except BROKEN as error:
             why = str(error) or "its compressed data are broken"

@@ -18,15 +18,15 @@ T = TypeVar("T")
 MOST_GROWTH, MOST_ADDED = 256, 4096
 """Characters that a tokenizer may make of one, and that it may add to a text, before it cuts the text."""
 SECONDS, PER_SECOND = 10.0, 10_000
-"""Seconds that some texts may take in any case, and characters for each second more; usual is a hundred times that."""
+"""Seconds that any texts may take, and characters for each further second; usual tokenizers are 100 times as fast."""
 _SHORT = 200
-"""Characters that cannot take long, for each match has its limit."""
+"""So few characters cannot take long, because each match has its limit."""
 RETRIES = "retry-limit-in-match over"
 """Oniguruma's message for a match that has taken too many steps."""
 
 
 def in_time(work: Callable[[], T], characters: int, name: str) -> T:
-    """Return the result of `work`, which reads this many characters. Raises DataError where it takes too long."""
+    """Return the result of `work` on a text of this many `characters`. Raises DataError if it takes too long."""
     if characters <= _SHORT:
         return work()
     result: Future[T] = Future()
@@ -41,7 +41,7 @@ def in_time(work: Callable[[], T], characters: int, name: str) -> T:
     try:
         return result.result(SECONDS + characters / PER_SECOND)
     except TimeoutError:
-        raise slow(name, f"has not cut {characters:,} characters in time") from None
+        raise slow(name, f"has not tokenised {characters:,} characters in time") from None
 
 
 def slow(name: str, problem: str) -> DataError:
@@ -59,7 +59,7 @@ def require_bounded(parts: Iterable[Mapping[str, Any]], name: str) -> None:
         if factor > MOST_GROWTH or added > MOST_ADDED:
             raise DataError(
                 f"The tokenizer {quoted(name)} is refused: it may make {factor:,.0f} characters of one, and adds "
-                f"{added:,.0f} to a text, where at most {MOST_GROWTH} and {MOST_ADDED:,} are taken. Check that it is "
+                f"{added:,.0f} to a text, but at most {MOST_GROWTH} and {MOST_ADDED:,} are allowed. Check that it is "
                 "the right file."
             )
 
@@ -79,7 +79,7 @@ def _growth(part: Mapping[str, Any]) -> tuple[float, float]:
             return max(1.0, length / len(pattern)), 0.0
         try:
             empty = re.match(pattern, "") is not None
-        except re.error:  # written for another library
+        except re.error:  # written in another library's syntax
             empty = True
         return max(1.0, length + empty), 0.0
     return factor, added

@@ -157,7 +157,7 @@ def control_character(text: str, *, halves_only: bool = False) -> str | None:
 
     Tabs and line ends are allowed. With `halves_only`, only characters without a place in UTF-8 are found.
     """
-    # Only what is not printable can be one, and asking for that is quick.
+    # All of them are unprintable, which is quick to check.
     if text.isprintable() or (match := re.search(_HALF if halves_only else _CONTROL, text)) is None:
         return None
     return f"{'half a' if re.match(_HALF, match[0]) else 'the control'} character {match[0]!a}"
@@ -195,7 +195,7 @@ _DROPPED = bytes(byte for byte in range(256) if byte not in _OUTSIDE_TEXT)
 
 
 def _load_json(text: str, bounds: Bounds) -> Any:
-    # Without escapes every second part between quotes is text. Only few characters of the others matter.
+    # Without escapes every second part between quotes is text. Of the rest only brackets and commas matter.
     plain = text.replace(r"\\", "").replace(r"\"", "").encode("utf-8", "replace").translate(None, _DROPPED)
     _count_levels(b"".join(plain.split(b'"')[::2]).decode(), bounds)
     return json.loads(text, object_pairs_hook=_unique)
@@ -215,7 +215,7 @@ def _count_levels(outside: str, bounds: Bounds) -> None:
 
 # TOML
 
-# As strings, for compiling them takes longer than `--help` takes to import this module.
+# Strings, because compiling them takes longer than `--help` takes to import this module.
 _TOML_STRING_OR_COMMENT = (
     r'''(?s)"""(?:[^"\\]++|\\.|"{1,2}(?!"))*+"{3,5}'''  # its last two quotes may belong to the text
     r"""|'''(?:[^']++|'{1,2}(?!'))*+'{3,5}"""
@@ -309,7 +309,7 @@ def _yaml_loader() -> Any:
 
 
 def _allowed_after(node: Any, left: int, level: int, bounds: Bounds) -> int:
-    """How many of `left` values are still allowed after a YAML node, which counts as often as aliases repeat it."""
+    """How many of `left` values are still allowed after a YAML node, counted as often as aliases repeat it."""
     if left == 0:
         raise _too_many(bounds)
     left -= 1

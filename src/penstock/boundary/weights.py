@@ -1,4 +1,4 @@
-"""Weights from outside: what the header of a safetensors file says is checked before anything is mapped or allocated.
+"""Weights from outside: the header of a safetensors file is checked before anything is mapped or allocated.
 
 The format is Hugging Face's (https://github.com/huggingface/safetensors): eight bytes that give the header's length,
 a JSON header with a dtype, a shape and two offsets per tensor, then the bytes, each of which belongs to one tensor.
@@ -21,14 +21,14 @@ DTYPES: Final[Mapping[str, tuple[str, int]]] = {
     "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "F8_E4M3": ("float8_e4m3fn", 1),
     "BOOL": ("bool", 1),
 }  # fmt: skip
-"""Types by safetensors' name: torch's name, and bytes. Its others (float4, complex …) hold no weights here."""
+"""Each dtype's name in torch and its bytes, by its name in safetensors. Others (float4, complex …) are refused."""
 
 _HEADER = Bounds(bytes=1 << 24, values=1 << 21)
 """About 150,000 tensors: more than any published file has."""
 _INDEX = Bounds(bytes=1 << 25, values=1 << 19)
 _NAME = 400
 _DIMENSIONS = 64
-"""Most dimensions that torch and NumPy count."""
+"""Most dimensions of a tensor in torch and NumPy."""
 
 
 class TensorInfo(NamedTuple):
@@ -60,7 +60,7 @@ def read_header(
             raise CheckpointError(f"{where}: {problem}. {remedy}")
         if length > _HEADER.bytes:
             raise CheckpointError(
-                f"{where}: header too large: {length:,} bytes, of {_HEADER.bytes:,} that are read. {remedy}"
+                f"{where}: header too large: {length:,} bytes, and at most {_HEADER.bytes:,} are read. {remedy}"
             )
         text = file.read(length)
     header = parse_json(text, f"{where}: its header", error=CheckpointError, bounds=_HEADER, remedy=remedy)
@@ -120,7 +120,7 @@ def _tensor(name: str, entry: Any) -> tuple[TensorInfo, tuple[int, int]]:
 def read_index(path: Path, *, remedy: str) -> dict[str, Any]:
     """A `model.safetensors.index.json`, whose `weight_map` says which file of its folder holds each tensor.
 
-    Raises CheckpointError where the file is no such index, or names something other than safetensors files.
+    Raises CheckpointError if the file is not such an index, or names anything but safetensors files.
     """
     raw = read_bytes(path, "The index", limit=_INDEX.bytes, error=CheckpointError, remedy=remedy)
     where = f"The index {shown(path)}"

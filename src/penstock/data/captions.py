@@ -35,7 +35,7 @@ LANGUAGES = (
 IMAGE, TEXT = 0, 1
 """Numbers that say whether the model writes from the image or from a name."""
 TABLE, FILE, CONCEPT = "metadata.jsonl", "file_name", "concept"
-"""A folder's table of captions, as Hugging Face's image folders have it, and its columns that are no language."""
+"""A folder's table of captions, as in Hugging Face's image folders, and its columns that are not languages."""
 _WORDS_EVERY, _PAIRS_EVERY, _ALONE_EVERY, _IMAGES_EVERY = 20, 5, 3, 10
 _LOOKS = 4
 """Samples of each image for validation."""
@@ -55,11 +55,11 @@ class Pictures(NamedTuple):
     held: NDArray[np.bool_]
     """(I,), images for validation."""
     words: bool = True
-    """Whether names are held out beside images."""
+    """Whether names are held out in addition to images."""
 
 
 class NameTable(NamedTuple):
-    """Tokens of all W names, as a model reads them."""
+    """The names of all concepts, (W,) in each field."""
 
     languages: tuple[str, ...]
     language: NDArray[np.int64]
@@ -190,7 +190,7 @@ def digits(languages: Sequence[str], channels: int) -> Pictures:
 
 
 def beginning(language: str) -> str:
-    """The words with which a text in a language begins when the model writes it."""
+    """The prefix of each text in a language that the model writes."""
     return f"{language}: "
 
 
@@ -227,7 +227,7 @@ def _table(words: NameTable, *, held: bool) -> NDArray[np.int64]:
 
 
 def _training(source: Captions) -> Iterator[tuple[int, int, int, int]]:
-    """Each image with its name in each language. Of a language that is translated, half are translations."""
+    """Each image with its name in each language; half are translations in languages with trained pairs."""
     pictures, table, rng = source.pictures, _table(source.words, held=False), random.Random(0)
     for image in np.flatnonzero(~pictures.held).tolist():
         column = table[:, pictures.concepts[image]]

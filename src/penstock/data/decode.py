@@ -177,7 +177,7 @@ def _convert(
             image = Image.fromarray(_in_8_bits(np.asarray(image), white))
         elif white != 65535:
             raise Unreadable(
-                f"it has colours of {bits} bits, whose upper 8 are read, and {white:g} as white; convert it to 8 bits"
+                f"it has colours of {bits} bits, whose upper 8 are read; for white at {white:g} convert it to 8 bits"
             )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
@@ -188,7 +188,7 @@ def _in_8_bits(samples: NDArray[Any], white: float) -> Pixels:
     lowest, highest = samples.min(), samples.max()
     if not (lowest >= 0 and highest <= white):
         raise Unreadable(
-            f"its samples go from {lowest:g} to {highest:g}, and not from 0 to {white:g}; check data.range"
+            f"its samples go from {lowest:g} to {highest:g}, not from 0 to at most {white:g}; check data.range"
         )
     return (samples * (255 / white) + 0.5).astype(np.uint8)
 

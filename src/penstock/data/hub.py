@@ -92,7 +92,7 @@ def open_dataset(name: str, configuration: str | None = None, *, streaming: bool
         if not offline and not datasets.config.HF_HUB_OFFLINE:
             raise ConfigError(
                 f"There is no dataset {name!r} on the Hugging Face hub, nor a folder of that name. For a private or "
-                f"gated one run `hf auth login` first."
+                f"gated dataset run `hf auth login` first."
             ) from error
         raise EnvironmentProblem(
             f"The dataset {name} is not in the cache ({os.fspath(datasets.config.HF_DATASETS_CACHE)}), and cannot be "
@@ -133,7 +133,7 @@ def _columns(name: str, rows: Any) -> tuple[str, str]:
 
 
 def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """The names of the classes, and the number of each row's."""
+    """The names of the classes, and the class number of each row."""
     labels = _numbers(rows[column])
     names = getattr(rows.features[column], "names", None)
     if not names:

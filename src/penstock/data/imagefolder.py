@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Listing(NamedTuple):
-    """The images of one folder of classes: relative paths in a fixed order, and each one's class number."""
+    """The images of one folder of classes: relative paths in a fixed order, and the class number of each image."""
 
     root: Path
     classes: tuple[str, ...]
@@ -131,8 +131,8 @@ class ImageFolder(ImageSource):
         self._max_pixels, self.white = config.max_pixels, config.range
 
     def mark(self, folder: str, *, needed: bool = True) -> None:
-        """Read masks of regions too: see `DataConfig.regions`. Raises DataError where there is no such folder, and, if
-        they are `needed`, where it has none."""
+        """Read masks of regions too: see `DataConfig.regions`. Raises DataError if there is no such folder, or if masks
+        are `needed` and it has none."""
         if not os.path.isdir(folder):
             raise DataError(
                 f"The folder of marks {shown(folder)} does not exist or is no folder. Check data.regions."
@@ -146,7 +146,7 @@ class ImageFolder(ImageSource):
         self.marked = any(self._marks)
         if needed and not self.marked:
             raise DataError(
-                f"{shown(folder)} has no marks of the images in {self.name}: those of {quoted(self._paths[0])} would "
+                f"{shown(folder)} has no marks of the images in {self.name}: for {quoted(self._paths[0])} it would "
                 f"be {quoted(names[0])}. Check data.regions."
             )
         count = sum(map(bool, self._marks))

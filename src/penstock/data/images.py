@@ -88,6 +88,6 @@ def image_loader(
     seed: int = 0,
     **options: Any,
 ) -> Loader:
-    """A Loader of images, prepared by `PrepareImages`; `options` are those of `Loader`."""
+    """A Loader of images, prepared by `PrepareImages`; `options` go to `Loader`."""
     prepare = PrepareImages(source, image_size=image_size, classes=classes, augment=augment, seed=seed)
     return Loader(source, prepare, seed=seed, **options)

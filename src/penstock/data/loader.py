@@ -54,7 +54,7 @@ class Loader:
     With `endless` (training) it follows the shuffled stream from `position` and never stops. Without (evaluation) each
     `for` loop over it is one pass in order, in which the last batch may be short and a rank may get one batch less. For
     a source with `group_by_length`, the stream puts samples of similar length into the same `group` samples, the global
-    batch of an optimizer step (0: that of one `next`). Close it, or use it in a `with`, to end its threads and
+    batch of an optimizer step (0: the samples of one `next`). Close it, or use it in a `with`, to end its threads and
     processes early.
 
     Raises DataError for unreadable samples, when more than 1 % are bad, and when a reading process dies.
@@ -84,7 +84,7 @@ class Loader:
         self._reader = Pool(source, batch, workers, DEPTH) if workers else Reader(source, batch)
         self._reading: _ReadAhead | None = None
         self._ahead: tuple[Any, torch.cuda.Event] | None = None
-        """A batch that was prepared ahead, and the event of its being ready."""
+        """A batch that was prepared ahead, and the event that marks it as ready."""
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._ended, self._read_none = False, True
         self._finalizer = weakref.finalize(self, _close, self._reader)
@@ -118,7 +118,7 @@ class Loader:
             if state.get(key, 0) != now:
                 raise DataError(
                     f"The saved position belongs to a sample stream with {key} {state.get(key, 0)}, but "
-                    f"{self.source.name} has {key} {now}, so its order would not go on. Use the same data "
+                    f"{self.source.name} has {key} {now}, so its order would not continue. Use the same data "
                     "and seed, or start a new run."
                 )
         # Copies on other nodes may have other modification times.
@@ -201,7 +201,7 @@ class Loader:
         return host
 
     def _report_levels(self, images: NDArray[np.uint8]) -> None:
-        """Log how bright images (B, S, S, C) of 8 bits are, so that somebody notices a set that is read as black."""
+        """Log how bright images (B, S, S, C) of 8 bits are, to reveal a set that is read as black."""
         mean, deviation = images.mean() / 255, images.std() / 255
         words = (
             "%s: the first batch has a mean of %.3f and a deviation of %.3f, where black is 0 and white 1."
@@ -222,7 +222,7 @@ class Loader:
             return batch, side.record_event()
 
     def _next_from_side_stream(self, side: torch.cuda.Stream) -> Any:
-        """Return the batch that was prepared ahead, and begin the next one beside the coming step."""
+        """Return the batch that was prepared ahead, and prepare the next during the coming step."""
         staged = self._ahead or self._stage_aside(side)
         if staged is None:
             return None
@@ -285,7 +285,7 @@ class _ReadAhead:
 
 
 def as_tensor(array: NDArray[Any], *, pin: bool = False) -> Any:
-    """The samples of a `HostBatch` from an array of them, in memory of their own, because readers use theirs again."""
+    """The samples of a `HostBatch`, copied from an array, because a reader reuses its memory."""
     if array.dtype.names:
         return {name: as_tensor(array[name], pin=pin) for name in array.dtype.names}
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype

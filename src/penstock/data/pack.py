@@ -102,7 +102,7 @@ def read_table(root: Path, layout: str, version: int, title: str) -> dict[str, A
 
 
 def check_sizes(root: Path, files: Iterable[File]) -> None:
-    """Raise DataError for a file of another size than was written."""
+    """Raise DataError for a file whose size is not as written."""
     for file in files:
         with open_regular(root / file.name, "The pack file", remedy=COPY) as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -114,10 +114,10 @@ def check_sizes(root: Path, files: Iterable[File]) -> None:
 
 
 def check_sum(root: Path, file: File) -> None:
-    """Raise DataError for a file with another content than was written."""
+    """Raise DataError for a file whose content is not as written."""
     if digest_file(root / file.name) != file.sha256:
         raise DataError(
-            f"The pack file {shown(root / file.name)} is not what was written: its SHA-256 is another. {COPY}"
+            f"The pack file {shown(root / file.name)} is not what was written: its SHA-256 differs. {COPY}"
         )
 
 
@@ -189,7 +189,7 @@ def _read_index(root: Path, manifest: ImageManifest) -> NDArray[np.void]:
 
 
 def splits(path: str | os.PathLike[str]) -> dict[str, Path]:
-    """The folders of a packed set: `train` and `val`, by any usual names, or as '' the folder of everything."""
+    """The folders of a packed set: `train` and `val`, by any usual names; or '' for one folder of everything."""
     root = Path(path)
     if (root / MANIFEST).is_file() or not root.is_dir():
         return {"": root}

@@ -153,7 +153,7 @@ def _write(
     left_out = LeftOut(packing.bad_images, "images", "--bad-images skip")
 
     def accepted() -> Iterator[Sample]:
-        """The images that can be packed, in order; the policy decides about the others."""
+        """The images that can be packed, in order; the policy decides about bad ones."""
         for done, result in enumerate(_in_threads(samples, packing), start=1):
             if progress is not None:
                 progress(done)

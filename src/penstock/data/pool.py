@@ -39,7 +39,7 @@ class _Room:
     def __init__(self, file: int, slots: int, batch: int, sample: np.dtype[Any]) -> None:
         memory = mmap.mmap(file, _Room.bytes(slots, batch, sample))
         self.ids = np.ndarray((slots, batch), np.int64, memory)
-        """Numbers of the samples to read, and afterwards of those that were read, with replacements."""
+        """Numbers of the samples to read, and afterwards of the samples that were read, with replacements."""
         self.samples = np.ndarray((slots, batch), sample, memory, offset=self.ids.nbytes)
 
     @staticmethod
@@ -71,7 +71,7 @@ class Reader:
             yield request, out, self._source.read_into(request.ids, out)
 
     def abort(self) -> None:
-        """Release a thread that waits for a batch. Called from another thread. Here a batch is read to its end."""
+        """Release a thread that waits for a batch. Called from another thread. This reader finishes its batch."""
 
     def close(self) -> None:
         """End the reader, which nobody may be using."""
@@ -120,7 +120,7 @@ class Pool(Reader):
                     self._receive(workers)
 
     def _submit(self, slot: int, ids: NDArray[np.int64]) -> list[_Worker]:
-        """Request the samples `ids` from the workers that are returned."""
+        """Request the samples `ids`. Returns the workers that read them."""
         self._room.ids[slot, : len(ids)] = ids
         edges = np.linspace(0, len(ids), len(self._workers) + 1).astype(int).tolist()
         busy = [(worker, *part) for worker, part in zip(self._workers, pairwise(edges)) if part[0] < part[1]]
@@ -161,8 +161,8 @@ class _Worker:
     def __init__(self, number: int, shared: int) -> None:
         self.number = number
         self.pipe, worker_pipe = Pipe()
-        # Schedulers ask every process of a job to stop. Workers serve on until the one that reads from them has saved:
-        # a signal that is blocked here stays so in them.
+        # Schedulers ask every process of a job to stop. Workers continue until the training process has saved: they
+        # inherit the signals that are blocked here.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         try:
             with worker_pipe:
@@ -223,7 +223,7 @@ def serve(pipe: int, shared_file: int) -> None:
 
 
 def _read_rows(source: Source, ids: NDArray[np.int64], samples: NDArray[Any], worker: str) -> _Answer:
-    """Read samples `ids` into the shared memory, and write there the numbers of those that were read."""
+    """Read the samples `ids` into `samples`; afterwards `ids` has the numbers of the samples that were read."""
     try:
         reading = source.read_into(ids.copy(), samples)
     except DataError as error:

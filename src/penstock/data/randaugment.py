@@ -160,7 +160,7 @@ def _by_factor(
 COLOR_OPERATIONS: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
     brightness, contrast, sharpness, solarize, posterize, saturation,
 )  # fmt: skip
-"""Saturation is last, because grey images draw from the others only."""
+"""Saturation is last, because grey images do not draw it."""
 
 
 def operations(channels: int) -> int:

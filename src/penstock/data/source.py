@@ -53,23 +53,23 @@ class Source(ABC):
 
     name: str
     sample: np.dtype[Any]
-    """The form of one sample: a numpy type with a shape, such as `np.dtype((np.int32, (1024,)))`; or a structured type
-    whose fields are such types. All samples have the same form."""
+    """The NumPy dtype of every sample: a type with a shape, such as `np.dtype((np.int32, (1024,)))`, or a structured
+    type of such fields."""
     bad_samples: Literal["fail", "skip"] = "fail"
     policy: str = "data.bad_images"
     """The setting that `bad_samples` comes from."""
     lengths: NDArray[np.int32] | None = None
-    """(N,) length of each sample without padding, where samples differ in it."""
+    """(N,) length of each sample without padding; None if all are equal."""
     unpacked_padding: float | None = None
-    """Share of padding if each sample held one document, where documents are packed into samples."""
+    """Share of padding that samples of one document each would have; None if documents are not packed."""
     label_names: tuple[str, ...] = ()
-    """Names of the labels by which a model's visits to experts are counted, such as languages."""
+    """Names of the labels, such as languages, for which visits to a model's experts are counted."""
     labels_in_prompts: bool = False
     """Whether a text begins with its label, as `penstock.data.toy.words.prompt_of` writes it."""
     group_by_length: bool = False
     """Whether a Loader's batches hold samples of similar length."""
     digest: str = ""
-    """Hash that changes where the samples do, as far as that can be seen without reading them; empty: they do not."""
+    """Hash that changes with the samples, as far as visible without reading them; empty if they never change."""
 
     @property
     def title(self) -> str:
@@ -84,8 +84,8 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     def read_into(self, indices: NDArray[np.int64], out: NDArray[Any]) -> ReadResult:
-        """Write the samples into `out`. Under the policy `skip`, others replace bad ones: a pure function of the bad
-        sample's number, so that the stream is the same for any number of workers and ranks. Under `fail`, raises
+        """Write the samples into `out`. Under the policy `skip`, another sample replaces a bad one, chosen by a hash of
+        its number, so that the stream is the same for any number of workers and ranks. Under `fail`, raises
         DataError."""
         ids = np.array(indices, np.int64)
         bad: list[tuple[str, str]] = []
@@ -135,7 +135,7 @@ class ImageSource(Source):
     tokenizer: Any = None
     """The tokenizer of a model that reads the names of classes; reading processes lack it."""
     region_weight: float = 1.0
-    """Weight in the loss of what is marked in full."""
+    """Weight in the loss of fully marked pixels."""
     word_weights: tuple[str, ...] = ()
     """Words of the names of classes and the factors of their attention, as `DataConfig.word_weights`."""
 
@@ -195,8 +195,8 @@ class LeftOut:
     count: int = 0
 
     def add(self, where: str, why: str, used: int) -> None:
-        """Leave a sample out, and log it; `used` others are in the pack. Raises DataError under the policy `fail`, and
-        for more than 1 %, but for up to 1,000 only by `close`."""
+        """Leave a sample out, and log it; `used` counts the samples in the pack. Raises DataError under the policy
+        `fail`, and, after 1,000 bad samples, for more than 1 %."""
         if self.policy == "fail":
             raise DataError(
                 f"{where} cannot be used: {why}. Repair or remove it, or leave such {self.unit} out with "

@@ -19,7 +19,7 @@ _NAMES: dict[str, tuple[Split, int]] = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), ("val", 0)),
     **dict.fromkeys(("test", "testing"), ("val", 1)),  # the validation set where there is no other
 }
-"""Split that a name means, in any case, and its rank: the lowest rank that is there is taken."""
+"""Split that a name means, in upper or lower case, and its rank: the lowest rank present is used."""
 
 
 def named_split(name: str) -> tuple[Split, int] | None:
@@ -28,7 +28,7 @@ def named_split(name: str) -> tuple[Split, int] | None:
 
 
 def split_in(name: str) -> tuple[Split, int] | None:
-    """The split that words in a name mean, and its rank; none where they mean both. The outermost part of a path with
+    """The split that words in a name mean, and its rank; none if they mean both. The outermost part of a path with
     such a word decides."""
     for part in Path(name).parts:
         meant = {split for word in re.split(r"[^a-z]+", part.lower()) if (split := _NAMES.get(word))}
@@ -38,8 +38,8 @@ def split_in(name: str) -> tuple[Split, int] | None:
 
 
 def divided(names: Iterable[str], *, words: bool = False) -> dict[Split, list[str]]:
-    """The names of the train and the val sets: entire names, or names that contain such words; entire names come first.
-    Empty lists where there are none."""
+    """The names that mean train and val, in lists that may be empty. With `words`, names that only contain such a word
+    count too, if no entire name is there."""
     ranked: dict[Split, dict[tuple[int, bool], list[str]]] = {"train": {}, "val": {}}
     for name in names:
         if meant := split_in(name) if words else named_split(name):

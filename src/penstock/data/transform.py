@@ -1,4 +1,4 @@
-"""Custom transforms: a function of the user's that is applied to each batch on its device, after augmentation."""
+"""Custom transforms: a user's function, applied to each batch on its device after augmentation."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def per_sample(function: Callable[..., tuple[Tensor, Tensor]]) -> Transform:
 
 
 def apply(transform: Transform, images: Tensor, targets: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """The batch that `transform` returns. Raises ConfigError where that is no batch of as many samples."""
+    """The batch that `transform` returns. Raises ConfigError unless it has the same number of samples."""
     changed = transform(images, targets, training=training)
     is_pair = isinstance(changed, tuple) and len(changed) == 2 and all(isinstance(x, Tensor) for x in changed)
     if not is_pair or len(changed[0]) != len(images) or len(changed[1]) != len(images):
         returned = [list(part.shape) for part in changed] if is_pair else type(changed).__name__
         raise ConfigError(
-            f"data.transform was given {len(images)} images and their targets and must return as many of both, as two "
-            f"tensors, but returned {returned}."
+            f"data.transform was given {len(images)} images and their targets and must return the same number of "
+            f"both, as two tensors, but returned {returned}."
         )
     return changed

@@ -224,7 +224,7 @@ def test_odd_marks_are_refused_and_conversations_without_a_lesson_are_counted(
     assert "10 conversations were left out: all their answers are marked as not to be learned" in caplog.text
     rows = [{"messages": [{"role": "user", "content": "a", "weight": 1}, *_pair("b", "c")[1:]]}]
     _shown(rows, tmp_path)
-    assert "the assistant's alone are" in caplog.text
+    assert "only the assistant's are" in caplog.text
 
 
 def _plain() -> Tokenizer:
@@ -361,5 +361,7 @@ def test_nulls_of_a_table_of_arrow_do_not_reach_the_template(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["make.py", "talk.txt"])
 def test_conversations_are_not_read_of_a_text(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("print('a')\n")
-    with pytest.raises(DataError, match=r"is no table. Conversations are read of files that end in .*jsonl"):
+    with pytest.raises(
+        DataError, match=r"is no table. Conversations are read from files that end in .*jsonl"
+    ):
         open_conversations(DataConfig(source=f"text:{tmp_path}/{name}"), _plain(), "train", length=99)

@@ -230,7 +230,7 @@ def test_a_regular_expression_without_an_end_is_refused(
         splitting("(a+)+$").encode(["a" * 30 + "!"])
     assert len(splitting("(a+)+$").encode(["a" * 4 + "!"])[0]) == 5
     monkeypatch.setattr("penstock.boundary.tokenizers.SECONDS", 0.0)
-    with pytest.raises(DataError, match="has not cut 220 characters"):
+    with pytest.raises(DataError, match="has not tokenised 220 characters"):
         splitting("(a+)+b").encode([("a" * 19 + "!") * 11])
 
 

@@ -153,7 +153,7 @@ def test_what_is_made_once_is_found_again(tmp_path: Path, monkeypatch: pytest.Mo
     ("source", "error", "said"),
     [
         ("digits", ConfigError, "holds images, but this task takes text"),
-        ("numbers", ConfigError, "this task takes running text"),
+        ("numbers", ConfigError, "this task takes continuous text"),
         ("text:nowhere", DataError, "nowhere"),
         ("pack:nowhere", DataError, "no packed text"),
     ],

@@ -65,7 +65,7 @@ class Bad(NamedTuple):
 
 RowOrBad = TextRow | Bad
 Progress = Callable[[int], None]
-"""Called with the bytes of text that were tokenised since."""
+"""Called with the bytes of text that were tokenised since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class _SplitWriter:
     shape: Shape
     tokenizer: Tokenizer
     labels: dict[str, int]
-    """Every label met so far, with its number; shared by both splits."""
+    """The number of every label so far; shared by both splits."""
     progress: Progress
     data: File = field(default_factory=lambda: File("", 0, ""))
     at: int = 0
@@ -154,7 +154,7 @@ class _SplitWriter:
         self.left_out = LeftOut(self.shape.bad_rows, "rows", "data.bad_rows=skip")
 
     def tokens(self, rows: Iterator[RowOrBad]) -> Iterator[bytes]:
-        """The content of the file of tokens, in whole blocks but for the last."""
+        """The content of the file of tokens, in whole blocks except the last."""
         kind = token_type(self.tokenizer.size)
         unwritten = b""
         for batch in _read_ahead(_batches(self._accepted(rows))):
@@ -168,7 +168,7 @@ class _SplitWriter:
             raise DataError("There is no text in it. Check data.source.")
 
     def index(self, values: NDArray[np.float32]) -> NDArray[np.void]:
-        """(rows,) with the labels as `values` has them."""
+        """The index (rows,), with the values of labels in place of their numbers."""
         index = np.concatenate(self._chunks)
         if self.shape.labels:
             index["label"] = values[index["label"].astype(np.int64)]
@@ -212,7 +212,7 @@ class _SplitWriter:
         return np.concatenate(out) if out else np.zeros(0, np.int32)
 
     def _texts(self, batch: list[TextRow]) -> Iterator[list[list[Numbers]]]:
-        """For each row the pieces of each text, as tokens; behind a document its end."""
+        """For each row the tokens of each text, in pieces; after a document also its end token."""
         encode, fields = self.tokenizer.encode, self.shape.fields
         texts = [list(_pieces(text)) for row in batch for text in row.texts]
         if self.shape.targets:

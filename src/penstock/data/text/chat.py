@@ -28,9 +28,9 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}
 """
-"""The template of a model that has none: each turn below its role, ended by the tokenizer's own end."""
+"""The template for a model without one: each turn below its role, ended by the tokenizer's own end."""
 DESCRIBING = ("name", "tool_call_id")
-"""Fields that say who writes a message, or to which call it is an answer; templates use the first word of tools too."""
+"""Fields that name the author of a message, or the call that it answers. Templates also use `name` for tools."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of the field that holds a model's reasoning; transformers passes the first two to templates."""
 
@@ -40,7 +40,7 @@ class Template:
     another process, with limits: see `penstock.boundary.templates`."""
 
     def __init__(self, text: str, specials: Mapping[str, str]) -> None:
-        """`specials` are special tokens by the names that it uses, such as `eos_token`. Raises ConfigError."""
+        """`specials` are special tokens by their names in templates, such as `eos_token`. Raises ConfigError."""
         check_template(text)
         self.source, self._specials = text, dict(specials)
         self._reported: set[str] = set()
@@ -49,7 +49,7 @@ class Template:
         self, messages: Sequence[Mapping[str, Any]], *, answer: bool = True, tools: list[Any] | None = None
     ) -> str:
         """Render messages; with `answer`, up to where the model's next answer begins. As in transformers, fields
-        without a value are left out, and reasoning has all of its names. Raises ConfigError if it refuses them."""
+        without a value are left out, and reasoning has all of its names. Raises ConfigError for refused messages."""
         named = [_with_all_names(message) for message in messages]
         values = {"messages": named, "tools": tools, "documents": None, "add_generation_prompt": answer}
         return render(self.source, {**values, **self._specials})
@@ -149,7 +149,7 @@ class ChatWriter:
             return None
         if len(parts[-1].answers) < count:
             raise ConfigError(
-                "the chat template writes earlier answers otherwise, so only one may be compared"
+                "the chat template writes earlier answers differently, so only one may be compared"
             )
         return parts[-1]._replace(answers=parts[-1].answers[-count:])
 
@@ -206,7 +206,7 @@ class ChatWriter:
         self._template.report_unwritten(unwritten)
         if any(message.get(mark) for message in messages if message["role"] != "assistant" for mark in MARKS):
             self._template.report(
-                f"Of turns that are marked to be learned ({', '.join(MARKS)}), the assistant's alone are."
+                f"Turns of other roles are marked to be learned ({', '.join(MARKS)}), but only the assistant's are."
             )
 
 

@@ -1,4 +1,4 @@
-"""Which columns of a table are text and label, and what makes a row of them bad."""
+"""The columns of a table that hold texts and labels, and checks of their rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHAPES: dict[Form, tuple[int, bool]] = {
     "document": (1, False), "single": (1, True), "pair": (2, True), "translation": (2, False), "two": (2, False),
     "chat": (2, False), "preferences": (4, False),
 }  # fmt: skip
-"""Texts in a row, and whether it has a label. A chat has its tokens, and whether each is one to learn; preferences have
-this of two conversations."""
+"""Texts in a row, and whether it has a label. A chat has tokens and marks of the tokens to learn, preferences have both
+for two conversations."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Content:
     parts: list[Iterator[RowOrBad]]
     """Train and val, or everything."""
     identity: list[object]
-    """Values that change when the rows do, as JSON can hold them."""
+    """Values that change when the rows do, and that JSON can hold."""
     bytes: int | None = None
-    """About how much text that is, for a progress bar."""
+    """Approximate bytes of text, for a progress bar."""
     labels: bool = False
     """Whether its rows have labels, even where their form needs none."""
 
 
 _ABSENT = ("-", "nan", "none")
-"""Labels in tables without types that mean that there is none."""
+"""Words in CSV and TSV files that mean a missing label."""
 USUAL_COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "document": (("text",), ("content",), ("document",), ("code",), ("body",)),
     "single": (("text", "label"), ("sentence", "label"), ("review", "label"), ("text", "score"), ("sentence", "score")),
@@ -81,7 +81,7 @@ class TextColumns:
     separator: str = "auto"
     encoding: str = "utf-8"
     all_labels: bool = False
-    """Whether words that usually mean a missing label, in a table without types, are classes."""
+    """Whether words in CSV and TSV files that usually mean a missing label are classes."""
     _reported: set[str] = field(default_factory=set, compare=False)
     """Columns that the log has named as not read."""
 

@@ -1,5 +1,5 @@
-"""Samples of conversations whose answers are learned: one conversation in each sample, as many whole ones as fit, or
-two to compare."""
+"""Samples of conversations whose answers are learned: one conversation in each sample, several that fit, or two to
+compare."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ChatSource(TextSource):
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """Special tokens that end the first conversations' answers; the tokenizer's own end may be another."""
+        """Special tokens that end the first conversations' answers; the tokenizer's own `end` may differ."""
         last: set[int] = set()
         for tokens, learned in (
             table.texts(row) for table in self.tables for row in range(min(len(table), 100))
@@ -85,9 +85,9 @@ class ChatSource(TextSource):
 
 
 class PreferenceSource(TextSource):
-    """Two conversations that share their beginning, of at most `length` tokens each. Fields of a sample, of which the
-    first row is the chosen one: tokens (2, L) int32; learned (2, L) int8, 1 for a token of the answers behind what both
-    share; length (2,) int32."""
+    """Two conversations that share their beginning, of at most `length` tokens each. Fields of a sample, with the
+    chosen one in row 0: tokens (2, L) int32; learned (2, L) int8, 1 for a token of the answers after the shared
+    beginning; length (2,) int32."""
 
     def __init__(
         self, data: DataConfig, split: Split, tables: list[tuple[RowTable, float]], tokenizer: Tokenizer, *,
@@ -146,7 +146,7 @@ def fitted(lengths: NDArray[np.int64], rows: NDArray[np.int64], room: int) -> li
     """Group rows of these lengths by best fit, the longest first, so that no group exceeds `room`. Groups are in the
     order of their longest row."""
     groups: list[list[int]] = []
-    rooms: list[int] = []  # those that some group has left, in order
+    rooms: list[int] = []  # what groups have left, sorted
     having: dict[int, list[int]] = {}
     for place in np.argsort(-lengths, kind="stable"):
         length = int(lengths[place])
@@ -183,9 +183,9 @@ def open_preferences(
 
 
 def give_template(tokenizer: Tokenizer, template: str) -> None:
-    """Give a tokenizer the chat template that `data.template` names, and a plain one where it has none.
+    """Give a tokenizer the chat template that `data.template` names; with `auto`, a plain one if it has none.
 
-    Raises ConfigError for what is no template."""
+    Raises ConfigError for an invalid template, and DataError for an unreadable file."""
     if template != "auto":
         tokenizer.chat_template = read_text(Path(template), "The chat template", limit=1 << 20)
     elif tokenizer.chat_template is None:

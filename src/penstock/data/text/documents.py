@@ -66,7 +66,7 @@ def digest(path: Path) -> str:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _digest(path: Path, _size: int, _changed: int) -> str:
-    """Kept, because the splits of a set are opened one after the other."""
+    """Cached, because the splits of a set are opened one after the other."""
     return digest_file(path)
 
 
@@ -98,8 +98,8 @@ def _rows(path: Path, suffix: str, columns: TextColumns) -> Iterator[RowOrBad]:
     if columns.shape.form != "documents":
         rows = "Rows" if columns.shape.form == "rows" else "Conversations"
         raise DataError(
-            f"{shown(path)} is no table. {rows} are read of files that end in {', '.join(TABLES)}; text alone, without "
-            "columns, trains language models."
+            f"{shown(path)} is no table. {rows} are read from files that end in {', '.join(TABLES)}; plain text trains "
+            "language models."
         )
     return _document(path, columns.encoding)
 

@@ -1,6 +1,6 @@
 """Marian's tokenizer: a sentencepiece model for sources, another for targets, and one table of the pieces of both.
 
-Files and rules are those of transformers' MarianTokenizer (`models/marian/tokenization_marian.py`).
+Files and rules as in transformers' MarianTokenizer (`models/marian/tokenization_marian.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, DataError
 
 SOURCE, TARGET, TABLE = "source.spm", "target.spm", "vocab.json"
 SECOND_TABLE = "target_vocab.json"
-"""Table of targets alone, where sources have a table of their own."""
+"""Table of targets, for models with a table for each side."""
 _TABLE = Bounds(bytes=64 << 20, values=2 * MOST_TOKENS, control=True)
 _WORDS = {"pad": "<pad>", "unknown": "<unk>", "end": "</s>"}
 """Special tokens, unless `tokenizer_config.json` names others."""
@@ -115,7 +115,7 @@ class Marian(Tokenizer):
             raise DataError(f"{TABLE} of the tokenizer {self.name} {why}. Check that it is the right file.")
 
     def _check_added(self) -> None:
-        """Refuse tokens outside of the table, which transformers would cut out of a text before all else."""
+        """Refuse added tokens that the table lacks: transformers would cut a text at them first."""
         added = self._settings.get("added_tokens_decoder")
         for number, token in added.items() if isinstance(added, Mapping) else ():
             word = token.get("content") if isinstance(token, Mapping) else None

@@ -12,7 +12,7 @@ BESIDE = {
     "system": "system", "system_prompt": "system", "tools": "tools", "history": "history", "label": "label",
     "kto_tag": "label",
 }  # fmt: skip
-"""Columns that are read beside those of the messages, and what they hold."""
+"""Columns that are read in addition to the messages, and their content."""
 MARKS = ("weight", "train", "training", "loss_mask", "loss")
 """Fields of a message that say whether it is learned."""
 _ROLES = dict.fromkeys(("gpt", "bot", "model", "chatgpt"), "assistant") | {
@@ -98,7 +98,9 @@ def _continue(before: list[Message], value: Any, name: str) -> list[Message]:
     if before and messages[0]["role"] == "assistant":
         return [*before, *messages]
     if before and before[-1] not in messages:
-        raise ValueError(f"the column {name} is a conversation without the prompt; name the others alone")
+        raise ValueError(
+            f"the column {name} is a conversation without the prompt; name chosen and rejected alone"
+        )
     return messages
 
 
@@ -189,7 +191,7 @@ def _message(turn: Any) -> Message:
                 f"the {role}'s message has {name} {message[name]!r}; only 0 and 1, or false and true, are used"
             )
     content = message.get("content")
-    if isinstance(content, list):  # parts, of which text is read
+    if isinstance(content, list):  # parts; only text is read
         parts = [part.get("text") for part in content if isinstance(part, Mapping)]
         if len(parts) != len(content) or not all(isinstance(part, str) for part in parts):
             raise ValueError("a message has parts that are not text")

@@ -18,9 +18,9 @@ _MOST = 1 << 31
 
 
 class TextSource(Source):
-    """Samples of a split of several sets of text, each with its share.
+    """Samples of one split of several sets of text, mixed by weight.
 
-    One round of the mixture is one pass over the set that takes longest; the others repeat meanwhile, each sample about
+    One round of the mixture is one pass over the set that takes longest; other sets repeat meanwhile, each sample about
     equally often. So no sample is left out, and the order remains a pure function of seed and position. A subclass
     calls `mix` with the sizes of its sets.
     """
@@ -37,7 +37,7 @@ class TextSource(Source):
         self._weights = [weight for _, weight in tables]
 
     def mix(self, sizes: Sequence[int]) -> None:
-        """Number the samples of sets of these sizes by their weights. Raises ConfigError for too many of them."""
+        """Number the samples of sets of these sizes by their weights. Raises ConfigError for too many samples."""
         rounds = max(size / weight for size, weight in zip(sizes, self._weights))
         if rounds > _MOST:
             raise ConfigError(
@@ -64,6 +64,6 @@ class TextSource(Source):
 
     @property
     def digest(self) -> str:  # type: ignore[override]
-        """The hash of all tokens and of where they are."""
+        """The hash of all tokens and of their index."""
         files = [file for table in self.tables for file in table.part.part.files]
         return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()

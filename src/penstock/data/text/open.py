@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, DataError
 MOST_BYTES = 64 << 20
 """Most bytes of a `tokenizer.json`; the largest in use have 33 MB."""
 _SETTINGS = Bounds(bytes=1 << 24, values=1 << 18, control=True, wide=True)
-"""transformers writes 10³⁰ as the most tokens of a text where there is no limit."""
+"""`wide`, because transformers writes 10³⁰ as the most tokens of a text if there is no limit."""
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 ADDED_FILE = "added_tokens.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -28,7 +28,7 @@ _MADE_OF = (
     "vocab.txt", "vocab.json", "spiece.model", "tokenizer.model", "sentencepiece.bpe.model", marian.SOURCE,
     marian.TARGET,
 )  # fmt: skip
-"""Files of which transformers makes a tokenizer where there is no `tokenizer.json`."""
+"""Files from which transformers makes a tokenizer if there is no `tokenizer.json`."""
 
 
 def open_tokenizer(data: DataConfig, init_from: str | None = None) -> Tokenizer:
@@ -84,7 +84,7 @@ def in_folder(folder: Path) -> Tokenizer:
             "data.tokenizer to a folder with one, or to `bytes`."
         )
     settings = settings_in(folder)
-    if marian.is_marian(folder):  # a tokenizer.json beside it would cut sources alone
+    if marian.is_marian(folder):  # a tokenizer.json in it would be for sources only
         return marian.read_marian(folder, settings)
     if (folder / _FILES[0]).is_file():
         tokenizer = _from_file(folder / _FILES[0], settings)
@@ -92,7 +92,7 @@ def in_folder(folder: Path) -> Tokenizer:
             template, tokenizer = tokenizer.chat_template, Bytes()
             tokenizer.chat_template = template
         return tokenizer
-    # Numbers of XLM-RoBERTa and CamemBERT are not those of their sentencepiece.bpe.model; transformers knows which are.
+    # XLM-RoBERTa and CamemBERT number pieces differently from their sentencepiece.bpe.model; transformers knows how.
     models = [folder / file for file in ("spiece.model", "tokenizer.model") if (folder / file).is_file()]
     if models:
         from penstock.data.text.sentencepiece import read_model
@@ -104,7 +104,7 @@ def in_folder(folder: Path) -> Tokenizer:
 
 
 def _named_tokens(folder: Path, settings: dict[str, Any]) -> set[str]:
-    """The tokens that the files beside a tokenizer name: special ones, and those added to a finished vocabulary."""
+    """The special and added tokens that the files beside a tokenizer name."""
     named: list[Any] = [settings.get(key) for key in KEYS.values()]
     for key in ("additional_special_tokens", "added_tokens_decoder"):
         several = settings.get(key)

@@ -29,12 +29,12 @@ class RowSource(TextSource):
 
     - `single`: tokens (L,) int32, length int32, label float32 or int64: `classify A separator`
     - `pair`: also segment int32, where the second text begins: `classify A separator B separator`
-    - `translation`: source (L,), source_length, target (T,), target_length: `A end` and `B end`, each behind what the
-      tokenizer's `opening` says; and label int64, where all sets have labels by the same names
+    - `translation`: source (L,), source_length, target (T,), target_length: `A end` and `B end`, each after the
+      tokenizer's `opening`; and label int64, if all sets have labels of the same names
     - `two`: first (L,), first_length, second (L,), second_length: each `classify A separator`
 
-    A tokenizer's own template overrides this. What it has no token for is left out. Texts that are too long are cut at
-    their end, of a pair the longer.
+    A tokenizer's own template overrides this. Special tokens that it lacks are left out. Long texts are cut at their
+    end, in a pair the longer first.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RowSource(TextSource):
 
 
 class _Field(NamedTuple):
-    """A field of token numbers with at most `limit` of them, of which `frame` are special."""
+    """A field of at most `limit` token numbers, including the special tokens of `frame`."""
 
     name: str
     limit: int
@@ -221,7 +221,7 @@ def open_rows(
 def tables_of(
     packs: list[tuple[TokenPack, float]], data: DataConfig, split: Split, *, unit: str = "rows"
 ) -> list[tuple[RowTable, float]]:
-    """The rows of a split in each pack, and its weight. Raises DataError for a pack without; `unit` names them."""
+    """The rows of a split in each pack, and its weight. Raises DataError for a pack without any `unit`."""
     tables = [(_table_of(pack, split), weight) for pack, weight in packs]
     for (table, _), (pack, _), (source, _) in zip(tables, packs, data.parts()):
         if not len(table):

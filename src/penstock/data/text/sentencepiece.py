@@ -54,7 +54,7 @@ def read_model(path: Path, settings: Mapping[str, Any] | None = None) -> Library
 
 
 def unreadable(where: str, error: Exception) -> DataError:
-    """The error of a model that the package does not read."""
+    """The error for a model that cannot be read."""
     why = printable(str(error)).strip(" .")
     return DataError(f"{where} cannot be read: {why}. Check that it is the right file.")
 
@@ -68,7 +68,7 @@ def _check(model: Any) -> None:
         if not 0 < len(each.piece) <= _LONGEST_PIECE or not math.isfinite(each.score):
             raise ValueError(f"piece {number} is no word with a score")
     if model.trainer_spec.model_type not in (_UNIGRAM, _BPE):
-        raise ValueError("it is of whole words or letters, and only unigram and BPE are read")
+        raise ValueError("it is a model of whole words or letters, and only unigram and BPE are read")
     # The library takes memory for as large a trie as the first 4 bytes say, whatever follows.
     letters = model.normalizer_spec.precompiled_charsmap
     if letters and (len(letters) < 4 or struct.unpack_from("<I", letters)[0] > len(letters) - 4):

@@ -54,12 +54,12 @@ _BUILT_IN: dict[str, tuple[tuple[Form, ...], str]] = {
     "numbers": (("single", "pair", "translation", "two"), "are rows"),
     "names": (("translation",), "are translations, for the task translation"),
 }
-"""Texts that are always there: the forms that their rows have, and what they are, for messages."""
+"""Built-in texts: the forms of their rows, and a description for messages."""
 
 
 def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple[TokenPack, float]]:
-    """The pack of each source, and its weight. Raises ConfigError for sources that are no text, DataError for those
-    that cannot be read."""
+    """The pack and the weight of each source. Raises ConfigError for sources that are not text, DataError for
+    sources that cannot be read."""
     packs = []
     for source, weight in data.parts():
         kind, _, path = source.partition(":")
@@ -83,8 +83,8 @@ def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
 
 
 def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
-    """The rows of a source that is no pack. Their fingerprint is computed at once, the rows are read later. The third
-    column of a translation is its label."""
+    """The rows of a source that is not a pack: their fingerprint at once, the rows when they are read. The third column
+    of a translation is its label."""
     labelled = form == "translation" and len(data.columns) == 3
     shape = shape_of(data, form, labelled=labelled)
     columns = TextColumns(form, data.columns, shape, data.separator, data.encoding, data.all_labels)
@@ -107,7 +107,7 @@ def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:
     if form not in forms:
         wanted, others = f"rows ({form})", "numbers, pairs:PATH, hf:NAME or pack:PATH"
         if form == "document":
-            wanted, others = "running text", "stdlib or text:PATH"
+            wanted, others = "continuous text", "stdlib or text:PATH"
         elif form in CHATS:
             wanted, others = "conversations", "text:PATH or hf:NAME"
         raise ConfigError(f"data.source={kind} {what}, and this task takes {wanted}; choose {others}.")
@@ -205,7 +205,7 @@ def _require_form(pack: TokenPack, form: Form, tokenizer: Tokenizer) -> None:
 
 def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
     """The rows of `NAME`, or of its configuration `NAME:CONFIGURATION`, in its own splits. Raises ConfigError,
-    DataError and EnvironmentProblem where it cannot be had."""
+    DataError and EnvironmentProblem if it is not available."""
     dataset, _, configuration = name.partition(":")
     splits = open_dataset(dataset, configuration or None, streaming=data.streaming)
     first, val = hub_splits(list(splits), dataset)
@@ -219,7 +219,7 @@ def hub_rows(name: str, data: DataConfig, columns: TextColumns) -> Content:
 
 def _rows(rows: Any, where: str, columns: TextColumns) -> Iterator[RowOrBad]:
     features = rows.features
-    if features is None:  # a stream tells its columns with its first row
+    if features is None:  # a stream's first row shows its columns
         features = next(iter(rows.take(1)), {})
     if columns.by_number:
         raise ConfigError(f"{where} has named columns; give data.columns their names.")

@@ -33,7 +33,7 @@ MOST_TOKENS = 1 << 22
 
 
 class Frame(NamedTuple):
-    """The special tokens around one text that an encoder reads, or around two."""
+    """The special tokens that an encoder reads around one text, or around and between two."""
 
     before: tuple[int, ...]
     between: tuple[int, ...]
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
 
     name: str
     fingerprint: str
-    """SHA-256 in hex, equal for two tokenizers only if they give the same numbers."""
+    """SHA-256 in hex. Tokenizers with the same fingerprint make the same numbers."""
     size: int
     pad: int
     """Token that pads rows. A tokenizer without one uses `end`, since lengths say what is padding."""
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
     told_start: int | None = None
     """First token of the decoder, according to the weights that a run starts from."""
     two_sided: bool = False
-    """Whether targets of translations are cut in another way than sources, as Marian does."""
+    """Whether targets of translations are tokenised differently from sources, as by Marian."""
 
     chat_template: str | None = None
     """Template in Jinja that makes a text of the messages of a conversation."""
@@ -78,7 +78,7 @@ class Tokenizer(ABC):
 
     def encode_marked(self, texts: Sequence[str]) -> list[tuple[Numbers, list[tuple[int, int]]]]:
         """The numbers of each text in which special tokens are spelled, and the characters [begin, end) of each number:
-        for texts that a chat template made. Raises ConfigError for a tokenizer that knows no such texts."""
+        for texts that a chat template made. Raises ConfigError for a tokenizer that cannot read them."""
         raise ConfigError(
             f"The tokenizer {self.name} does not read special tokens in a text, as chats need; use one with a "
             "tokenizer.json, or data.tokenizer=bytes."
@@ -96,7 +96,7 @@ class Tokenizer(ABC):
         return [words[number] for number in self.specials]
 
     def encode_target(self, texts: Sequence[str]) -> list[Numbers]:
-        """The numbers of texts that a model translates into: those of `encode`, unless the tokenizer is `two_sided`."""
+        """The numbers of texts that a model translates into: as by `encode`, unless the tokenizer is `two_sided`."""
         return self.encode(texts)
 
     @abstractmethod
@@ -139,9 +139,13 @@ class Tokenizer(ABC):
         """Whether each token begins a word, (size,), for masking whole words. A space belongs to the word after it."""
         words = self.words()
         starts = np.ones(self.size, np.bool_)
-        if sum(word.startswith("##") for word in words) > self.size // 100:  # WordPiece marks what goes on
+        if (
+            sum(word.startswith("##") for word in words) > self.size // 100
+        ):  # WordPiece marks pieces inside words
             starts[:] = [not word.startswith("##") for word in words]
-        elif any(word.startswith(("▁", "Ġ")) for word in words):  # the others mark the space before a word
+        elif any(
+            word.startswith(("▁", "Ġ")) for word in words
+        ):  # other tokenizers mark the space before a word
             starts[:] = [not _goes_on(word) for word in words]
         starts[list(self.specials)] = True
         return starts
@@ -152,8 +156,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: Path, rows: int = 0) -> None:
-        """Write the files from which transformers' AutoTokenizer reads it. A model with more `rows` than tokens gets
-        names for the others, because some programs want as many tokens as rows."""
+        """Write the files from which transformers' AutoTokenizer reads it. If a model has more `rows` than tokens,
+        the rest get names, because some programs want a token for each row."""
 
     @property
     def specials(self) -> tuple[int, ...]:
@@ -242,7 +246,7 @@ KEYS = {
     "pad": "pad_token", "unknown": "unk_token", "begin": "bos_token", "end": "eos_token", "separator": "sep_token",
     "classify": "cls_token", "mask": "mask_token",
 }  # fmt: skip
-"""transformers' names for them, in `tokenizer_config.json`."""
+"""transformers' names for special tokens, in `tokenizer_config.json`."""
 UNSAVED = ("auto_map", "added_tokens_decoder", "name_or_path")
 """Settings of `tokenizer_config.json` that are not true of a tokenizer that Penstock wrote."""
 _SENTINEL = re.compile(r"<extra(?:_id)?_(\d{1,4})>")
@@ -253,7 +257,7 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(self, text: str, name: str, settings: Mapping[str, Any] | None = None) -> None:
         """`settings` is the content of `tokenizer_config.json`, which says what the special tokens are. Raises
-        DataError for what is no tokenizer, and EnvironmentProblem without the package."""
+        DataError for anything else, and EnvironmentProblem without the package."""
         self.name = name
         self._text = text
         self._settings = dict(settings or {})
@@ -314,7 +318,7 @@ class LibraryTokenizer(Tokenizer):
         return {**self.__dict__, "_libraries": {}}
 
     def _encodings(self, texts: Sequence[str], *, marked: bool = False, fast: bool = False) -> list[Any]:
-        """The library's encodings of texts, in `RAYON_NUM_THREADS` threads without the GIL; `fast` ones lack places."""
+        """The library's encodings of texts, in `RAYON_NUM_THREADS` threads without the GIL. `fast`: without offsets."""
         library = self._loaded(marked=marked)
         with refusing(self.name):
             encode = library.encode_batch_fast if fast else library.encode_batch
@@ -342,7 +346,7 @@ class LibraryTokenizer(Tokenizer):
         return self._template(1).before
 
     def frame(self, texts: int = 1) -> Frame:
-        """The frame of the tokenizer's own template, if that ends texts."""
+        """The frame of the tokenizer's own template, if that has a token after a text."""
         encoding = self._template(texts)
         return encoding if encoding.behind else super().frame(texts)
 
@@ -396,7 +400,7 @@ def _write(folder: Path, text: str, settings: Mapping[str, Any], unused: range) 
 
 @functools.cache
 def letters_of_bytes() -> dict[int, str]:
-    """The letter that stands for each byte in a byte-level BPE: itself where it can be seen, else one from 256 on
+    """The character that represents each byte in a byte-level BPE: itself if printable, else one from 256 on
     (Radford et al., 2019, the code of GPT-2)."""
     seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in seen]
@@ -417,7 +421,7 @@ def refusing(name: str) -> Iterator[None]:
         raise
     except BaseException as error:
         if RETRIES in str(error):
-            raise slow(name, "has gone back more than the 10,000,000 steps that a match may take") from None
+            raise slow(name, "has backtracked more than the 10,000,000 steps that a match may take") from None
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             why = " ".join(printable(str(error)).split())[:300].rstrip(".")
             raise DataError(

@@ -6,8 +6,8 @@
     train.checks    a CRC-32 for each block of the tokens
     tokenizer/      the tokenizer, as transformers reads it; nothing for `bytes`
 
-Documents are stored with the tokenizer's `end` behind them, and rows without special tokens. Sizes and the index are
-checked whenever a pack is opened, a block when a process first reads of it, and the SHA-256 of the tokens by `verify`.
+Documents are stored with the tokenizer's `end` after them, and rows without special tokens. Sizes and the index are
+checked whenever a pack is opened, a block when a process first reads it, and the SHA-256 of the tokens by `verify`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 16
 VAL_EVERY = 20
 """Without a split of its own, one row or document in this many is in the validation set, chosen by its text."""
 FEW = 200
-"""With fewer documents than this, the last of the text is the validation set; with fewer rows, every fifth is."""
+"""With fewer documents than this, the end of the text is the validation set; with fewer rows, every fifth row."""
 PARTS: tuple[Split, ...] = ("train", "val")
 
 
@@ -102,9 +102,9 @@ class TokenManifest:
     made_by: dict[str, str | int]
     """Version and settings of the packer, for information."""
     chats: bool = False
-    """Whether rows are conversations, one or two to be compared: tokens, and whether each is to be learned."""
+    """Whether rows are conversations, one or two to compare: tokens, and a mark for each token to learn."""
     targets: bool = False
-    """Whether second texts are numbered as targets of a translation. It matters where the tokenizer is two-sided."""
+    """Whether second texts are numbered as targets of a translation. It matters if the tokenizer is two-sided."""
 
     def to_json(self) -> bytes:
         return sealed({"layout": KIND, "version": VERSION, **asdict(self)})
@@ -143,7 +143,7 @@ class TokenPack:
     """A packed text, opened. It can be pickled; each process maps the files again."""
 
     def __init__(self, root: Path) -> None:
-        """Raises DataError for one that is not whole, as far as that can be seen without reading the tokens."""
+        """Raises DataError if the pack is not whole, as far as visible without reading the tokens."""
         self.root = root
         self.manifest = read_manifest(root)
         check_sizes(root, self.manifest.files)

@@ -46,7 +46,7 @@ class TokenSource(TextSource):
             if not len(pieces):
                 raise DataError(
                     f"{text.name} has no document of more than {length - stride} tokens, so that there is nothing to "
-                    "learn of it. Give it more text, or leave data.packed=false out."
+                    "learn from it. Give it more text, or leave data.packed=false out."
                 )
         self.mix([len(pieces) for pieces in self._pieces])
         self.lengths = self.by_sample([pieces[:, 1] - (length - stride) + around for pieces in self._pieces])
@@ -62,7 +62,7 @@ class TokenSource(TextSource):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text in UTF-8 for each token, on average: what bits per byte are counted by."""
+        """Average bytes of UTF-8 text per token, for metrics in bits per byte."""
         tokens = sum(text.part.part.tokens for text in self.tables)
         return float(sum(text.part.part.text_bytes for text in self.tables) / max(1, tokens))
 
@@ -82,7 +82,7 @@ class TokenSource(TextSource):
 
 
 class _SplitText:
-    """The documents of a split in one row: segments of a pack's tokens."""
+    """The documents of a split, concatenated: segments of a pack's tokens."""
 
     def __init__(self, name: str, part: PackedPart, segments: NDArray[np.int64]) -> None:
         """`segments` is (S, 2): where each begins and ends in the pack."""
@@ -129,8 +129,8 @@ def open_tokens(
     around: int = 0,
 ) -> TokenSource:
     """Open the windows of `length` tokens of a split, `stride` apart (none: `length`), as `TokenSource` describes.
-    `auto` is `stdlib`. A window is a pure function of its number, and the order of windows of seed and epoch. Tokenises
-    what is no pack once, with all cores, and keeps the result in the cache. Raises ConfigError and DataError."""
+    `auto` is `stdlib`. A window is a pure function of its number, and the order of windows is one of seed and epoch.
+    Sources other than packs are tokenised once, with all cores, into the cache. Raises ConfigError and DataError."""
     data = data.filled("stdlib")
     packs = open_packs(data, tokenizer, "document")
     texts = [

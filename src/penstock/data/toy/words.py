@@ -27,11 +27,11 @@ _LEFT_OUT = {
 _FILE_EVERY = 20
 _NUMBERS = 10_000
 _ALL_SEEN = 100
-"""Numbers below it are never held out, for all words occur in them."""
+"""Smaller numbers are never held out, because they contain all words."""
 NUMBER_LANGUAGES = ("en", "de", "fr", "es", "it", "nl", "pt", "pl", "cs", "sv", "da", "tr")
 """Languages of `numbers` by default."""
 DIGITS = "digits"
-"""Name of numbers in digits, where `numbers` begins with it."""
+"""The first language of `numbers` if its sources are in digits."""
 Say = Callable[[int, str, str], str]
 """The words of a number in a language, `cardinal` or `ordinal`."""
 PIVOTS = ("en", "fr")
@@ -48,8 +48,8 @@ _HELD_OUT = 10
 _PROMPT = re.compile(r"[^\s>:]+>([^\s>:]+): ")
 """How `prompt_of` begins."""
 Names = Mapping[str, Mapping[str, str]]
-"""The names of each item by language. Items are keyed by kind and English name, so that what CLDR has under two codes
-is one."""
+"""The names of each item by language. Items are keyed by kind and English name, so that an item with two codes in CLDR
+is one item."""
 
 
 def standard_library() -> Content:
@@ -85,7 +85,7 @@ def _is_text(file: Path) -> bool:
 
 
 def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
-    """The numbers from 0 to 9,999 as words, of num2words. What a row holds, by form:
+    """The numbers from 0 to 9,999 as words, by num2words. A row, by form:
 
     - translation: `en>de: forty-two`, and `zweiundvierzig`
     - pair: a number in one language and one in another, and whether they are the `same` or `different`
@@ -119,7 +119,7 @@ def numbers(form: Form, languages: tuple[str, ...] = ()) -> Content:
 
 def speaker(source: str, languages: Sequence[str]) -> Say:
     """The words of a number in a language, `cardinal` or `ordinal`, for a source of this name. Raises ConfigError for a
-    language that is not spoken, EnvironmentProblem without num2words."""
+    language that num2words lacks, EnvironmentProblem without num2words."""
     num2words = package("num2words", f"data.source={source} needs the package num2words", "text")
     unknown = [language for language in languages if language not in num2words.CONVERTER_CLASSES]
     if unknown:
@@ -132,7 +132,7 @@ def speaker(source: str, languages: Sequence[str]) -> Say:
     def say(number: int, language: str, to: str) -> str:
         try:
             return str(num2words.num2words(number, lang=language, to=to))
-        except Exception as error:  # of a language that it speaks in part, whatever its table then raises
+        except Exception as error:  # num2words raises anything for numbers that a language lacks
             raise ConfigError(
                 f"num2words has no {to} number {number} in {quoted(language)}; give data.source={source}: "
                 "another language, or two languages with a comma where one alone asks for ordinals."
@@ -243,7 +243,7 @@ def prompt_of(source: str, target: str, name: str) -> str:
 
 
 def label_of(prompt: str) -> str | None:
-    """The language that a text of `prompt_of` asks for; None of any other text."""
+    """The language that a text of `prompt_of` asks for; None for any other text."""
     match = _PROMPT.match(prompt)
     return match[1] if match else None
 

@@ -188,7 +188,7 @@ def _in_8_bits(samples: NDArray[Any], white: float) -> Pixels:
     lowest, highest = samples.min(), samples.max()
     if not (lowest >= 0 and highest <= white):
         raise Unreadable(
-            f"its samples go from {lowest:g} to {highest:g}, not from 0 to at most {white:g}; check data.range"
+            f"its samples go from {lowest:g} to {highest:g}, and not from 0 to {white:g}; check data.range"
         )
     return (samples * (255 / white) + 0.5).astype(np.uint8)
 

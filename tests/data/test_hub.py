@@ -36,19 +36,15 @@ def features() -> Any:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A dataset with the splits train and validation, as `save_to_disk` writes it."""
-    splits = {
-        "train": datasets.Dataset.from_dict(rows(30), features=features()),
-        "validation": datasets.Dataset.from_dict(rows(6), features=features()),
-    }
+    counts = {"train": 30, "validation": 6}
+    splits = {name: datasets.Dataset.from_dict(rows(n), features=features()) for name, n in counts.items()}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "pets")
     return tmp_path / "pets"
 
 
 def test_splits_classes_and_pixels(saved: Path) -> None:
-    train, val = (
-        open_source(DataConfig(source=f"hf:{saved}"), split=split, image_size=14)
-        for split in ("train", "val")
-    )
+    data = DataConfig(source=f"hf:{saved}")
+    train, val = (open_source(data, split=split, image_size=14) for split in ("train", "val"))
     assert train.classes == ("cat", "dog", "owl")
     assert (len(train), len(val)) == (30, 6)
     images, labels = val.read(np.arange(6))
@@ -68,11 +64,8 @@ def test_batches_are_made_of_it_and_reading_processes_get_a_copy(saved: Path) ->
 
 def test_a_set_without_a_split_for_validation_is_divided(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows(30), features=features()).save_to_disk(tmp_path / "one")
-    sizes = [
-        len(open_source(DataConfig(source=f"hf:{tmp_path / 'one'}"), split=split))
-        for split in ("train", "val")
-    ]
-    assert sizes == [24, 6]
+    data = DataConfig(source=f"hf:{tmp_path / 'one'}")
+    assert [len(open_source(data, split=split)) for split in ("train", "val")] == [24, 6]
 
 
 def test_a_folder_of_images_in_the_builders_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +126,11 @@ except EnvironmentProblem as error:
 
 
 def test_a_name_in_no_cache_is_a_sentence_with_the_remedy(tmp_path: Path) -> None:
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
+    environment, command = (
+        os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
         [sys.executable, "-c", REFUSED],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
     )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The dataset somebody/pets is not in the cache (")
     assert "load_dataset('somebody/pets')" in done.stdout

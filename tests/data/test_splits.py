@@ -100,11 +100,7 @@ def test_classes_may_have_folders_of_their_own(folders: tuple[str, ...], tmp_pat
 def test_shards_are_divided_by_their_names(tmp_path: Path) -> None:
     image = encoded(photo(8, 8))
     for name, count in (("set-train-0", 3), ("set-train-1", 3), ("set-val-0", 2)):
-        files = [
-            (f"{n}.{kind}", content)
-            for n in range(count)
-            for kind, content in (("jpg", image), ("cls", b"0"))
-        ]
+        files = [part for n in range(count) for part in ((f"{n}.jpg", image), (f"{n}.cls", b"0"))]
         write_tar(tmp_path / f"{name}.tar", files)
     packed = pack_source(tmp_path, tmp_path / "pack", Packing(size=8))
     assert {name: manifest.count for name, manifest in packed.manifests.items()} == {"train": 6, "val": 2}
@@ -114,32 +110,18 @@ def test_both_validation_sets_of_mnli_are_evaluated(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
 
     def made(word: str, count: int) -> object:
-        rows = {
-            "premise": [f"{word} {n}" for n in range(count)],
-            "hypothesis": ["h"] * count,
-            "label": [n % 2 for n in range(count)],
-        }
-        features = datasets.Features(
-            premise=datasets.Value("string"),
-            hypothesis=datasets.Value("string"),
-            label=datasets.ClassLabel(names=["none", "-"]),
-        )
+        premises, labels = [f"{word} {n}" for n in range(count)], [n % 2 for n in range(count)]
+        text, label = datasets.Value("string"), datasets.ClassLabel(names=["none", "-"])
+        features = datasets.Features(premise=text, hypothesis=text, label=label)
+        rows = {"premise": premises, "hypothesis": ["h"] * count, "label": labels}
         return datasets.Dataset.from_dict(rows, features=features)
 
-    splits = {
-        "train": made("t", 6),
-        "validation_mismatched": made("x", 2),
-        "validation_matched": made("m", 3),
-    }
-    datasets.DatasetDict(splits).save_to_disk(tmp_path / "mnli")
+    splits = {"train": ("t", 6), "validation_mismatched": ("x", 2), "validation_matched": ("m", 3)}
+    made_splits = {name: made(*parts) for name, parts in splits.items()}
+    datasets.DatasetDict(made_splits).save_to_disk(tmp_path / "mnli")
     source = open_rows(DataConfig(source=f"hf:{tmp_path}/mnli"), Bytes(), "val", form="pair", length=20)
     rows = np.zeros(len(source), source.sample)
     source.read_into(np.arange(len(source)), rows)
-    assert sorted(Bytes().decode(row.tolist())[:3] for row in rows["tokens"]) == [
-        "m 0",
-        "m 1",
-        "m 2",
-        "x 0",
-        "x 1",
-    ]
+    starts = sorted(Bytes().decode(row.tolist())[:3] for row in rows["tokens"])
+    assert starts == ["m 0", "m 1", "m 2", "x 0", "x 1"]
     assert source.classes == ("-", "none")

@@ -44,14 +44,8 @@ class PrepareImages:
     `augment` the centre is cropped. Raises ConfigError where the source has more classes."""
 
     def __init__(
-        self,
-        source: ImageSource,
-        *,
-        image_size: int,
-        classes: int,
-        augment: Augment | None = None,
-        seed: int = 0,
-    ) -> None:
+        self, source: ImageSource, *, image_size: int, classes: int, augment: Augment | None = None, seed: int = 0
+    ) -> None:  # fmt: skip
         if len(source.classes) > classes:
             raise ConfigError(
                 f"{source.name} has {len(source.classes)} classes, but the model has only {classes}; "
@@ -80,14 +74,8 @@ class PrepareImages:
 
 
 def image_loader(
-    source: ImageSource,
-    *,
-    image_size: int,
-    classes: int,
-    augment: Augment | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> Loader:
+    source: ImageSource, *, image_size: int, classes: int, augment: Augment | None = None, seed: int = 0, **options: Any
+) -> Loader:  # fmt: skip
     """A Loader of images, prepared by `PrepareImages`; `options` go to `Loader`."""
     prepare = PrepareImages(source, image_size=image_size, classes=classes, augment=augment, seed=seed)
     return Loader(source, prepare, seed=seed, **options)

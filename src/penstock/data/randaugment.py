@@ -169,11 +169,9 @@ def operations(channels: int) -> int:
 
 
 def apply(
-    images: Tensor,
-    chosen: NDArray[np.int64],
-    factors: NDArray[np.float32],
+    images: Tensor, chosen: NDArray[np.int64], factors: NDArray[np.float32],
     operations: Sequence[Callable[[Tensor, Tensor], Tensor]] = COLOR_OPERATIONS,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """In each round apply its operation to each image: `chosen` and `factors` are (rounds, B) host arrays.
 
     Images that share an operation are gathered and changed together, so that each operation is computed once. The host

@@ -64,8 +64,7 @@ def hub_splits(splits: Sequence[str], where: str) -> tuple[str, list[str]]:
 def split_files(files: list[Path], root: str) -> list[list[Path]]:
     """The files of train and val where names of files or folders say so (`train.tsv` and `dev.tsv`); else all files."""
     is_folder = Path(root).is_dir()
-    names = [os.path.relpath(file, root) if is_folder else file.name for file in files]
-    meant = [split_in(name) for name in names]
+    meant = [split_in(os.path.relpath(file, root) if is_folder else file.name) for file in files]
     best = min((each for each in meant if each and each[0] == "val"), default=None)
     train, val = (
         [file for file, each in zip(files, meant) if each and each == part] for part in (("train", 0), best)

@@ -240,20 +240,11 @@ def test_a_regular_expression_without_an_end_is_refused(
         ([{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}] * 9, True),
         ([{"type": "Replace", "pattern": {"Regex": "a*"}, "content": "a" * 30}] * 2, True),
         ([{"type": "Prepend", "prepend": "z" * 20_000}], True),
-        (
-            [
-                {"type": "Prepend", "prepend": "▁"},
-                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-            ],
-            False,
-        ),
-        (
-            [{"type": "NFKC"}, *[{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}] * 20],
-            False,
-        ),
+        ([{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}], False),
+        ([{"type": "NFKC"}, *[{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}] * 20], False),
     ],
     ids=["tenfold nine times", "where nothing is", "a long prefix", "Llama's", "spaces"],
-)
+)  # fmt: skip
 def test_a_normaliser_without_bounds_is_refused(normalizer: list[Any], refused: bool, tmp_path: Path) -> None:
     Bytes().save(tmp_path)
     table = json.loads((tmp_path / "tokenizer.json").read_text())

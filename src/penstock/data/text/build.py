@@ -81,12 +81,9 @@ class Shape:
 
 
 def write_pack(
-    target: Path,
-    parts: Iterable[Iterator[RowOrBad]],
-    shape: Shape,
-    tokenizer: Tokenizer,
+    target: Path, parts: Iterable[Iterator[RowOrBad]], shape: Shape, tokenizer: Tokenizer,
     progress: Progress = lambda _: None,
-) -> TokenManifest:
+) -> TokenManifest:  # fmt: skip
     """Pack the rows of train, and of val where there is one, into the empty folder `target`. Raises DataError for bad
     rows as the policy says, for more than 1 % of them, and where nothing is left."""
     if shape.form == "documents" and tokenizer.end is None:

@@ -162,14 +162,8 @@ def value_in(table: Mapping[str, Any], name: str) -> Any:
 
 
 def row_of(
-    values: Sequence[Any],
-    names: Sequence[str],
-    columns: TextColumns,
-    where: str,
-    line: int,
-    *,
-    cells: bool = False,
-) -> RowOrBad:
+    values: Sequence[Any], names: Sequence[str], columns: TextColumns, where: str, line: int, *, cells: bool = False
+) -> RowOrBad:  # fmt: skip
     """A row of a table as texts and label, or the reason why it cannot be used. In `cells` all values are text."""
     shape = columns.shape
     if shape.form == "chats":

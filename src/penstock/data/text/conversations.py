@@ -43,13 +43,8 @@ class ChatSource(TextSource):
             for lengths, rows in zip(self._lengths, learnable)
         ]
         self.mix([len(samples) for samples in self._samples])
-        self.sample = np.dtype(
-            [
-                ("tokens", np.int32, (length,)),
-                ("learned", np.int8, (length,)),
-                ("document", np.int32, (length,)),
-            ]
-        )
+        kinds = {"tokens": np.int32, "learned": np.int8, "document": np.int32}
+        self.sample = np.dtype([(name, kind, (length,)) for name, kind in kinds.items()])
         if not data.packed:
             self.lengths = self.by_sample([lengths[rows] for lengths, rows in zip(self._lengths, learnable)])
 

@@ -190,14 +190,8 @@ class RowTable:
 
 
 def open_rows(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    *,
-    form: RowForm,
-    length: int,
-    target_length: int = 0,
-) -> RowSource:
+    data: DataConfig, tokenizer: Tokenizer, split: Split, *, form: RowForm, length: int, target_length: int = 0
+) -> RowSource:  # fmt: skip
     """Rows of a split, of at most `length` tokens (translations: `target_length` for the target). `auto` is `numbers`.
     Raises ConfigError and DataError."""
     data = data.filled("numbers")

@@ -73,13 +73,11 @@ def open_packs(data: DataConfig, tokenizer: Tokenizer, form: Form) -> list[tuple
 def shape_of(data: DataConfig, form: Form, *, labelled: bool = False) -> Shape:
     """The shape of a pack of this form. It has labels if the form needs them, or if rows are `labelled` anyway."""
     fields, labels = SHAPES[form]
+    kind: Literal["documents", "rows", "chats"] = "chats" if form in CHATS else "rows"
     return Shape(
-        form="documents" if form == "document" else "chats" if form in CHATS else "rows",
-        fields=fields,
-        labels=labels or labelled,
-        targets=form == "translation",
-        bad_rows=data.bad_rows,
-    )
+        form="documents" if form == "document" else kind, fields=fields, labels=labels or labelled,
+        targets=form == "translation", bad_rows=data.bad_rows,
+    )  # fmt: skip
 
 
 def content_of(kind: str, path: str, data: DataConfig, form: Form) -> Content:

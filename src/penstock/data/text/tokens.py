@@ -120,14 +120,8 @@ class _SplitText:
 
 
 def open_tokens(
-    data: DataConfig,
-    tokenizer: Tokenizer,
-    split: Split,
-    *,
-    length: int,
-    stride: int | None = None,
-    around: int = 0,
-) -> TokenSource:
+    data: DataConfig, tokenizer: Tokenizer, split: Split, *, length: int, stride: int | None = None, around: int = 0
+) -> TokenSource:  # fmt: skip
     """Open the windows of `length` tokens of a split, `stride` apart (none: `length`), as `TokenSource` describes.
     `auto` is `stdlib`. A window is a pure function of its number, and the order of windows is one of seed and epoch.
     Sources other than packs are tokenised once, with all cores, into the cache. Raises ConfigError and DataError."""

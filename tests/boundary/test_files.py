@@ -13,15 +13,6 @@ from penstock.boundary.files import open_regular, quoted, read_bytes, read_text,
 from penstock.errors import ConfigError, DataError
 
 
-def _fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(3 << 30)
-
-
 def _socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
@@ -29,13 +20,16 @@ def _socket(path: Path) -> None:
 
 OTHERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "it does not exist. Check the path."),
-    "fifo": (_fifo, "it is a named pipe, not a regular file"),
+    "fifo": (os.mkfifo, "it is a named pipe, not a regular file"),
     "zero": (lambda path: path.symlink_to("/dev/zero"), "it is a device"),
     "folder": (lambda path: path.mkdir(), "it is a folder"),
     "socket": (_socket, "it is a socket"),
     "dangling": (lambda path: path.symlink_to("nowhere"), "it is a link to nowhere, which does not exist"),
     "circle": (lambda path: path.symlink_to(path), "it is a link that leads back to itself"),
-    "sparse": (_sparse, "has 3,221,225,472 bytes, and at most 1,000 are read"),
+    "sparse": (
+        lambda path: (path.touch(), os.truncate(path, 3 << 30)),
+        "has 3,221,225,472 bytes, and at most 1,000 are read",
+    ),
 }
 
 

@@ -107,13 +107,8 @@ class Exploding:
 
 
 def test_what_macos_adds_is_no_sample(tmp_path: Path) -> None:
-    members = [
-        ("._k.jpg", b"x" * 100_000),
-        ("k.jpg", JPEG),
-        ("._k.cls", b"x"),
-        ("k.cls", b"1"),
-        ("a/.DS_Store", b"x"),
-    ]
+    odd = {"._k.jpg": b"x" * 100_000, "k.jpg": JPEG, "._k.cls": b"x", "k.cls": b"1", "a/.DS_Store": b"x"}
+    members = list(odd.items())
     assert [sample.label for sample in read_tar(write_tar(tmp_path / "s.tar", members))] == [1]
 
 

@@ -274,17 +274,13 @@ def test_columns_beside_are_read_in_tables_and_others_are_named_once(
     source = open_conversations(DataConfig(source=f"text:{tmp_path}/a.csv"), _plain(), "train", length=99)
     sample = _first(source)
     assert Bytes().decode(sample["tokens"][0].tolist()).startswith("<|system|>\nS")
-    rows = [{"messages": _pair("a", "b"), "id": n} for n in range(9)] + [
-        {"messages": _pair("a", "b"), "extra": 1}
-    ]
-    _shown(rows, tmp_path)
+    rows = [{"messages": _pair("a", "b"), "id": n} for n in range(9)]
+    _shown([*rows, {"messages": _pair("a", "b"), "extra": 1}], tmp_path)
     named = [record.message.split(": ", 1)[1] for record in caplog.records if "not read" in record.message]
     assert named == ["columns that are not read: 'id'."] * 2 + ["columns that are not read: 'extra'."]
+    opened = [{"role": "system", "content": "T"}, *_pair("a", "b")]
     for row, problem in (
-        (
-            {"messages": [{"role": "system", "content": "T"}, *_pair("a", "b")], "system": "S"},
-            "another one in the column",
-        ),
+        ({"messages": opened, "system": "S"}, "another one in the column"),
         ({"messages": _pair("a", "b"), "tools": "lookup"}, "the column tools holds no JSON"),
         ({"messages": _pair("a", "b"), "history": [["a"]]}, "no pairs of a question and its answer"),
     ):
@@ -328,15 +324,9 @@ def test_a_template_that_opens_a_thought_trains_answers_that_have_one(folder: Pa
 def test_pairs_that_are_equal_within_the_length_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [
-        {
-            "prompt": f"{n}",
-            "chosen": "x" * 60 * (n % 2) + "good",
-            "rejected": "x" * 60 * (n % 2) + "bad",
-            "system": "S",
-        }
-        for n in range(20)
-    ]
+    before = ["x" * 60 * (n % 2) for n in range(20)]
+    sides = [{"chosen": f"{text}good", "rejected": f"{text}bad"} for text in before]
+    rows = [{"prompt": f"{n}", "system": "S", **side} for n, side in enumerate(sides)]
     source = open_preferences(_write(rows, tmp_path), _plain(), "train", length=70)
     assert len(source) == 8
     assert "8 of 16 pairs are left out, because their first 70 tokens are the same" in caplog.text

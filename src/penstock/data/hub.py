@@ -137,7 +137,7 @@ def _classes(train: Any, rows: Any, column: str) -> tuple[tuple[str, ...], NDArr
     labels = _numbers(rows[column])
     names = getattr(rows.features[column], "names", None)
     if not names:
-        names = map(str, range(max(part.max(initial=-1) for part in (labels, _numbers(train[column]))) + 1))
+        names = map(str, range(np.append(labels, _numbers(train[column])).max(initial=-1) + 1))
     classes = tuple(names)
     if len(labels) and (labels.min() < 0 or labels.max() >= len(classes)):
         raise DataError(

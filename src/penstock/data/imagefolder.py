@@ -156,12 +156,9 @@ class ImageFolder(ImageSource):
     def digest(self) -> str:  # type: ignore[override]
         """The hash of all files' names, sizes and modification times. On first use, because it reads the disk."""
         content_hash = hashlib.sha256()
-        marks = filter(None, self._marks if self.marked else ())
-        files = [
-            *((path, self._root / path) for path in self._paths),
-            *((mark, Path(mark)) for mark in marks),
-        ]
-        for name, file in files:
+        marks = [mark for mark in self._marks if mark] if self.marked else []
+        images = zip(self._paths, map(self.path, range(len(self._paths))))
+        for name, file in [*images, *zip(marks, map(Path, marks))]:
             line = f"{name}\0"
             with suppress(OSError):  # a bad image, as reading it will say
                 status = file.stat()

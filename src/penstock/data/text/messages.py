@@ -98,9 +98,7 @@ def _continue(before: list[Message], value: Any, name: str) -> list[Message]:
     if before and messages[0]["role"] == "assistant":
         return [*before, *messages]
     if before and before[-1] not in messages:
-        raise ValueError(
-            f"the column {name} is a conversation without the prompt; name chosen and rejected alone"
-        )
+        raise ValueError(f"the column {name} is a conversation without the prompt; name only the other two")
     return messages
 
 

@@ -139,13 +139,9 @@ class Tokenizer(ABC):
         """Whether each token begins a word, (size,), for masking whole words. A space belongs to the word after it."""
         words = self.words()
         starts = np.ones(self.size, np.bool_)
-        if (
-            sum(word.startswith("##") for word in words) > self.size // 100
-        ):  # WordPiece marks pieces inside words
+        if sum(word.startswith("##") for word in words) > self.size // 100:  # inside words, by WordPiece
             starts[:] = [not word.startswith("##") for word in words]
-        elif any(
-            word.startswith(("▁", "Ġ")) for word in words
-        ):  # other tokenizers mark the space before a word
+        elif any(word.startswith(("▁", "Ġ")) for word in words):  # after a space, by other tokenizers
             starts[:] = [not _goes_on(word) for word in words]
         starts[list(self.specials)] = True
         return starts

@@ -57,8 +57,8 @@ class PlanConfig(Checked):
     base: str | None = None
     """Fixed settings, as a Plan line; the rest is searched. A line without a precision gets the planner's own."""
     explain: str | None = None
-    """Explain a Plan line. One that names a degree and a batch is a whole layout; of any other, such as "tp=4", the
-    best layout that has it is shown beside the best of all. `|` separates several lines."""
+    """Explain a Plan line. A line with a degree and a batch is a whole layout; for any other, such as "tp=4", the best
+    layout with its settings is shown beside the best of all. `|` separates several lines."""
     loads: FilledText | None = None
     """Record of experts' loads: a run's output folder, or what `penstock experts RUN --json` printed. Without one,
     experts are taken to be visited evenly."""

@@ -18,7 +18,6 @@ import penstock
 from helpers.watched import ProductDtypes
 from penstock.errors import ConfigError
 from penstock.script import Interception
-from penstock.script import pairing as pairing_module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -117,8 +116,10 @@ def test_the_outermost_call_is_what_is_accelerated() -> None:
         assert _products(both.right) == BF16
         assert "_penstock_precision" not in both.__dict__
         assert "_penstock_precision" not in both.left[0].__dict__
-    assert told[0].count("accelerated") == 1
-    assert "accelerated Sequential (58 weights), trained by the same: " in told[1]
+    assert (
+        "accelerated Sequential (58 weights), Sequential (58 weights), trained by SGD (8 tensors): "
+        in told[0]
+    )
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -169,23 +170,27 @@ def test_a_module_that_is_never_called_is_said() -> None:
     assert "Sequential was trained without being called" in told[0]
 
 
-def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairing_module, "_PATIENCE", 3)
-    model, idle = _net(), nn.Linear(4, 2)
+def test_models_of_one_optimizer_are_taken_at_the_first_call() -> None:
+    """A list of heads is not called itself, and its heads are; a model with two optimizers brings the second."""
+    model, heads, wide = _net(), nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]), nn.Linear(4, 2).double()
     free = nn.Parameter(torch.ones(()))
     original = nn.Module.__call__
     with _run() as told:
-        optimizer = SGD([*model.parameters(), *idle.parameters(), free], lr=0.1)
-        for _ in range(3):
-            assert nn.Module.__call__ is not original
-            model(X).sum().backward()
-            optimizer.step()
+        first = SGD([*model.parameters(), *heads.parameters(), *wide.parameters(), free], lr=0.1)
+        second = Adam(heads[1].parameters())
+        assert nn.Module.__call__ is not original
+        loss = model(X).sum()
         assert nn.Module.__call__ is original
-        free_only = SGD([*_net().parameters(), free], lr=0.1)
-    assert told[-1] == (
-        "penstock: left alone Linear: weights of its own that it was not called with in 3 steps"
+        (loss + sum(head(X).sum() for head in heads)).backward()
+        first.step()
+        second.step()
+        assert _products(model) == _products(heads[0]) == _products(heads[1]) == BF16
+        assert wide(X.double()).dtype == torch.float64
+    assert (
+        "accelerated Sequential (58 weights), Linear (10 weights), Linear (10 weights), trained by SGD (11 tensors) "
+        "and Adam (2 tensors): 4 of 4 matrix products in bf16" in told[0]
     )
-    assert free_only.param_groups
+    assert "left alone Linear: its weights are torch.float64" in told[0]
 
 
 def test_nothing_to_do_is_said() -> None:
@@ -238,6 +243,63 @@ def test_what_master_weights_cannot_follow_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"several optimizers .SGD, SGD.*--precision O1"):
             model(X)
     assert second.param_groups
+
+
+def test_half_weights_for_one_model_after_the_other() -> None:
+    """What is left of an earlier model, whose scheduler and optimizer refer to each other, is no second optimizer."""
+
+    def train(model: nn.Module) -> None:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        model(X).sum().backward()
+        optimizer.step()
+        schedule.step()
+
+    gc.disable()
+    try:
+        with _run("O2"):
+            train(_net())
+            model = _net()
+            train(model)
+            assert _products(model) == BF16
+            with pytest.raises(
+                ConfigError, match=r"a second optimizer of Sequential, SGD\. Use --precision O1"
+            ):
+                train(model)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_model_whose_weights_an_optimizer_gets_later(dtype: str) -> None:
+    model, extra = _net(), nn.Linear(2, 2)
+    with _run(dtype=dtype, **({"loss_scale": 8.0} if dtype == "fp16" else {})) as told:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": list(extra.parameters())})
+            before = extra.weight.detach().clone()
+            out = model(X)
+            (extra(out) if step >= 2 else out).sum().backward()
+            optimizer.step()
+            assert torch.equal(extra.weight, before) == (step < 2)
+            optimizer.zero_grad()
+        assert _products(extra, torch.ones(3, 2)) == {
+            getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
+        }
+    assert "accelerated Linear (6 weights), trained by SGD (6 tensors): " in told[1]
+    assert "left alone" not in "".join(told)
+
+
+def test_lazy_modules_get_their_shapes_first() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.GELU(), nn.LazyLinear(2))
+    with _run():
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        assert _products(model) == BF16
+    with pytest.raises(ConfigError, match=r"0\.weight has no shape yet; call the model once"):
+        penstock.accelerate(nn.Sequential(nn.LazyLinear(8)), precision="O2")
 
 
 def test_parameters_may_be_added_where_weights_stay() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from penstock.apply import SCRIPT, Setup, apply
@@ -318,6 +319,10 @@ def check(
         before = precision_on(model)
         if before is not None and not before.weights == numerics.weights == "fp32":
             problems.append(already(model))
+            continue
+        lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+        if lazy is not None:
+            problems.append(f"{lazy} has no shape yet; call the model once before accelerate.")
             continue
         halves = [name for name, p in model.named_parameters() if is_half(p)]
         if halves:

@@ -116,18 +116,9 @@ class Account:
             device = next((p.device for model in models for p in model.parameters()), None)
             if self._dtype == "auto" and device is not None and numerics.half:
                 self._header += f"; {numerics.compute} because {auto_dtype(device)[1]}"
-        self._claim(models, optimizers, numerics, f"trained by {_names(optimizers)}")
-
-    def joined(self, model: nn.Module, optimizer: Optimizer, numerics: Numerics) -> None:
-        """Record the first call of one more model of an accelerated optimizer."""
-        self._claim([model], [optimizer], numerics, "trained by the same")
-
-    def _claim(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], numerics: Numerics, by: str
-    ) -> None:
         names = ", ".join(f"{type(model).__name__} ({_weights([model])} weights)" for model in models)
-        plain = numerics.products == "plain"
-        self._claims.append(_Claim(f"{names}, {by}", models, optimizers, numerics.level, plain))
+        words, plain = f"{names}, trained by {_names(optimizers)}", numerics.products == "plain"
+        self._claims.append(_Claim(words, models, optimizers, numerics.level, plain))
 
     def backward(self, roots: Iterable[Any]) -> None:
         """Count the types in the graph of a backward pass that begins, nested passes included."""

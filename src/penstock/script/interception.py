@@ -78,7 +78,8 @@ class Interception:
             return self
         patch = functools.partial(_patch, self._patches)
         patch(Optimizer, "__init__", _after(Optimizer.__init__, self._optimizer_made))
-        patch(Optimizer, "add_param_group", _before(Optimizer.add_param_group, self._pairing.extended))
+        extended = _before(Optimizer.add_param_group, self._pairing.extended)
+        patch(Optimizer, "add_param_group", _after(extended, self._grown))
         patch(torch.autograd, "backward", self._backward(torch.autograd.backward))
         patch(torch, "compile", _before(torch.compile, self._compiles))
         patch(nn.Module, "zero_grad", _after(nn.Module.zero_grad, self._zeroed))
@@ -121,6 +122,10 @@ class Interception:
         if owner not in self._stepping:
             self._stepping.add(owner)
             _patch(self._patches, owner, "step", self._closing(vars(owner)["step"]))
+        self._update_hooks()
+
+    def _grown(self, optimizer: Optimizer) -> None:
+        self._pairing.grown(optimizer)
         self._update_hooks()
 
     def _closing(self, original: Callable[..., Any]) -> Callable[..., Any]:

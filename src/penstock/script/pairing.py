@@ -1,29 +1,31 @@
 """Finds while a script runs which model an optimizer trains, and the moment to accelerate both.
 
 An optimizer waits from its construction until a module that owns its parameters is called, with gradients, from outside
-any other module. At that time the script has placed the model, and nothing has been computed yet.
+any other module. At that time the script has placed the model, and nothing has been computed yet. Models that are
+trained together with it, and their optimizers, are taken at the same time.
 """
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from penstock.config.numerics import Numerics
 from penstock.errors import ConfigError
 from penstock.optim.tensors import parameters_of
-from penstock.precision.copies import is_half
+from penstock.precision.copies import is_half, master_of
 from penstock.precision.forward import (
     living,
     precision_on,
     redirected,
     replaced_forward,
-    unwrap_forward,
     unwrapped,
 )
 from penstock.precision.settings import properties_of
@@ -31,8 +33,6 @@ from penstock.precision.stepping import gradients_beside
 from penstock.script.accelerate import accelerate
 from penstock.script.account import Account
 
-_PATIENCE = 50
-"""Steps for which an optimizer waits for models that have not been called: watching costs microseconds per call."""
 _ENGINES = {"deepspeed": "DeepSpeed", "colossalai": "Colossal-AI", "megatron": "Megatron"}
 
 
@@ -63,13 +63,12 @@ class Pairing:
         self._arguments, self._account, self._switches = arguments, account, switches
         self._switched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-        self._partly: weakref.WeakKeyDictionary[Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """Ids of parameters whose model has not been called yet, by optimizer."""
-        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._accelerated: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._own_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that no waiting optimizer trains."""
+        self._lazy: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models whose parameters get their shapes in the first call."""
         self._scalers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.made_count = 0
         self.compiles = False
@@ -78,10 +77,10 @@ class Pairing:
     @property
     def waits(self) -> bool:
         """Whether calls of modules have to be watched."""
-        return bool(self._waiting or self._partly)
+        return bool(self._waiting)
 
     def waits_for(self, optimizer: Optimizer) -> bool:
-        """Whether none of an optimizer's models has been called yet."""
+        """Whether an optimizer has no model yet."""
         return optimizer in self._waiting
 
     @property
@@ -106,6 +105,13 @@ class Pairing:
                 f"{own.session.numerics.level} has given the model half weights by then; use --precision O1."
             )
 
+    def grown(self, optimizer: Optimizer) -> None:
+        """The script has added parameters to an optimizer: their model may be called for the first time now."""
+        owned = set().union(*map(self._owned, self._own_models))
+        if optimizer in self._accelerated and not _ids(optimizer) <= owned:
+            self._waiting[optimizer] = None
+            self._seen.clear()
+
     def scaler_made(self, scaler: Any) -> None:
         """The script constructed a GradScaler. Raises ConfigError if Penstock already scales the loss."""
         if not scaler.is_enabled():
@@ -126,36 +132,39 @@ class Pairing:
         if not torch.is_grad_enabled():
             return
         root = unwrapped(module)
-        for own in [o for o in self._waiting if "_penstock" in o.__dict__]:
+        if any(map(is_lazy, root.parameters())):
+            self._lazy.add(root)
+            return
+        for own in [o for o in self._waiting if "_penstock" in o.__dict__ and o not in self._accelerated]:
             for model in gradients_beside(own).session.models:
                 self._leave(type(model).__name__, [own], "the script accelerates it itself")
                 self._seen.update(model.modules())
         if root in self._seen or redirected(root):
             return
-        owned = self._owned(root)
-        takers = [o for o in self._waiting if not owned.isdisjoint(_ids(o))]
+        models, takers = self._trained_together(root)
         if takers:
-            self._take(module, root, takers)
-        elif not self._join(root, owned):
-            if owned:
+            self._take(module, models, takers)
+        else:
+            if next(root.parameters(), None) is not None:
                 self._account.left(type(root).__name__, "no optimizer trains it")
             self._seen.update(root.modules())
 
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has taken a step."""
-        if optimizer in self._partly:
-            self._wait_on(optimizer)
         if optimizer not in self._waiting:
             return
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+            return
+        if optimizer in self._accelerated:
+            self._done([optimizer])
             return
         name = type(optimizer).__name__
         owners = roots_owning(_ids(optimizer))
         if not owners:
             self._leave(name, [optimizer], "it trains no module's weights")
-        elif self.compiles:
+        elif self.compiles or not self._lazy.isdisjoint(owners):
             # Compiled code called the model itself; the change of its class makes it compile again.
-            self._take(owners[0], unwrapped(owners[0]), [optimizer], called=False)
+            self._take(owners[0], owners, [optimizer])
         else:
             models = ", ".join(type(owner).__name__ for owner in owners)
             self._leave(
@@ -166,19 +175,16 @@ class Pairing:
 
     # -- consequences
 
-    def _wait_on(self, optimizer: Optimizer) -> None:
-        """Decide after a step whether to keep waiting for the rest of an optimizer's parameters."""
-        steps = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
-        if steps not in (1, _PATIENCE):
-            return
-        owners = roots_owning(self._partly[optimizer])
-        if steps == 1 and owners:
-            return
-        del self._partly[optimizer]  # the rest belongs to no module, or is not called
-        for owner in owners:
-            self._account.left(
-                type(owner).__name__, f"weights of its own that it was not called with in {_PATIENCE} steps"
-            )
+    def _trained_together(self, root: nn.Module) -> tuple[list[nn.Module], list[Optimizer]]:
+        """A called module with the models that waiting optimizers train together with it, and these optimizers."""
+        models = [root]
+        while True:
+            owned = set().union(*map(self._owned, models))
+            takers = [o for o in self._waiting if not owned.isdisjoint(_ids(o))]
+            others = roots_owning(set().union(*map(_ids, takers)) - owned, beside=models)
+            if not others:
+                return models, takers
+            models += others
 
     def _done(self, optimizers: Iterable[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -188,19 +194,17 @@ class Pairing:
         self._account.left(what, why)
         self._done(takers)
 
-    def _take(
-        self, module: nn.Module, root: nn.Module, takers: list[Optimizer], *, called: bool = True
-    ) -> None:
-        models = [root] if called else roots_owning({key for o in takers for key in _ids(o)})
+    def _take(self, module: nn.Module, models: list[nn.Module], takers: list[Optimizer]) -> None:
+        """Apply what was asked for to models and their optimizers; `module` is the first model as it was called."""
+        root = models[0]
         if self._arguments["precision"] == "O0":
             self._done(takers)
-            self._note_rest(models, takers)
         elif (why := self._mixed_already(root)) is not None:
             self._leave(type(root).__name__, takers, why)
         else:
-            self._accelerate(module, root, models, takers)
-        self._seen.update(root.modules())
+            self._accelerate(module, models, takers)
         for model in models:
+            self._seen.update(model.modules())
             self._switch(model, takers)
 
     def _switch(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -209,58 +213,37 @@ class Pairing:
         self._switched.add(model)
         self._account.switched(model, optimizers, self._switches.apply(model, compiled=self.compiles))
 
-    def _accelerate(
-        self, module: nn.Module, root: nn.Module, models: list[nn.Module], takers: list[Optimizer]
-    ) -> None:
+    def _accelerate(self, module: nn.Module, models: list[nn.Module], takers: list[Optimizer]) -> None:
+        root = models[0]
         options = dict(self._arguments)
         numerics = properties_of(options.pop("precision"), device=next(root.parameters()).device, **options)
         self._refuse(module, root, numerics)
-        if root in self._own_models:
-            unwrap_forward(root)  # another optimizer of this model: fp32 weights allow any number
         if numerics.weights != "fp32":
-            self._require_one(root, takers, numerics.level)
-        accelerate(models, takers, **self._arguments)
-        self._accelerated.update(dict.fromkeys(takers))
+            self._require_one(models, takers, numerics.level)
+        new = [optimizer for optimizer in takers if optimizer not in self._accelerated]
+        taken = []
+        for model in models if new else [m for m in models if m not in self._own_models]:
+            if (why := self._mixed_already(model)) is None:
+                taken.append(model)
+            else:
+                self._account.left(type(model).__name__, why)
         self._done(takers)
-        self._own_models.update(models)
-        self._account.accelerated(models, takers, numerics)
+        if not taken:
+            return
+        accelerate(taken, new, **self._arguments)
+        for optimizer in takers:
+            if optimizer not in new:
+                gradients_beside(optimizer).session.models += taken
+        self._accelerated.update(dict.fromkeys(takers))
+        self._own_models.update(taken)
+        self._account.accelerated(taken, takers, numerics)
         masters = gradients_beside(takers[0]).session.masters
         if masters is not None:
             masters.share_gradients()
-        self._note_rest(models, takers)
-
-    def _note_rest(self, models: list[nn.Module], takers: list[Optimizer]) -> None:
-        """Record which parameters of these optimizers belong to models that have not been called yet."""
-        owned = {key for model in models for key in self._owned(model)}
-        for optimizer in takers:
-            uncalled = _ids(optimizer) - owned
-            if uncalled:
-                self._partly[optimizer] = uncalled
-
-    def _join(self, root: nn.Module, owned: set[int]) -> bool:
-        """Accelerate one more model of an optimizer that already has others."""
-        for optimizer, uncalled in list(self._partly.items()):
-            if owned.isdisjoint(uncalled):
-                continue
-            if self._arguments["precision"] != "O0":
-                accelerate(root, **self._arguments)
-                gradients_beside(optimizer).session.models.append(root)
-                self._own_models.add(root)
-                self._account.joined(root, optimizer, gradients_beside(optimizer).session.numerics)
-            self._seen.update(root.modules())
-            self._switch(root, [optimizer])
-            for waiting in list(self._partly):
-                self._partly[waiting] -= owned
-                if not self._partly[waiting]:
-                    del self._partly[waiting]
-            return True
-        return False
 
     def _owned(self, root: nn.Module) -> set[int]:
-        """The ids under which optimizers know a module's parameters: those of the masters, if there are any."""
-        all_masters = (gradients_beside(optimizer).session.masters for optimizer in self.accelerated)
-        masters = next(filter(None, all_masters), None)  # at most one: see `_require_one`
-        return {id(p if masters is None else masters.master_of(p)) for p in root.parameters()}
+        """The ids under which optimizers may know a module's parameters: their own, and those of their masters."""
+        return {id(weight) for p in root.parameters() for weight in (p, master_of(p)) if weight is not None}
 
     # -- cases that are impossible or unnecessary
 
@@ -287,17 +270,20 @@ class Pairing:
             )
         return None
 
-    def _require_one(self, root: nn.Module, takers: list[Optimizer], level: str) -> None:
+    def _require_one(self, models: list[nn.Module], takers: list[Optimizer], level: str) -> None:
         """Raise ConfigError unless only one model, which gets half weights, with only one optimizer is trained."""
+        if {*self._waiting, *self._accelerated} - {*takers}:
+            gc.collect()  # a scheduler and its optimizer, of an earlier model, refer to each other
         others = {*self._waiting, *self._accelerated} - {*takers}
-        other_models = roots_owning(_ids(takers[0]) - {id(p) for p in root.parameters()})
         why = ""
         if others or len(takers) > 1:
             every = sorted(type(optimizer).__name__ for optimizer in (*takers, *others))
             why = f"several optimizers ({', '.join(every)})"
-        elif other_models:
-            models = ", ".join(type(model).__name__ for model in (root, *other_models))
-            why = f"several models ({models}) of one {type(takers[0]).__name__}"
+        elif len(models) > 1:
+            names = ", ".join(type(model).__name__ for model in models)
+            why = f"several models ({names}) of one {type(takers[0]).__name__}"
+        elif models[0] in self._own_models:
+            why = f"a second optimizer of {type(models[0]).__name__}, {type(takers[0]).__name__}"
         if why:
             raise ConfigError(
                 f"{level} gives a script's model half weights, which works from outside for one model with one "
@@ -333,8 +319,9 @@ class Pairing:
                 )
 
 
-def roots_owning(wanted: set[int]) -> list[nn.Module]:
-    """The largest living modules that own a parameter whose `id` is in `wanted`."""
+def roots_owning(wanted: set[int], *, beside: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """The largest living modules that own a parameter whose `id` is in `wanted`. With `beside`, only modules that have
+    a forward pass and do not contain one of these."""
     if not wanted:
         return []
     owning = [
@@ -342,6 +329,12 @@ def roots_owning(wanted: set[int]) -> list[nn.Module]:
         for module in living(nn.Module)
         if unwrapped(module) is module and any(id(p) in wanted for p in module.parameters())
     ]
+    if beside:
+        owning = [
+            (module, within)
+            for module, within in owning
+            if within.isdisjoint(map(id, beside)) and type(module).forward is not nn.Module.forward
+        ]
     return [
         module
         for module, _ in owning

@@ -7,10 +7,9 @@ it loads without Penstock installed, and under `torch.serialization.safe_globals
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,31 +22,9 @@ from penstock.errors import ConfigError
 from penstock.products.convert import restore_linears
 
 
-def take_masters(model: nn.Module) -> None:
-    """Replace the half weights of a model's copy by the master weights. Under autocast it computes the same, and
-    averaging its weights, or any other change through its state dict, then takes effect.
-
-    A copy that shares its weights with the original, such as a shallow copy, is left alone.
-    """
-    for module, stored in _all_fp32_states(model):
-        for key, half in own_parameters(module):
-            if half not in stored.masters or _marked(half):
-                continue
-            setattr(module, key, stored.masters[half])
-
-
-def adopt_weights(model: nn.Module) -> None:
-    """Copy half weights that were written in place into the masters."""
-    for _, stored in _all_fp32_states(model):
-        for half, master in stored.masters.items():
-            adopt(half, master)
-
-
-def give_master(model: nn.Module, half: Parameter, master: Parameter) -> None:
-    """From now on the state dict has the value of `master` for a half weight of the model."""
-    for module, stored in _all_fp32_states(model):
-        if any(parameter is half for _, parameter in own_parameters(module)):
-            stored.masters[half] = master
+def master_of(weight: Tensor) -> Parameter | None:
+    """The fp32 master of a half weight; None without one."""
+    return getattr(weight, "_penstock_master", None)
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -81,34 +58,26 @@ def remove_hooks(module: nn.Module) -> None:
         handle.remove()
 
 
-def _all_fp32_states(model: nn.Module) -> Iterator[tuple[nn.Module, Fp32State]]:
-    for module in model.modules():
-        stored = fp32_state_of(module)
-        if stored is not None:
-            yield module, stored
-
-
 class Fp32State:
     """Saves and loads a module's half weights as fp32 under the plain names. Copied and pickled with the module."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.masters: dict[Parameter, Parameter] = {}
         self.wide: dict[Parameter, Tensor] = {}
         """Values being loaded, between the pre-hook and the post-hook."""
 
     def fp32(self, weight: Tensor) -> Tensor:
         """The exact value of a half weight or buffer."""
-        master = self.masters.get(weight) if isinstance(weight, Parameter) else None
-        if master is None:
+        if (master := master_of(weight)) is None:
             return weight.detach().float()
         adopt(weight, master)
-        return master.detach()
+        return master.detach().to(weight.device)  # the script may have moved the model for saving
 
     @torch.no_grad()
     def take(self, weight: Parameter, value: Tensor) -> None:
         """Give a half weight its exact value."""
-        master = self.masters[weight]
+        master = master_of(weight)
+        assert master is not None
         master.copy_(value)
         publish([weight], [master])
 
@@ -141,7 +110,11 @@ class Fp32State:
         for key, parameter in own_parameters(module):
             value = state.get(prefix + key)
             # torch reports a tensor of another shape.
-            if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self.masters:
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and master_of(parameter) is not None
+            ):
                 self.wide[parameter] = value
 
     def _loaded(self, module: nn.Module, _: Any) -> None:
@@ -154,6 +127,12 @@ def publish(halves: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(halves), list(masters))
     for half in halves:
         mark(half)
+
+
+def attach_master(half: Parameter, master: Parameter, *, autocast: bool) -> None:
+    """Let `master` hold the value of a half weight; `autocast`: whether the model would compute alike on the master."""
+    half.__dict__.update(_penstock_master=master, _penstock_autocast=autocast)
+    mark(half)
 
 
 def mark(half: Tensor) -> None:
@@ -174,13 +153,36 @@ def adopt(half: Tensor, master: Tensor) -> None:
     if touched or half._penstock_version[1] != half._version:  # type: ignore[attr-defined]
         with torch.no_grad():
             # Unwritten elements keep the master's additional bits.
-            kept = (master.to(half.dtype) == half) | half.isnan()
-            master.copy_(torch.where(kept, master, half.to(master.dtype)))
+            value = half.to(master.device)
+            kept = (master.to(half.dtype) == value) | value.isnan()
+            master.copy_(torch.where(kept, master, value.to(master.dtype)))
         mark(half)
 
 
 class HalfWeight(Parameter):
-    """A half weight with a master. A write through `.data` raises no version, so reading `.data` counts as a write."""
+    """A half weight that may have a master. A write through `.data` raises no version, so reading `.data` counts as a
+    write.
+
+    If the model computes under autocast, a copy of the weight is a copy of the master: the copied model computes the
+    same, and averaging its weights, or any other change through its state dict, takes effect.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        master = master_of(self)
+        if master is None or id(self) in memo:
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return]
+        adopt(self, master)
+        copied: Parameter = copy.deepcopy(master, memo)
+        if not self.__dict__["_penstock_autocast"]:
+            half = super().__deepcopy__(memo)
+            attach_master(half, copied, autocast=False)
+            return half  # type: ignore[no-any-return]
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = self.detach() if (master := master_of(self)) is None else master.detach()
+        return Parameter(value.float(), self.requires_grad).__reduce_ex__(protocol)
 
     @property
     def data(self) -> Tensor:
@@ -202,7 +204,7 @@ _CLASS: Any = object.__dict__["__class__"]
 
 class _Quiet:
     """First base of a stand-in while it is created, so that the original's `__init_subclass__` is not called: class
-    registries keep the original, and the arguments that such a hook may require are not needed.
+    registries keep the original, and the arguments that such a hook may require are not needed. So with metaclasses.
     """
 
     def __init_subclass__(cls, **_: Any) -> None:
@@ -248,7 +250,7 @@ class StandIns:
                 lambda value, new: _CLASS.__set__(value, self._for(new)),
             )
             names = {**kept, "__class__": shown, "_penstock_original": original, **self._attributes(cls)}
-            made = type(cls.__name__, (_Quiet, cls), names)
+            made = type.__new__(type(cls), cls.__name__, (_Quiet, cls), names)
             made.__bases__ = (cls,)
             made.__qualname__ = cls.__qualname__
             self._made[cls] = made
@@ -290,19 +292,11 @@ class ModuleStandIns(StandIns):
         this module, as PEFT's do, must not get it as its own.
         """
         if by_name:
-            return functools.partial(self._deep, module)
+            return lambda memo: self._copied(module, lambda: copy.deepcopy(module, memo))
         own: Any = getattr(cls, "__deepcopy__", None)
         if own is None:
             raise AttributeError("__deepcopy__")
         return own.__get__(module)
-
-    def _deep(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        adopt_weights(module)
-        copied = self._copied(module, lambda: copy.deepcopy(module, memo))
-        numerics = copied.__dict__.get("_penstock_precision")
-        if numerics is not None and numerics.by_lists:
-            take_masters(copied)  # no optimizer publishes them into a copy
-        return copied
 
     def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         # The original's own copying methods, above all `__getstate__`, need its own class.
@@ -358,12 +352,11 @@ def widen(model: nn.Module) -> None:
         for key, weight in own_parameters(module):
             if not is_half(weight):
                 continue
-            if weight in stored.masters or isinstance(weight, HalfWeight):
+            master = master_of(weight)
+            if master is not None or isinstance(weight, HalfWeight):
                 if id(weight) not in widened:
                     stored.fp32(weight)  # takes over what was written to it
-                    widened[id(weight)] = (
-                        stored.masters[weight] if weight in stored.masters else _fp32(weight, stored)
-                    )
+                    widened[id(weight)] = _fp32(weight, stored) if master is None else master
                 setattr(module, key, widened[id(weight)])
             else:  # the optimizer holds this very parameter
                 weight.grad = None

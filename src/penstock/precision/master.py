@@ -24,7 +24,7 @@ from penstock.precision.copies import (
     Fp32State,
     HalfWeight,
     adopt,
-    give_master,
+    attach_master,
     is_half,
     keep_handles,
     mark,
@@ -51,9 +51,10 @@ class MasterWeights:
 
     def __init__(
         self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], dtype: torch.dtype, *,
-        norms: str = "fp32", lists: OpLists | None = None,
+        norms: str = "fp32", lists: OpLists | None = None, autocast: bool = True,
     ) -> None:  # fmt: skip
         self.dtype = dtype
+        self._autocast = autocast
         trained = {id(p): optimizer for optimizer in optimizers for p in parameters_of(optimizer)}
         self._masters: dict[Parameter, Parameter] = {}
         """Masters by half weight."""
@@ -69,7 +70,6 @@ class MasterWeights:
                 "too; keep the fp32 ones if they are wanted.",
                 len(frozen), frozen[0],
             )  # fmt: skip
-        self._models = list(models)
         self._parallel: list[weakref.ref[nn.parallel.DistributedDataParallel]] | None = None
         self._spent: set[Optimizer] = set()
         """Optimizers that have stepped on the gradients that their masters still hold."""
@@ -82,7 +82,6 @@ class MasterWeights:
         frozen: list[str],
     ) -> None:  # fmt: skip
         has_weights = False
-        stored = Fp32State(self.dtype)
         for key, parameter in own_parameters(module):
             if not parameter.is_floating_point():
                 continue
@@ -98,16 +97,14 @@ class MasterWeights:
                     self._add(trained[id(parameter)], half, parameter)
                 else:
                     frozen.append(f"{name}.{key}" if name else key)
-            if half in self._masters:
-                stored.masters[half] = self._masters[half]
             setattr(module, key, half)  # not by _parameters: recurrent layers keep a second list
         if has_weights:
-            stored.attach(module)
+            Fp32State(self.dtype).attach(module)
 
     def _add(self, optimizer: Optimizer, half: Parameter, master: Parameter) -> None:
         self._masters[half] = master
         self._trained.setdefault(optimizer, {})[half] = master
-        mark(half)
+        attach_master(half, master, autocast=self._autocast)
         if isinstance(optimizer, OnePassAdamW) and half.dtype == torch.bfloat16:
             optimizer.copies = optimizer.copies or SideTensors({}, set())
             optimizer.copies.tensors[master] = half
@@ -210,8 +207,6 @@ class MasterWeights:
         """Let `optimizer` train half weights by the new masters."""
         for half, master in new.items():
             self._add(optimizer, half, master)
-            for model in self._models:
-                give_master(model, half, master)
 
     def zero_grad(self, optimizer: Optimizer | None = None, *, set_to_none: bool = True) -> None:
         """Clear the model's half gradients; the optimizer clears the masters'."""

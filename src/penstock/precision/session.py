@@ -47,12 +47,19 @@ class Session:
         if numerics.masters == "copy":
             half = half_type(numerics)
             assert half is not None
-            self.masters = MasterWeights(models, optimizers, half, norms=numerics.norms, lists=numerics.lists)
+            self.masters = MasterWeights(
+                models,
+                optimizers,
+                half,
+                norms=numerics.norms,
+                lists=numerics.lists,
+                autocast=numerics.by_lists,
+            )
         device = device_of(models)
         self.scalers = [_scaler(numerics, device, scaler) for _ in range(losses)] if numerics.scales else []
         self._noted: dict[int, tuple[Tensor, bool]] = {}
         self._polls = [_Poll() for _ in self.scalers]
-        self._search: _TorchLookup | None = None
+        self._search: _LayerSearch | None = None
         self.gradients: list[Own] = []
         """Gradients of each optimizer."""
 
@@ -89,13 +96,13 @@ class Session:
             lost = self._polls[self.scalers.index(scaler)].look(scaler.stuck)
             if lost is not None and lost >= PATIENCE:
                 # The run is lost. The next whole step shows where; the current step's forward pass is already over.
-                self._search = _TorchLookup(scaler, OverflowTrace(self.models).attach())
+                self._search = _LayerSearch(scaler, OverflowTrace(self.models).attach())
         elif self._search.scaler is scaler:
             self._search.turns += 1
             if self._search.turns == 2:
                 self._end(self._search)
 
-    def _end(self, search: _TorchLookup) -> None:
+    def _end(self, search: _LayerSearch) -> None:
         self._search = None
         search.trace.detach()
         scaler = search.scaler
@@ -122,7 +129,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class _TorchLookup:
+class _LayerSearch:
     """The search for the layer in which gradients overflow, in a lost run."""
 
     scaler: LossScaler

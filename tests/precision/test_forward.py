@@ -31,21 +31,60 @@ class Net(nn.Module):
         return made
 
 
+class Registry(type):
+    def __new__(cls, name: str, bases: Any, fields: Any, *, key: str) -> Any:
+        return super().__new__(cls, name, bases, fields, key=key)
+
+    def __init__(cls, name: str, bases: Any, fields: Any, *, key: str) -> None:
+        super().__init__(name, bases, fields)
+        Registered.kinds[f"{key} of the metaclass"] = cls
+
+
 class Registered(nn.Module):
-    kinds: ClassVar[dict[str, type[nn.Module]]] = {}
+    kinds: ClassVar[dict[str, type]] = {}
 
     def __init_subclass__(cls, *, key: str) -> None:
         super().__init_subclass__()
         Registered.kinds[key] = cls
 
 
-class Member(Registered, key="member"):
+class Member(Registered, metaclass=Registry, key="member"):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)
+
+
+class Called(nn.Module):
+    """Called without torch's own `__call__`, and so without its `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.product = x @ self.weight
+        return self.product
+
+
+@pytest.mark.parametrize("precision", ["O1", "O2"])
+def test_a_call_of_its_own_computes_as_a_forward_pass(precision: str) -> None:
+    model = penstock.accelerate(Called(), precision=precision, dtype="bf16")
+    assert model(torch.ones(2, 8)).dtype == torch.float32
+    assert model.product.dtype == torch.bfloat16
+
+
+def test_replicas_of_data_parallel_choose_their_type_themselves() -> None:
+    """Each runs in a thread of its own, which has not entered the autocast of a call around them."""
+    parallel = nn.DataParallel(Net())
+    penstock.accelerate(parallel, precision="O1", dtype="bf16")
+    replica = parallel.module._replicate_for_data_parallel()
+    seen: list[torch.dtype] = []
+    parallel.module.layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    replica(torch.ones(2, 8))
+    assert seen == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("precision", ["O1", "O2", "O3"])
@@ -96,7 +135,7 @@ def test_so_is_another_instance_of_a_layers_class() -> None:
 
 def test_registries_of_classes_keep_the_original() -> None:
     model = penstock.accelerate(Member(), precision="O1", dtype="bf16")
-    assert Registered.kinds == {"member": Member}
+    assert Registered.kinds == {"member": Member, "member of the metaclass": Member}
     assert model(torch.ones(2, 8)).dtype == torch.float32
     assert isinstance(model, Member)
 

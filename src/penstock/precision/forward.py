@@ -33,6 +33,7 @@ _KEY = "_penstock_precision"
 _INSIDE = "_penstock_inside"
 _ORIGINAL = "_penstock_original"
 """Attribute of a wrapped instance method: the method that was bound before."""
+_PARALLEL = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
 _FRAMEWORKS = ("torch", *_LIGHTNING)
 _OF_TYPES = re.compile(r"same dtype|expected .*(type|dtype)|should be the same", re.IGNORECASE)
@@ -60,9 +61,9 @@ def precision_on(model: nn.Module) -> Numerics | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile and DistributedDataParallel."""
+    """The module inside torch.compile, DistributedDataParallel and DataParallel."""
     while True:
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else uncompiled(model)
+        inner = model.module if isinstance(model, _PARALLEL) else uncompiled(model)
         if inner is model:
             return model
         model = inner
@@ -147,6 +148,8 @@ class _Inside:
 def _methods(cls: type[nn.Module]) -> dict[str, Any]:
     """The wrapped methods of a model: `forward`, and the public methods of its class."""
     methods = {name: _entered(function, always=False) for name, function in _own_methods(cls)}
+    if str(cls.__call__.__module__).partition(".")[0] not in _FRAMEWORKS:
+        methods["__call__"] = _entered(cls.__call__, always=False)
     methods["forward"] = _entered(cls.forward, always=True, counts=bool(methods))
     if hasattr(cls, "save_pretrained"):
         # Hugging Face's method, which writes the weights' type along with a state dict.

@@ -31,9 +31,8 @@ LARGEST = 65504.0
 
 LOW, HIGH = -149, 127
 """Exponents of the smallest and the largest magnitude of fp32, one bin each."""
-_BIAS = 127  # of the exponent field of an fp32
-# Keys of a count: zeros at 0, subnormals from _BIAS, normals from 257, the rest at 511.
-_NORMALS, _KEYS = 256, 512
+_KEYS = HIGH - LOW + 3
+"""Keys of a count: zeros, the exponents from `LOW` to `HIGH`, and values that are not finite."""
 # Elements per chunk: bounds the temporaries, on a host to a size that fits its caches.
 _AT_ONCE, _AT_ONCE_ON_HOST = 1 << 22, 1 << 17
 
@@ -91,7 +90,6 @@ class Meter:
     def __init__(self) -> None:
         self._counts: dict[torch.device, Tensor] = {}
         self._largest: dict[torch.device, Tensor] = {}
-        """Largest magnitudes as the bits of an fp32, which order like the numbers."""
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
@@ -100,40 +98,31 @@ class Meter:
         flat = (tensor.coalesce().values() if tensor.is_sparse else tensor).reshape(-1)
         if flat.device not in self._counts:
             self._counts[flat.device] = torch.zeros(_KEYS, dtype=torch.int64, device=flat.device)
-            self._largest[flat.device] = torch.zeros((), dtype=torch.int32, device=flat.device)
-        at_once = _AT_ONCE_ON_HOST if _on_host(flat) else _AT_ONCE
-        for start in range(0, flat.numel(), at_once):
-            self._add(flat[start : start + at_once].float())
+            self._largest[flat.device] = torch.zeros((), device=flat.device)
+        for chunk in flat.split(_AT_ONCE_ON_HOST if _on_host(flat) else _AT_ONCE):
+            if chunk.numel():
+                self._add(chunk.float().abs())
 
     def _add(self, values: Tensor) -> None:
-        # The bits of an fp32 are sign (1), exponent field (8), fraction (23). All of this takes as long as frexp alone.
-        bits = values.view(torch.int32) & 0x7FFFFFFF
-        field = bits >> 23
-        # A subnormal's bits are its value in units of 2^-149: as a float they have an exponent field of their own.
-        keys = torch.where(field > 0, field + _NORMALS, bits.float().view(torch.int32) >> 23)
+        finite = values.isfinite()
+        values = values.where(finite, 0)
+        exponents = torch.frexp(values).exponent - 1  # of values in [2^e, 2^(e+1))
+        keys = (exponents - LOW + 1).where(values > 0, 0).where(finite, _KEYS - 1)
         counts, largest = self._counts[values.device], self._largest[values.device]
         if _on_host(values):
             counts += torch.bincount(keys, minlength=_KEYS)
         else:  # bincount would ask the device for the largest key
             counts.scatter_add_(0, keys.long(), counts.new_ones(()).expand(keys.shape))
-        torch.maximum(largest, bits.where(field < 255, 0).amax(), out=largest)
+        torch.maximum(largest, values.amax(), out=largest)
 
     def read(self) -> Histogram:
         """The counts so far. Waits for the devices."""
         total = torch.zeros(_KEYS, dtype=torch.int64)
-        most = torch.zeros((), dtype=torch.int32)
-        for device, counts in self._counts.items():
+        for counts in self._counts.values():
             total += counts.to("cpu")
-            most = torch.maximum(most, self._largest[device].to("cpu"))
-        keys = total.tolist()
-        subnormal = keys[_BIAS : _BIAS + 23]  # 2^-149 to 2^-127
-        normal = keys[_NORMALS + 1 : _NORMALS + 255]
-        return Histogram(
-            counts=tuple(subnormal + normal),
-            zeros=keys[0],
-            wrong=keys[-1],
-            largest=most.view(torch.float32).item(),
-        )
+        zeros, *counts, wrong = total.tolist()
+        largest = max((largest.item() for largest in self._largest.values()), default=0.0)
+        return Histogram(counts=tuple(counts), zeros=zeros, wrong=wrong, largest=largest)
 
 
 def _on_host(tensor: Tensor) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -169,48 +168,3 @@ def cast(values: Any, dtype: torch.dtype, device_type: str) -> Any:
 def device_type_of(values: Any) -> str | None:
     """The device of the first floating tensor of a nested structure."""
     return next((tensor.device.type for tensor in tensors(values) if tensor.is_floating_point()), None)
-
-
-# -- functions of one's own, and of other libraries, on the op lists: `library.f = fp32_function(library.f)`
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "__penstock_policy__"
-
-
-def half_function(function: F) -> F:
-    """Inside an accelerated forward pass (where autocast is on for its tensors' device), `function` gets its floating
-    tensors in the half type. Elsewhere it is unchanged.
-    """
-    return _wrapped(function, "half")
-
-
-def fp32_function(function: F) -> F:
-    """Inside an accelerated forward pass, `function` gets its floating tensors in fp32 and runs without autocast, so
-    that everything in it is in fp32. Elsewhere it is unchanged.
-    """
-    return _wrapped(function, "fp32")
-
-
-def promote_function(function: F) -> F:
-    """Inside an accelerated forward pass, `function` gets floating tensors of several types in the widest of them."""
-    return _wrapped(function, "promote")
-
-
-def _wrapped(function: F, policy: str) -> F:
-    if getattr(function, _MARK, None) == policy:
-        return function
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        device = device_type_of((args, kwargs))
-        if device is None or not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        to = chosen_type(policy, (args, kwargs), device, torch.get_autocast_dtype(device))
-        if to is not None:
-            args, kwargs = cast((args, kwargs), to, device)
-        with torch.autocast(device, enabled=False) if policy == "fp32" else nullcontext():
-            return function(*args, **kwargs)
-
-    setattr(wrapper, _MARK, policy)
-    return wrapper  # type: ignore[return-value]

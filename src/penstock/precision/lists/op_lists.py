@@ -20,6 +20,11 @@ from penstock.precision.lists.table import AUTOCAST, BANNED, CPU_PROMOTED, CPU_W
 
 Function = Callable[..., Any]
 
+OWN_FUNCTION = (
+    "f(x.float()) inside `with torch.autocast(x.device.type, enabled=False)` for fp32, and "
+    "f(x.to(torch.get_autocast_dtype(x.device.type))) for the half type"
+)
+"""How a function that is no operation of torch follows a list, in messages."""
 # Namespaces in which the same last name means the same operation. torch.linalg and torch.fft have names of their own.
 _ALIKE = ("torch.nn.functional", "torch", "torch.Tensor", "torch.special")
 # Classes in torch.ops: operations, and their overloads by the types of arguments.
@@ -58,11 +63,9 @@ def name_of(function: Function | str) -> str:
     name = resolve_name(function) if function in _watchable() else None
     if not name:
         what = getattr(function, "__qualname__", repr(function))
-        place = f"{getattr(function, '__module__', None) or 'library'}.{getattr(function, '__name__', 'f')}"
         raise ConfigError(
-            f"{what} is no operation of torch, so torch cannot tell when it is called. Decorate it with half_function, "
-            f"fp32_function or promote_function from penstock.precision.lists, or, where it is not yours, replace "
-            f"it: {place} = half_function({place})."
+            f"{what} is no operation of torch, so torch cannot tell when it is called. It can cast by itself: "
+            f"{OWN_FUNCTION}."
         )
     return _canonical(name)
 
@@ -116,11 +119,10 @@ def _unknown(name: str) -> str:
     hint = f" Did you mean {' or '.join(close[:3])}?" if close else nearest(name, sorted(names))
     if not name.startswith("torch."):
         return (
-            f"{name!r} is no operation of torch, and lists of operations name only those.{hint} For a function of your "
-            "own use the decorators half_function, fp32_function and promote_function from penstock.precision.lists; "
-            "they also replace one of another library, as in library.f = half_function(library.f)."
+            f"{name!r} is no operation of torch, and lists of operations name only those.{hint} A function of another "
+            f"kind can cast by itself: {OWN_FUNCTION}."
         )
-    return f"There is no operation {name!r} that torch lets others watch.{hint}"
+    return f"torch has no operation {name!r} that a list can name.{hint}"
 
 
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)

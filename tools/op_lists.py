@@ -36,7 +36,8 @@ the same, nothing is added. An operation in no list runs as under torch.autocast
 
 An operation is in fp32 for a type only if it leaves that type's range or loses more than the final rounding in it. GELU
 and SiLU are in no list, because their kernels compute in fp32 and round once. In-place operations keep the type they
-write to, and fp64 stays fp64.
+write to, and fp64 stays fp64. `x[rows] = values`, `index_add_`, `scatter_add_` and their like cast values of another
+type, which torch.autocast refuses.
 
 `log`, `log2`, `log10`, `log1p` and `sqrt` are in no list of a CPU and stay in fp16. For every positive fp16 number
 their results are below 256 in size, and their kernels compute in fp32 and round once. What is lost is lost before them:
@@ -53,7 +54,7 @@ only for mixed arguments that torch would have refused. `keep` helps where activ
 
 ```python
 import torch
-from penstock.precision.lists import default_lists, fp32_function
+from penstock.precision.lists import default_lists
 
 lists = default_lists(torch.bfloat16).with_(
     fp32=["torch.softmax", torch.cdist],           # by name or as functions
@@ -61,9 +62,9 @@ lists = default_lists(torch.bfloat16).with_(
     fp32_modules=("head", "blocks.*.router"),      # by name, pattern or class
 )
 
-@fp32_function                                     # your own; library.f = fp32_function(library.f)
-def geometric_mean(x: torch.Tensor) -> torch.Tensor:
-    return x.log().mean().exp()
+def geometric_mean(x: torch.Tensor) -> torch.Tensor:  # a function of your own
+    with torch.autocast(x.device.type, enabled=False):
+        return x.float().log().mean().exp()
 ```
 
 If a CPU's LSTM kernel lacks the half type, the LSTM runs in fp32. This is tried once, when a model has an LSTM; name

@@ -15,6 +15,20 @@ from penstock.precision.lists import OpLists, default_lists, region
 
 
 @contextmanager
+def autocast_on(device: str, dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """torch.autocast without its look at whether there is such a device."""
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.autocast_decrement_nesting()
+        torch.set_autocast_enabled(device, False)
+
+
+@contextmanager
 def accelerated(
     lists: OpLists | None, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> Iterator[None]:

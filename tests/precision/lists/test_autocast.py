@@ -5,13 +5,13 @@ CUDA's autocast is seen without a GPU: fake tensors go through the dispatcher as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.op_lists import autocast_on
 from helpers.op_samples import Make, call
 from penstock.precision.lists.op_lists import name_of
 from penstock.precision.lists.table import AUTOCAST, POLICIES, Policy
@@ -25,20 +25,6 @@ ROWS = [
     for policy, names in table.items()
     for name in names
 ]
-
-
-@contextmanager
-def autocast_on(device: str) -> Iterator[None]:
-    """torch.autocast without its look at whether there is such a device."""
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, HALF)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled(device, False)
 
 
 def result(name: str, device: str, *dtypes: torch.dtype) -> torch.dtype:

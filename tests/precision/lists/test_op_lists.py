@@ -16,11 +16,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.torch_version import TorchVersion
 
 import penstock
-from helpers.op_lists import GELU_FP32, accelerated
+from helpers.op_lists import GELU_FP32, accelerated, autocast_on
 from helpers.watched import Watched
 from penstock.errors import ConfigError
 from penstock.precision.lists import OpLists, autocast_policy, default_lists, differences, region
-from penstock.precision.lists.op_lists import functions_of, intercepted, name_of, registered
+from penstock.precision.lists.op_lists import functions_of, intercepted, name_of, register, registered
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -37,13 +37,17 @@ class TestData:
         [
             ("torch.sofmax", "Did you mean 'torch.nn.functional.softmax'|Did you mean 'torch.softmax'"),
             ("softmax", "Did you mean torch.Tensor.softmax or torch.nn.functional.softmax"),
-            ("numpy.exp", "library.f = half_function"),
-            (copy.copy, "copy.copy = half_function"),
+            ("numpy.exp", r"f\(x\.float\(\)\) inside"),
+            (copy.copy, r"copy is no operation of torch.*f\(x\.float\(\)\) inside"),
         ],
     )
     def test_an_unknown_operation_is_refused_with_a_remedy(self, wrong: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             OpLists().with_(half=[wrong])
+
+    def test_decorators_that_are_gone_say_what_to_write(self) -> None:
+        with pytest.raises(ImportError, match=r"fp32_function was removed; .*f\(x\.float\(\)\) inside"):
+            from penstock.precision.lists import fp32_function  # type: ignore[attr-defined]  # noqa: F401
 
     def test_adding_moves_an_operation_from_the_list_it_was_in(self) -> None:
         lists = default_lists(torch.float16).with_(half=[F.softmax], banned={"torch.cdist": "use mine"})
@@ -219,6 +223,18 @@ WIDEST: list[Callable[[Tensor, Tensor], Tensor]] = [
 ]  # fmt: skip
 
 
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "index_put_": lambda x, at, y: x.index_put_((at.argmin(1),), y),
+    "index_add_": lambda x, at, y: x.index_add_(0, at.argmin(1), y),
+    "index_copy_": lambda x, at, y: x.index_copy_(0, at.argmin(1), y),
+    "masked_scatter_": lambda x, at, y: x.masked_scatter_(at == 0, y),
+    "scatter_": lambda x, at, y: x.scatter_(0, at, y),
+    "scatter_add_": lambda x, at, y: x.scatter_add_(0, at, y),
+    "scatter_reduce_": lambda x, at, y: x.scatter_reduce_(0, at, y, "sum"),
+    "lerp_": lambda x, at, y: x.lerp_(y, 0.5),
+}
+
+
 class TestPromotion:
     @pytest.mark.parametrize("dtype", HALVES)
     @pytest.mark.parametrize("op", range(len(WIDEST)))
@@ -298,6 +314,29 @@ class TestPromotion:
                 x += torch.ones(4, dtype=other)
                 x.mul_(torch.ones(4, dtype=other)).exp_()
                 assert x.dtype == mine
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+    def test_what_is_written_in_place_becomes_of_that_type(
+        self, write: Callable[[Tensor, Tensor, Tensor], Any], device: str
+    ) -> None:
+        register()
+        with FakeTensorMode(), autocast_on(device):
+            at = torch.zeros(2, 3, dtype=torch.int64, device=device)
+            for mine, other in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+                x = torch.ones(2, 3, dtype=mine, device=device)
+                write(x, at, torch.ones(2, 3, dtype=other, device=device))
+                assert x.dtype == mine
+
+    def test_values_written_in_place_are_cast(self) -> None:
+        values = torch.full((2,), 1.0 + 2.0**-10, requires_grad=True)
+        with accelerated(default_lists(torch.bfloat16, "cpu")):
+            x = torch.zeros(4, dtype=torch.bfloat16)
+            x[torch.tensor([1, 3])] = values
+        assert x.tolist() == [0.0, 1.0, 0.0, 1.0]
+        x.float().sum().backward()
+        assert values.grad is not None
+        assert values.grad.tolist() == [1.0, 1.0]
 
 
 class TestCachedWeights:

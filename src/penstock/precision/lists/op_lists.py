@@ -126,8 +126,16 @@ def _unknown(name: str) -> str:
 
 
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
-_VARIANTS = {"lerp": ("Scalar", "Tensor"), "scatter": ("src",)}
+_VARIANTS = {
+    "lerp": ("Scalar", "Tensor"), "lerp_": ("Scalar", "Tensor"), "scatter": ("src",), "scatter_": ("src",),
+    "scatter_reduce_": ("two",),
+}  # fmt: skip
 """Overloads of operations that have more than the default."""
+_WRITES = (
+    "index_put_", "index_add_", "index_copy_", "masked_scatter_", "scatter_", "scatter_add_", "scatter_reduce_",
+    "lerp_",
+)  # fmt: skip
+"""Operations in place that refuse values of another type than the tensor has, as x[rows] = values does."""
 _library: list[torch.library.Library] = []
 
 
@@ -139,38 +147,45 @@ def registered() -> dict[str, Policy]:
 
 
 def register() -> None:
-    """Let torch.autocast on a CPU accept mixed arguments of these operations, from now on and in the whole process.
+    """Let torch.autocast accept mixed arguments of these operations, from now on and in the whole process: of
+    `registered` on a CPU, and of those in place everywhere.
 
-    Working calls do not change: `promote` applies only if types differ, which torch refuses, and `half` does the same
-    as the matrix products from which torch composes the operation. It is off when autocast is off.
+    Working calls do not change: `promote` and writing in place act only if types differ, which torch refuses, and
+    `half` does the same as the matrix products from which torch composes the operation. It is off when autocast is off.
     """
     if _library:
         return
     _library.append(torch.library.Library("aten", "IMPL"))  # type: ignore[no-untyped-call]
-    for name, policy in registered().items():
-        packet = (
-            name.removeprefix("torch.nn.functional.").removeprefix("torch.").replace("linalg.", "linalg_")
-        )
+    policies = {
+        name.removeprefix("torch.nn.functional.").removeprefix("torch.").replace("linalg.", "linalg_"): policy
+        for name, policy in registered().items()
+    }
+    for packet, policy in (*policies.items(), *((name, None) for name in _WRITES)):
         for variant in _VARIANTS.get(packet, ("default",)):
             overload = getattr(getattr(torch.ops.aten, packet), variant)
-            _library[0].impl(overload, _casting(overload, policy), "AutocastCPU")  # type: ignore[no-untyped-call]
+            for place in ("cpu", "cuda") if policy is None else ("cpu",):
+                kernel = _casting(overload, policy, place)
+                _library[0].impl(overload, kernel, f"Autocast{place.upper()}")  # type: ignore[no-untyped-call]
 
 
-def _casting(overload: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """An operation that casts its arguments by its list, `promote` or `half`."""
+def _casting(overload: Callable[..., Any], policy: Policy | None, place: str) -> Callable[..., Any]:
+    """An operation that casts its arguments by its list, `promote` or `half`, or to the type of the tensor that it
+    writes to (None)."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         operands = list(tensors((args, kwargs)))
-        if policy == "promote":
-            dtype = torch.float32
-            casts = len({tensor.dtype for tensor in operands if tensor.dtype in CASTABLE}) > 1
-        else:
-            dtype = torch.get_autocast_dtype("cpu")
+        dtype = torch.float32
+        if policy == "half":
+            dtype = torch.get_autocast_dtype(place)
             # A single number beside a tensor scales it, and is no matrix product.
             casts = all(tensor.dtype in CASTABLE and tensor.ndim > 0 for tensor in operands)
+        else:
+            casts = len({tensor.dtype for tensor in operands if tensor.dtype in CASTABLE}) > 1
+            if policy is None:
+                dtype, casts = operands[0].dtype, casts and operands[0].dtype in CASTABLE
         if casts:
             args, kwargs = replaced((args, kwargs), lambda t: t.to(dtype) if t.dtype in CASTABLE else t)
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(place, enabled=False):
             return overload(*args, **kwargs)
 
     return kernel

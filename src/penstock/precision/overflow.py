@@ -24,9 +24,8 @@ class Overflow:
     layer: str
     """Qualified name of the module, or of the parameter if nothing else was recorded."""
     where: Where
-    """Made in its forward pass (`output`; `computation` where it was made between the modules inside) or its backward
-    pass, or come to it from the caller (`input`) or from the loss (`gradient of the output`); `gradient` is that of a
-    parameter."""
+    """`output` and `backward pass`: the module made it there; `computation`: between the modules inside it. `input` and
+    `gradient of the output`: it came from the caller, or from the loss. `gradient`: a parameter's gradient."""
     before: str | None = None
     """For a `computation`, the inner module that first received its result."""
 

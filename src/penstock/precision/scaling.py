@@ -50,7 +50,7 @@ class Gradients:
         self.held_step: RemovableHandle | None = None
         """Hook that refuses a step function held since before `accelerate`."""
         self.in_backward = False
-        """Whether a backward pass is running, until whose end gradients are multiplied by the loss scale."""
+        """Whether a backward pass is running; until its end gradients are multiplied by the loss scale."""
         self.unsynced = False
         """Whether some gradients are still only this rank's, until a later backward pass averages them."""
         self.yielded: weakref.ref[Tensor] | None = None
@@ -227,7 +227,7 @@ class Gradients:
         return guarded_update(self.optimizer, update, divisor=divisor, stops=self._decision())
 
     def _decision(self, *, stepped: bool = True) -> Tensor:
-        """Whether any gradient of any loss, on any rank, is not finite; each loss scale is told of its own."""
+        """Whether any gradient of any loss, on any rank, is not finite; notes each loss's overflow for its scale."""
         assert self.overflows
         merged: Tensor | None = None
         for scaler, overflow in self.overflows:
@@ -240,7 +240,7 @@ class Gradients:
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Discard gradients without a step; the loss scale is told if any were not finite."""
+        """Discard gradients without a step; an overflow among them still lowers the loss scale."""
         if self.scale is not None and self.scaler is not None:
             given = [p.grad for p in self._given() if p.grad is not None and not p.grad.is_sparse]
             if given:
@@ -301,7 +301,7 @@ def clip_parameters(parameters: list[Tensor], max_norm: float) -> Tensor:
 
 
 _EVERY: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""All there are, so that parameters find theirs."""
+"""Every live `Gradients`: `clip_parameters` finds the optimizers of parameters among them."""
 
 
 @torch.no_grad()

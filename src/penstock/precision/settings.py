@@ -45,7 +45,7 @@ _APEX = {
     "min_loss_scale": 'scaler={"floor": …}',
     "max_loss_scale": 'scaler={"ceiling": …}',
     "enabled": 'precision="O0" for False, and leave it out for True',
-    "verbosity": "nothing: leave it out; logging tells what was done",
+    "verbosity": "nothing: leave it out; logging reports what was done",
 }
 _FP32 = torch.finfo(torch.float32)
 

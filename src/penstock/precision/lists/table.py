@@ -94,7 +94,7 @@ GROUPS: tuple[Group, ...] = (
         key="log_softmax", policy="fp32", names=_in(_F, "log_softmax"), dtypes=("fp16",),
         reason=(
             "The backward pass takes exp of the rounded result, which multiplies its rounding error by its size; small "
-            "gradients vanish besides."
+            "gradients also vanish."
         ),
     ),
     Group(
@@ -209,7 +209,6 @@ AUTOCAST: dict[str, dict[Policy, tuple[str, ...]]] = {
         "promote": _in("torch.", "cat stack index_copy"),
     },
 }  # fmt: skip
-"""Treatment of an operation's public function by torch.autocast, by device: the behaviour seen from outside, which is
-that of its parts where the operation is made of others (cross_entropy on CUDA). tests/precision/lists/test_autocast.py
-runs each. Not listed: an operation's in-place forms, which keep the type they write to, and linear algebra's
-factorisations, which a CPU's autocast has in fp32."""
+"""How torch.autocast treats the public function of each operation, by device; for an operation made of others, such as
+cross_entropy on CUDA, this follows from its parts. tests/precision/lists/test_autocast.py runs each. Not listed:
+in-place forms, which keep the type they write to, and linear algebra's factorisations, which run in fp32 on a CPU."""

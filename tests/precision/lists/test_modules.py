@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -80,16 +78,6 @@ class TestModules:
         model.head.forward = lambda x: x  # type: ignore[method-assign]
         with pytest.raises(ConfigError, match="replaced on the instance"):
             apply_modules(model, OpLists(fp32_modules=("head",)))
-
-    def test_copies_and_pickles(self) -> None:
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        lists = OpLists(fp32_modules=("1",))
-        apply_modules(model, lists)
-        other, plain = copy.deepcopy(model), pickle.loads(pickle.dumps(model[1]))
-        with accelerated(lists):
-            assert other(torch.randn(2, 8)).dtype == torch.float32
-            assert plain(torch.randn(2, 8)).dtype == torch.bfloat16
-        assert type(plain) is nn.Linear
 
     def test_compiles(self) -> None:
         model = Model()

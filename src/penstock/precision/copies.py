@@ -170,19 +170,20 @@ class HalfWeight(Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         master = master_of(self)
         if master is None or id(self) in memo:
-            return super().__deepcopy__(memo)  # type: ignore[no-any-return]
+            return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
         adopt(self, master)
         copied: Parameter = copy.deepcopy(master, memo)
         if not self.__dict__["_penstock_autocast"]:
-            half = super().__deepcopy__(memo)
+            half: Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             attach_master(half, copied, autocast=False)
-            return half  # type: ignore[no-any-return]
+            return half
         memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         value = self.detach() if (master := master_of(self)) is None else master.detach()
-        return Parameter(value.float(), self.requires_grad).__reduce_ex__(protocol)
+        wide: Any = Parameter(value.float(), self.requires_grad)
+        return wide.__reduce_ex__(protocol)
 
     @property
     def data(self) -> Tensor:

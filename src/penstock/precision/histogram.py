@@ -99,7 +99,7 @@ class Meter:
         if flat.device not in self._counts:
             self._counts[flat.device] = torch.zeros(_KEYS, dtype=torch.int64, device=flat.device)
             self._largest[flat.device] = torch.zeros((), device=flat.device)
-        for chunk in flat.split(_AT_ONCE_ON_HOST if _on_host(flat) else _AT_ONCE):
+        for chunk in torch.split(flat, _AT_ONCE_ON_HOST if _on_host(flat) else _AT_ONCE):
             if chunk.numel():
                 self._add(chunk.float().abs())
 
@@ -120,9 +120,9 @@ class Meter:
         total = torch.zeros(_KEYS, dtype=torch.int64)
         for counts in self._counts.values():
             total += counts.to("cpu")
-        zeros, *counts, wrong = total.tolist()
+        zeros, *bins, wrong = total.tolist()
         largest = max((largest.item() for largest in self._largest.values()), default=0.0)
-        return Histogram(counts=tuple(counts), zeros=zeros, wrong=wrong, largest=largest)
+        return Histogram(counts=tuple(bins), zeros=zeros, wrong=wrong, largest=largest)
 
 
 def _on_host(tensor: Tensor) -> bool:

@@ -44,8 +44,7 @@ def plain_contrast(
     rows: Tensor, others: Tensor, groups: Tensor, other_groups: Tensor, form: ContrastForm = "softmax"
 ) -> Tensor:
     """All logits at once: the reference that the chunked form is tested against."""
-    with torch.autocast(rows.device.type, enabled=False):
-        logits = rows @ others.T
+    logits = _logits(rows, others)
     same = groups[:, None] == other_groups
     own = logits.masked_fill(~same, 0.0).sum(1)
     if form == "sigmoid":

@@ -111,12 +111,9 @@ class Deferred:
 
     def plus(self, other: Any) -> Any:
         """The logits with a bias for each entry of the vocabulary."""
-        wide = (
-            isinstance(other, Tensor)
-            and other.ndim > 0
-            and other.numel() == other.shape[-1] == self.shape[-1]
-        )
-        if not wide:
+        if not (
+            isinstance(other, Tensor) and other.ndim and other.numel() == other.shape[-1] == self.shape[-1]
+        ):
             return self.whole + other
         row = other.flatten()
         return replace(self, added=row if self.added is None else self.added + row)

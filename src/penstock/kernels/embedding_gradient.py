@@ -69,12 +69,8 @@ def _embedding_gradient(node: Any) -> Any:
 
 def _is_dense(node: Any, total: Any) -> bool:
     """Whether `node` is a gradient with the shape and dtype of the sum."""
-    value = node.meta["val"] if isinstance(node, Node) else None
-    return (
-        value is not None
-        and value.shape == total.meta["val"].shape
-        and value.dtype == total.meta["val"].dtype
-    )
+    value, wanted = node.meta["val"] if isinstance(node, Node) else None, total.meta["val"]
+    return value is not None and (value.shape, value.dtype) == (wanted.shape, wanted.dtype)
 
 
 def _with_rows(graph: Graph, put: Any, dtype: torch.dtype, dense: Any = None) -> Any:

@@ -88,9 +88,8 @@ class Unpadded:
     def of(cls, lengths: Tensor, tokens: int, dtype: torch.dtype, *, varlen: bool) -> Unpadded | None:
         """Samples of `lengths` (B,), padded to `tokens` tokens, with queries of this dtype. None if attention is faster
         with padding. `varlen` says that the kernel supports variable lengths."""
-        if not cls.pays(
-            lengths, dtype, varlen=varlen
-        ):  # checked first: on a GPU the rest waits for the lengths
+        # Checked first: on a GPU the rest waits for the lengths.
+        if not cls.pays(lengths, dtype, varlen=varlen):
             return None
         real = Real.of(lengths, torch.arange(tokens, device=lengths.device), sequence_first=False)
         return None if real is None else cls(real, lengths.tolist(), varlen=varlen)

@@ -42,11 +42,8 @@ class ProbedLinear:
 
 def probed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear`, with the faster library for each product where the operands are fp32 on a CPU."""
-    if (
-        not x.dtype == weight.dtype == torch.float32
-        or x.device.type != "cpu"
-        or torch.is_autocast_enabled("cpu")
-    ):
+    chooses = x.dtype == weight.dtype == torch.float32 and x.device.type == "cpu"
+    if not chooses or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     return _Probed.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
 

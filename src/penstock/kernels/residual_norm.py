@@ -84,13 +84,9 @@ def reference(
     added, mask = widened(branch), _mask(kept, x, scale)
     s = (x + (added if mask is None else torch.where(mask, added * scale, 0.0))).to(x.dtype)
     wide = widened(s)
-    vectors = [None if parameter is None else parameter.to(wide.dtype) for parameter in (weight, bias)]
+    gain, offset = (None if each is None else each.to(wide.dtype) for each in (weight, bias))
     shape = s.shape[-1:]
-    normed = (
-        F.rms_norm(wide, shape, vectors[0], eps)
-        if rms
-        else F.layer_norm(wide, shape, vectors[0], vectors[1], eps)
-    )
+    normed = F.rms_norm(wide, shape, gain, eps) if rms else F.layer_norm(wide, shape, gain, offset, eps)
     return s, normed.to(out)
 
 

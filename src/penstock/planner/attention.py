@@ -114,7 +114,6 @@ class _Attention:
         if layer.qk_norm:
             normed, each, whole = rows * (self.a + self.kv), layer.norm.tensors, layer.qk_norm_whole
             learned = each * layer.head_width * (layer.heads + layer.kv_heads if whole else 2)
-            # The queries of a group are copied together.
             copied = self.queries * c if grouped and not self.cross and not t.fused else 0.0
             copied = normed * c if whole and not t.fused else copied
             lines = rows * (2 if whole else self.heads + self.kv_heads)
@@ -150,9 +149,8 @@ class _Attention:
         """List scores, softmax and values in the form that is used here."""
         to, block, t, layer, c = self.to, self.block, self.t, self.layer, self.c
         queries, keys, own, cross = self.queries, self.keys, self.own, self.cross
-        again = (
-            queries * c if block.inputs > 1 else 0.0
-        )  # what kernels keep is put together, and kept once more
+        # Results of several inputs are concatenated, and that copy is kept, too.
+        again = queries * c if block.inputs > 1 else 0.0
         # The causal mask is part of the added bias, so no kernel skips the masked scores.
         added = self.form == "fused" and block.stack.biased and not cross and not t.host
         core = Op(

@@ -34,11 +34,8 @@ def list_block(to: Lister, block: BlockKind) -> None:
         modulation(to, "modulation", stack, 6, share=block.share)
     fuses = t.fuses_as("residual_norm", f"{layer.norm.kind}_norm")
     inside = layer.placement == "branch"
-    fuses = (
-        fuses
-        and layer.normed
-        and not (block.modulated or layer.parallel or layer.norm.zero_centred or inside)
-    )
+    plain = not (block.modulated or layer.parallel or layer.norm.zero_centred or inside)
+    fuses = fuses and layer.normed and plain
     before = not fuses or layer.placement != "after"
     if layer.normed and before and not inside:
         to.norm("norm1", stream_rows, d, layer.norm, modulated=block.modulated)

@@ -91,10 +91,7 @@ def why_others_lose(
     model: ModelConfig, machine: Machine, result: Layouts, best: Prediction, uneven: Mapping[int, float] = EVEN
 ) -> Iterator[str]:  # fmt: skip
     """Sentences on each choice of the best layout: the fastest layout with another choice and its extra cost, then
-    layouts that do not fit.
-
-    A layout is named once, under the first choice in which it differs.
-    """
+    layouts that do not fit. A layout is named once, under the first choice in which it differs."""
     named = {best.plan}
     for axis in AXES:
         chosen = getattr(best.plan, axis)
@@ -230,9 +227,6 @@ def sensitivity(
             first = result[0]
             levers.append(Lever(words, first.samples_per_second / best.samples_per_second - 1, first.plan))
     return sorted(levers, key=lambda lever: -lever.gain)
-
-
-# -- the best layouts that lines of settings allow, one for each line, and how they compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

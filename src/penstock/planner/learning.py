@@ -21,7 +21,6 @@ _MODULES: dict[str, tuple[Module, ...]] = {
     "all": ("attention", "cross", "perceptron"),
 }
 """Modules whose linears have adapters, by `Lora.parts`."""
-
 UNPACKING = 6
 """Number of operators that dequantise a weight."""
 

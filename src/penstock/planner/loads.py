@@ -93,8 +93,6 @@ class LoadRecord:
         *earlier, last = [window.counts for window in self.windows]
         return count_sum(earlier, self.totals), last
 
-    # -- forms
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as JSON holds them."""
         return {
@@ -131,7 +129,7 @@ class LoadRecord:
             return cls(_each(str, tree["layers"]), _each(str, tree["labels"]), counts, tuple(windows))
         except (KeyError, TypeError) as problem:
             raise DataError(
-                f"This is no record of loads: {problem!r} is missing or of another kind."
+                f"This is no record of loads: it lacks a key or has a value of another type ({problem})."
             ) from None
 
 

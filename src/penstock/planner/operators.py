@@ -224,7 +224,6 @@ class Software(NamedTuple):
     loss: Literal["penstock", "torch", "megatron"] = "penstock"
     """The library that computes the loss. torch and Megatron cast logits to fp32, for a log-softmax and a gather, or
     for single operators in place (Megatron's `cross_entropy.py`)."""
-
     experts_apart: bool = False
     """Whether each expert multiplies in a separate kernel, on concurrent streams, as in Transformer Engine
     (`multi_stream_cublas_gemm` of its `cublaslt_gemm.cu`)."""

@@ -172,9 +172,8 @@ def operators_of(graph: Graph) -> int:
         block = 16 + 24 * rotated / len(stack.layers) + 10 * bool(run.memories) + 2 * both
         block += 16 * bool(layer.latent) + 4 * layer.qk_norm + 5 * layer.qk_norm_whole
         block += 8 * (layer.score_cap is not None) + 6 * layer.sinks
-        block += 5 * (ACTIVATIONS[stack.mlp].limit is not None) + 6 * (
-            layer.bias and layer.mixture is not None
-        )
+        block += 5 * (ACTIVATIONS[stack.mlp].limit is not None)
+        block += 6 * (layer.bias and layer.mixture is not None)
         norms = 2 * (1 + both + layer.qk_norm)
         operators += round(stack.depth * (block + 4 * norms * layer.norm.zero_centred))
         for mixture in (layer.mixture for layer in stack.layers if layer.mixture):

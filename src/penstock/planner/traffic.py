@@ -65,10 +65,8 @@ def data_seconds(
     if not work.software.shards_in_place:
         # Filling and emptying flat buffers reads and writes each weight in each pass, each gradient, and a separate
         # division of gradients once more.
-        passes, gradient = (
-            1 if plan.pp > 1 else 2,
-            (4 if work.software.divides_gradients or rates.cpu else 2) * size,
-        )
+        passes = 1 if plan.pp > 1 else 2
+        gradient = (4 if work.software.divides_gradients or rates.cpu else 2) * size
         gradients = (share.block_dense + share.block_experts) * gradient
         block += (2 * passes * (dense + sparse) + gradients) / rates.memory
         ends += share.ends * (2 * whole + gradient) / rates.memory

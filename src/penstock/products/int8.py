@@ -91,9 +91,8 @@ def clipped(x: Tensor, scale: Tensor) -> Tensor:
 
 def _numbers(wide: Tensor, sizes: Tensor, noise: Tensor | None) -> Tensor:
     numbers = in_levels(wide, sizes)
-    if (
-        noise is not None
-    ):  # from −127.5/256 to 127.5/256: whole numbers do not change, and no value leaves the range
+    # From −127.5/256 to 127.5/256: whole numbers do not change, and no value leaves the range.
+    if noise is not None:
         numbers = numbers + (noise.float() * 2.0**-8 + 2.0**-9)
     return numbers.round().to(torch.int8)
 

@@ -89,11 +89,9 @@ class RoundedInt8(Stored):
         if self.packed is not None:
             return fused_product(x, scale, 128, self.packed)
         sums, scales = self.sums(in_8_bits(x, scale)), self.scales * scale
-        return (
-            sums * scales
-            if self.bias is None or self.static is None
-            else torch.addcmul(self.bias, sums, scales)
-        )
+        if self.bias is None or self.static is None:
+            return sums * scales
+        return torch.addcmul(self.bias, sums, scales)
 
     def sums(self, q: Tensor) -> Tensor:
         """Whole numbers (M, K) times the weights' numbers: (M, N), exact before the cast to fp32. The reference."""

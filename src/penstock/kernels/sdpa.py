@@ -32,7 +32,8 @@ def own_sdpa(
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` by a kernel of ours: (…, L, E), (…, S, E), (…, S, V) → (…, L, V). The plain
     kernel, two matrix products and a softmax in the dtype of its inputs, saves the scores, (…, L, S), for backward."""
-    lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
+    leads = (t.shape[:-3] for t in (query, key, value))
+    lead: torch.Size = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
 
     def four(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
         tensor = tensor.expand(*heads, *tensor.shape[-2:])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -229,10 +228,7 @@ def store_linears(model: nn.Module, products: Products, *, careful: bool = False
             # Without a weight, other ranks hold the experts.
             if isinstance(experts, ExpertLinear) and experts.weight is not None:
                 form = careful_form if name in exact else STORED[products]
-                store = partial(_stored, form=form, row=row)
-                model.set_submodule(
-                    name, StoredExperts(experts, lambda _, linear, store=store: store(linear))
-                )
+                model.set_submodule(name, _stored_experts(experts, form, row))
     return model
 
 
@@ -310,6 +306,10 @@ def _chosen(model: nn.Module, anatomy: Anatomy, products: Products) -> dict[str,
         if isinstance(module, nn.Linear):
             linears[name] = module
     return linears
+
+
+def _stored_experts(experts: ExpertLinear, form: type[Stored], row: Product) -> nn.Module:
+    return StoredExperts(experts, lambda _, linear: _stored(linear, form, row))
 
 
 def _stored(linear: nn.Linear, form: type[Stored], row: Product) -> nn.Module:

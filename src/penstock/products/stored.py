@@ -27,7 +27,7 @@ class Numbered(nn.Module):
         self._enter()
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()
 
     def _enter(self) -> None:

@@ -24,10 +24,6 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert newest(tmp_path).step == 7
 
 
-def test_nothing_saved_is_none_and_not_an_error(tmp_path: Path) -> None:
-    assert checkpoint.find(tmp_path / "absent") is None
-
-
 def test_two_are_kept_at_least_and_the_older_pruned(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint.save(tmp_path, numbered(step), keep=1)

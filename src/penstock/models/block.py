@@ -95,10 +95,7 @@ class ModulatedBlock(Block):
         super().__init__(sizes, *args, affine=False, **options)
         where = {name: options[name] for name in ("device", "dtype") if name in options}
         self.modulation = ZeroLinear(sizes.width, 6 * sizes.width, **where)
-        self._modules = {
-            "modulation": self.modulation,
-            **self._modules,
-        }  # the order of parameters in checkpoints
+        self._modules = {"modulation": self.modulation, **self._modules}  # the order in checkpoints
 
     def forward(self, x: Tensor, context: Context = ALONE) -> Tensor:
         assert self.norm2 is not None

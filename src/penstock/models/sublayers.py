@@ -266,9 +266,8 @@ class LatentAttention(_Attending):
         )
         k, v = pairs.split_with_sizes((sizes.plain_width, sizes.value_width), -1)
         q, k = torch.cat([plain, turned], -1), torch.cat([k, shared.expand(*k.shape[:-1], -1)], -1)
-        if self.backend != "plain" or not isinstance(
-            mask, Tensor | None
-        ):  # other kernels want values as wide as keys
+        if self.backend != "plain" or not isinstance(mask, Tensor | None):
+            # Other kernels need values as wide as keys.
             v = F.pad(v, (0, self.head_width - sizes.value_width))
         mixed = self.mix(q, k, v, mask, causal)
         mixed = torch.unflatten(mixed, -1, (-1, v.shape[-1]))[..., : sizes.value_width].flatten(2)

@@ -82,13 +82,6 @@ def test_another_classifier_is_said() -> None:
         load_weights(Model(TINY), pooled.state_dict())
 
 
-def test_positions_follow_the_image_size() -> None:
-    source, target = Model(TINY), Model(replace(TINY, image_size=64))
-    assert load_weights(target, source.state_dict()).resized_from == 17
-    assert torch.equal(target.encoder.places.weight[0], source.encoder.places.weight[0])
-    assert target(torch.randn(1, 3, 64, 64)).shape == (1, 10)
-
-
 def test_names_of_no_known_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"of no known Vision Transformer \(the first are: conv\.weight\)"):
         load_weights(Model(TINY), {"conv.weight": torch.zeros(1)})

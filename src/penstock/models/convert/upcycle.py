@@ -84,9 +84,8 @@ def upcycled(
         source, routed = sources.get(block, (block, False))
         weight = dense.get(source + name.removeprefix(block))
         if weight is None or (weight.shape == target.shape and not routed):
-            fresh = (
-                target if target.is_floating_point() else torch.zeros_like(target)
-            )  # a router, or counts of visits
+            # A router, or counts of visits.
+            fresh = target if target.is_floating_point() else torch.zeros_like(target)
             made[name] = fresh if weight is None else weight
             continue
         experts = weight if routed else weight.expand(len(target), *weight.shape)

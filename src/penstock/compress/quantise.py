@@ -278,6 +278,4 @@ def _slower(own: nn.Module, form: nn.Module, shape: tuple[int, int, int], name: 
 
 def _saved(module: AnyLinear, weight: RoundedWeight) -> int:
     """Bytes that a weight saves compared with fp32."""
-    return module.weight.numel() * 4 - sum(
-        part.numel() * part.element_size() for part in weight.stored("").values()
-    )
+    return module.weight.numel() * 4 - sum(part.nbytes for part in weight.stored("").values())

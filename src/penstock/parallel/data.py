@@ -47,8 +47,7 @@ class DataParallel:
 
     @torch.no_grad()
     def end(self) -> None:
-        """After the last backward pass, average gradients and buffers that it has not averaged, so that all ranks keep
-        the same model."""
+        """After the last backward pass, average all other gradients and buffers, so that ranks keep the same model."""
         if self.partial is not None:
             add_up_all(self.partial(), self.dims.group("tp"))
         if self.late is not None:

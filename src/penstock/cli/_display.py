@@ -20,6 +20,6 @@ def show(parts: Iterable[Part]) -> None:
             console.print(terminal_table(part, console.width))
             part = Text(part.text.replace("\n\n", "\n"), style="dim")
         if isinstance(part, str):
-            console.print(Text(part), soft_wrap=True)  # as text, in which `:a:` is no emoji
+            console.print(part, soft_wrap=True)
         elif part:
             console.print(part)

@@ -30,6 +30,7 @@ from penstock.ladder.tables import (
 from penstock.report.chart import number, signed
 from penstock.report.figures import Bar, Line, State, difference_bars, lines, memory_bars, waterfall
 from penstock.report.page import Cell, Section, Tile, cell, origin, page
+from penstock.report.units import rounded
 
 SAME_LOSS = 1e-3
 """Curves that differ nowhere by more than this are drawn as one."""
@@ -316,7 +317,8 @@ def _absent(report: LadderReport) -> list[Section]:
 
 def _facts(report: LadderReport) -> dict[str, str]:
     machine = report.machine
-    peaks = ", ".join(f"{name} {rate / 1e12:.3g}" for name, rate in machine.get("peak_flops", {}).items())
+    rates = machine.get("peak_flops", {}).items()
+    peaks = ", ".join(f"{name} {rounded(rate / 1e12, 3)}" for name, rate in rates)
     memory = machine.get("memory_bytes_per_second", 0) / 1e9
     name = f"with Machine {machine.get('name')} ({machine.get('source')})"
     words = f"{name}: peak {peaks} TFLOP/s; memory {memory:.0f} GB/s"

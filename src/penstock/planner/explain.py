@@ -15,7 +15,7 @@ from penstock.planner.layouts import vary
 from penstock.planner.loads import EVEN
 from penstock.planner.prediction import Prediction, predict, room
 from penstock.planner.search import Layouts, base_of, explore, needed_bytes, search
-from penstock.report.units import GIB, duration
+from penstock.report.units import GIB, duration, rounded
 
 SECOND_WORDS = {
     "gemm": "matrix products", "attention": "attention",
@@ -52,7 +52,7 @@ def explain(
     lines = [
         f"{plan.line()}",
         f"{best.gpus} {machine.name}: {duration(best.iteration_seconds, 3)} a step of {best.global_batch} samples, "
-        f"MFU {best.mfu:.1%}, HFU {best.hfu:.1%} of {best.peak_flops / 1e12:.0f} TFLOP/s ({best.peak_name}).",
+        f"MFU {best.mfu:.1%}, HFU {best.hfu:.1%} of {rounded(best.peak_flops / 1e12, 3)} TFLOP/s ({best.peak_name}).",
     ]
     if best.interval is not None:
         lines.append(f"It would take {best.interval.seconds(best.iteration_seconds)}.")

@@ -11,7 +11,7 @@ from penstock.planner.prediction import Prediction
 from penstock.planner.search import Layouts
 from penstock.report.figures import Stack, stacked_bars
 from penstock.report.page import Cell, Section, Tile, cell, page
-from penstock.report.units import GIB, duration
+from penstock.report.units import GIB, duration, rounded
 
 SHOWN = 8
 """Layouts that figures have."""
@@ -63,7 +63,7 @@ def beside(layouts: Mapping[str, tuple[Prediction, Mapping[str, float]]], *, vis
 
 def tiles(one: Prediction) -> list[Tile]:
     """The figures of one prediction that are worth reading first."""
-    peak = f"MFU of {one.peak_flops / 1e12:.3g} TFLOP/s ({one.peak_name})"
+    peak = f"MFU of {rounded(one.peak_flops / 1e12, 3)} TFLOP/s ({one.peak_name})"
     return [
         Tile(value=duration(one.iteration_seconds, 3), words="per optimizer step", lead=True),
         Tile(value=f"{one.mfu:.1%}", words=peak),

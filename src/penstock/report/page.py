@@ -164,8 +164,9 @@ def plain_console() -> Console:
     """A console that prints words unchanged, and is wide if it is not a terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH, highlight=False, markup=False)
+    plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
+    console = plain()
+    return console if console.is_terminal else plain(width=PLAIN_WIDTH)
 
 
 @functools.singledispatch

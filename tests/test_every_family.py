@@ -88,14 +88,9 @@ def test_what_changes_no_result_changes_none(enrolled: Enrolled, line: str) -> N
 
 
 def _same_as_the_baseline(
-    enrolled: Enrolled,
-    built: Built,
-    losses: list[float],
-    *,
-    rel: float = 1e-5,
-    rtol: float = 1e-4,
+    enrolled: Enrolled, built: Built, losses: list[float], *, rel: float = 1e-5, rtol: float = 1e-4,
     atol: float = 1e-5,
-) -> None:
+) -> None:  # fmt: skip
     """Compare losses to `rel`, weights to `rtol` and `atol`."""
     wanted, expected = _baseline(enrolled)
     assert losses == pytest.approx(expected, rel=rel)

@@ -20,16 +20,11 @@ from penstock.tensorfile import INDEX, WEIGHTS, Pending, pending, write_model, w
 def tensors() -> dict[str, torch.Tensor]:
     flat = torch.arange(24, dtype=torch.float32)
     return {
-        "view": flat[:12].view(3, 4),
-        "neighbour": flat[12:],
-        "strided": flat.view(4, 6).t(),
-        "scalar": torch.tensor(3.5, dtype=torch.float64),
-        "empty": torch.zeros(0, 5),
-        "half": torch.randn(7).to(torch.bfloat16),
-        "flags": torch.tensor([True, False]),
-        "bytes": torch.arange(5, dtype=torch.uint8),
-        "ids": torch.tensor([-1, 2**40]),
-    }
+        "view": flat[:12].view(3, 4), "neighbour": flat[12:], "strided": flat.view(4, 6).t(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64), "empty": torch.zeros(0, 5),
+        "half": torch.randn(7).to(torch.bfloat16), "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(5, dtype=torch.uint8), "ids": torch.tensor([-1, 2**40]),
+    }  # fmt: skip
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor]) -> Written:

@@ -34,18 +34,13 @@ def test_a_folder_is_taken_with_hf_before_it(tmp_path: Path, monkeypatch: pytest
 def test_models_of_timm_have_the_shape_that_timm_gives_them() -> None:
     """Parameters as timm counts them, in millions, distilled heads included."""
     shapes = {
-        "vit_small_patch16_224": (22.05, 224),
-        "vit_base_patch16_384.augreg_in21k_ft_in1k": (86.86, 384),
-        "vit_base_patch16_224.augreg_in21k": (102.60, 224),
-        "vit_large_patch32_384": (306.63, 384),
-        "deit_small_distilled_patch16_224": (22.44, 224),
-        "vit_giant_patch14_224": (1012.61, 224),
-        "vit_small_patch14_dinov2.lvd142m": (22.44, 518),
-        "vit_base_patch14_reg4_dinov2": (87.35, 518),
-        "vit_small_patch16_dinov3": (21.97, 256),
-        "vit_base_patch16_siglip_384.webli": (93.95, 384),
+        "vit_small_patch16_224": (22.05, 224), "vit_base_patch16_384.augreg_in21k_ft_in1k": (86.86, 384),
+        "vit_base_patch16_224.augreg_in21k": (102.60, 224), "vit_large_patch32_384": (306.63, 384),
+        "deit_small_distilled_patch16_224": (22.44, 224), "vit_giant_patch14_224": (1012.61, 224),
+        "vit_small_patch14_dinov2.lvd142m": (22.44, 518), "vit_base_patch14_reg4_dinov2": (87.35, 518),
+        "vit_small_patch16_dinov3": (21.97, 256), "vit_base_patch16_siglip_384.webli": (93.95, 384),
         "vit_large_patch14_clip_336.openai": (304.53, 336),
-    }
+    }  # fmt: skip
     for name, (millions, pixels) in shapes.items():
         for cls in (PlanConfig, LadderConfig):
             model = load_or_described(cls, file=None, overrides={"model": f"timm:{name}"}).model

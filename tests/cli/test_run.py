@@ -16,13 +16,9 @@ from penstock.cli import app, before_script, main
 
 def _python(*arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=300,
         env={**os.environ, **environment},
-    )
+    )  # fmt: skip
 
 
 # No torch: what a script's world looks like takes no seconds to import.

@@ -131,12 +131,8 @@ def test_gradients_that_no_scale_mends_end_with_their_code(
     ],
 )
 def test_what_cannot_be_is_refused(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     (tmp_path / "planted.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "planted", raising=False)

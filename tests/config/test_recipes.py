@@ -190,19 +190,13 @@ def test_every_job_can_be_planned_and_trained(name: str) -> None:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ("vit_small_patch16_224", "vit-s16"),
-        ("vit_small_patch16_224.augreg_in21k_ft_in1k", "vit-s16"),
-        ("timm:vit_huge_patch14_224", "vit-h14"),
-        ("google/vit-base-patch16-224-in21k", "vit-b16"),
-        ("facebook/deit-small-patch16-224", "vit-s16"),
-        ("bert-base-uncased", "bert-base"),
-        ("gpt2-small", "gpt2"),
-        ("openai-community/gpt2-xl", "gpt2-xl"),
-        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
-        ("Qwen/Qwen2-0.5B-Instruct", "qwen2-0.5b"),
-        ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("vit_small_patch16_224", "vit-s16"), ("vit_small_patch16_224.augreg_in21k_ft_in1k", "vit-s16"),
+        ("timm:vit_huge_patch14_224", "vit-h14"), ("google/vit-base-patch16-224-in21k", "vit-b16"),
+        ("facebook/deit-small-patch16-224", "vit-s16"), ("bert-base-uncased", "bert-base"), ("gpt2-small", "gpt2"),
+        ("openai-community/gpt2-xl", "gpt2-xl"), ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("Qwen/Qwen2-0.5B-Instruct", "qwen2-0.5b"), ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
     ],
-)
+)  # fmt: skip
 def test_a_name_of_timm_or_transformers_is_answered_with_ours(theirs: str, ours: str) -> None:
     with pytest.raises(ConfigError, match=f"Did you mean '{ours}'"):
         load_run(overrides={"model": theirs})

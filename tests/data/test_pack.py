@@ -223,13 +223,8 @@ def test_the_layout_is_pinned(folder: Path) -> None:
     assert INDEX.itemsize == 24
     table = json.loads((path / "manifest.json").read_text())
     assert {name: table[name] for name in ("layout", "version", "records", "size", "count", "classes")} == {
-        "layout": "penstock-pack",
-        "version": 2,
-        "records": "raw",
-        "size": 32,
-        "count": 20,
-        "classes": ["cat", "dog"],
-    }
+        "layout": "penstock-pack", "version": 2, "records": "raw", "size": 32, "count": 20, "classes": ["cat", "dog"],
+    }  # fmt: skip
     source = opened(path)
     assert isinstance(source, Pack)
     shard = (path / "shard-00000.bin").read_bytes()

@@ -84,14 +84,10 @@ def test_other_members_are_refused(tmp_path: Path, name: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (tarfile.SYMTYPE, "a link"),
-        (tarfile.LNKTYPE, "a link"),
-        (tarfile.CHRTYPE, "a device"),
-        (tarfile.FIFOTYPE, "a pipe"),
-        (tarfile.GNUTYPE_SPARSE, "a file with holes"),
-        (b"?", "of an unknown kind"),
+        (tarfile.SYMTYPE, "a link"), (tarfile.LNKTYPE, "a link"), (tarfile.CHRTYPE, "a device"),
+        (tarfile.FIFOTYPE, "a pipe"), (tarfile.GNUTYPE_SPARSE, "a file with holes"), (b"?", "of an unknown kind"),
     ],
-)
+)  # fmt: skip
 def test_links_and_devices_are_refused(tmp_path: Path, kind: bytes, words: str) -> None:
     with tarfile.open(tmp_path / "s.tar", "w") as shard:
         member = tarfile.TarInfo("k.jpg")

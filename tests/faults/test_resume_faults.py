@@ -215,12 +215,8 @@ def test_a_killed_loader_process_is_named_and_the_run_can_go_on(
     assert samples(killed) == samples(epochs)
     same_end(killed, epochs)
     note(
-        "SIGKILL of a loader process",
-        times=times,
-        code=4,
-        slowest_seconds=slowest,
-        bit_identical_resume=True,
-    )
+        "SIGKILL of a loader process", times=times, code=4, slowest_seconds=slowest, bit_identical_resume=True,
+    )  # fmt: skip
 
 
 # -- two runs in one folder
@@ -269,24 +265,13 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=whole)])
 def test_a_run_does_not_go_on_with_other_images(
-    note: Note,
-    times: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    note: Note, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Of as many images as before, so that the number of samples does not say it."""
     images = write_folder(tmp_path / "set", per_class=10, size=16)
     command = [
-        "train",
-        "vit-digits",
-        "--data",
-        f"imagefolder:{images}",
-        "--output",
-        f"{tmp_path}/run",
-        "--device",
-        "cpu",
-    ]
+        "train", "vit-digits", "--data", f"imagefolder:{images}", "--output", f"{tmp_path}/run", "--device", "cpu",
+    ]  # fmt: skip
     command += [
         "--recipe.steps=3",
         "--recipe.warmup_steps=0",

@@ -116,12 +116,7 @@ def _door(
 
 DOORS = {
     "pack": _door(
-        _images,
-        ("manifest.json", "index.npy"),
-        _enter_images,
-        b"Infinity",
-        b"shard-00000.bin",
-        b'"bytes": -1',
+        _images, ("manifest.json", "index.npy"), _enter_images, b"Infinity", b"shard-00000.bin", b'"bytes": -1',
     ),
     "tokens": _door(_tokens, (), _enter_tokens, b'"../', b"\xff" * 8, b"\0" * 24),
-}
+}  # fmt: skip

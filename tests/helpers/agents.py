@@ -22,13 +22,9 @@ class Agent:
     its ranks are forked (`helpers.forked`) and start sooner. `prefix` is a command that runs it, such as on a host."""
 
     def __init__(
-        self,
-        *arguments: str,
-        log: Path,
-        environment: dict[str, str] | None = None,
-        forked: bool = False,
+        self, *arguments: str, log: Path, environment: dict[str, str] | None = None, forked: bool = False,
         prefix: tuple[str, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._log = log
         start: Any = Popen if forked else subprocess.Popen
         with log.open("w") as out:

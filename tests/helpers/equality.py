@@ -81,17 +81,10 @@ def micro_batches(batch: Any, plan: Plan, rank: int) -> list[Any]:
 
 
 def trained(
-    model: ModelConfig | nn.Module | Callable[[], nn.Module],
-    plan: Plan,
-    *,
-    steps: int,
-    recipe: Recipe | None = None,
-    batches: Batches = images,
-    double: bool = False,
-    dims: ParallelDims | None = None,
-    loss_scale: float = 2.0**10,
+    model: ModelConfig | nn.Module | Callable[[], nn.Module], plan: Plan, *, steps: int, recipe: Recipe | None = None,
+    batches: Batches = images, double: bool = False, dims: ParallelDims | None = None, loss_scale: float = 2.0**10,
     **options: Any,
-) -> Trained:
+) -> Trained:  # fmt: skip
     """Train under `plan` in this process, alone or as a rank of the group that stands."""
     built = _built(model, plan, recipe or Recipe(lr=1e-3), dims, loss_scale, options)
     result = Trained()
@@ -273,15 +266,9 @@ EXACT = Close(1e-7, 1e-9)
 
 
 def compare(
-    job: Job,
-    line: str,
-    *,
-    weights: Close = EXACT,
-    figures: Close = EXACT,
-    outputs: bool = True,
-    splits: bool = False,
-    seconds: float = 60.0,
-) -> None:
+    job: Job, line: str, *, weights: Close = EXACT, figures: Close = EXACT, outputs: bool = True,
+    splits: bool = False, seconds: float = 60.0,
+) -> None:  # fmt: skip
     """Hold all ranks of a layout to one process. Where it `splits` the model, each rank holds a part."""
     plan = Plan.parse(line)
     single = alone(plan, recompute="none", budget=Plan().budget, compile="none")

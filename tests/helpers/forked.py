@@ -40,18 +40,10 @@ class Popen:
     """A program, as `subprocess.Popen` would start it. `stdin` is empty where none is given."""
 
     def __init__(
-        self,
-        args: Sequence[str],
-        *,
-        stdin: Any = None,
-        stdout: Any = None,
-        stderr: Any = None,
-        env: Mapping[str, str] | None = None,
-        cwd: Path | str | None = None,
-        process_group: int | None = None,
-        start_new_session: bool = False,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+        self, args: Sequence[str], *, stdin: Any = None, stdout: Any = None, stderr: Any = None,
+        env: Mapping[str, str] | None = None, cwd: Path | str | None = None, process_group: int | None = None,
+        start_new_session: bool = False, pass_fds: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self.args = args
         self.stdout: io.FileIO | None = None
         flags, words = _split(args)
@@ -133,14 +125,8 @@ class _Program:
     """All that a program is started with, but its descriptors."""
 
     def __init__(
-        self,
-        flags: list[str],
-        words: list[str],
-        env: dict[str, str],
-        folder: str,
-        group: int | None,
-        session: bool,
-    ) -> None:
+        self, flags: list[str], words: list[str], env: dict[str, str], folder: str, group: int | None, session: bool,
+    ) -> None:  # fmt: skip
         self.flags, self.words, self.env, self.folder = flags, words, env, folder
         self.group, self.session = group, session
 

@@ -21,12 +21,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 def changed_terms_are_seen(
-    kernels: native.Kernels,
-    changes: Sequence[tuple[str, str]],
-    users: Iterable[ModuleType],
-    hold: Callable[[], object],
-    needs: Any = needs_compiler,
-) -> Any:
+    kernels: native.Kernels, changes: Sequence[tuple[str, str]], users: Iterable[ModuleType],
+    hold: Callable[[], object], needs: Any = needs_compiler,
+) -> Any:  # fmt: skip
     """The test that `hold` sees each change, in thirds: one in `make test-all`, the others in `make test-sweeps`."""
 
     def test(changes: Sequence[tuple[str, str]], tmp_path: Path) -> None:
@@ -38,12 +35,9 @@ def changed_terms_are_seen(
 
 
 def assert_changes_are_seen(
-    kernels: native.Kernels,
-    changes: Iterable[tuple[str, str]],
-    users: Iterable[ModuleType],
-    hold: Callable[[], object],
-    folder: Path,
-) -> None:
+    kernels: native.Kernels, changes: Iterable[tuple[str, str]], users: Iterable[ModuleType],
+    hold: Callable[[], object], folder: Path,
+) -> None:  # fmt: skip
     """Compile a source without optimisation, as it is and with each change: a text that it or a header has once, and
     what takes its place. With that in place of the library of the modules `users`, `hold` passes the first and fails
     all others."""

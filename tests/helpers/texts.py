@@ -65,14 +65,10 @@ class Rows(Source):
     """Rows of several texts each, cut to `lengths` and padded; labels are classes, or numbers without `classes`."""
 
     def __init__(
-        self,
-        texts: dict[str, tuple[Sequence[str], int]],
-        labels: Sequence[float] | None = None,
-        classes: tuple[str, ...] | None = None,
-        *,
-        ended: tuple[str, ...] = (),
+        self, texts: dict[str, tuple[Sequence[str], int]], labels: Sequence[float] | None = None,
+        classes: tuple[str, ...] | None = None, *, ended: tuple[str, ...] = (),
         extra: dict[str, Sequence[int]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name, self.classes, self.tokenizer = "rows", classes, Letters()
         self._columns: dict[str, NDArray[Any]] = {}
         fields: list[Any] = []

@@ -76,15 +76,9 @@ def _main(file: str, sixth: str) -> None:
 
 
 def compile_for(
-    architecture: int,
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    *,
-    aligned: Collection[str] = (),
-    single: int | None = 0,
-    **options: Any,
-) -> Callable[[str], int]:
+    architecture: int, kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], *,
+    aligned: Collection[str] = (), single: int | None = 0, **options: Any,
+) -> Callable[[str], int]:  # fmt: skip
     """Compile a kernel for an architecture, of arguments of these types; pointers, and the numbers named in `aligned`,
     are multiples of 16. It fits into shared memory and registers, spills none of these, and reads memory in vectors or
     asynchronously, but for `single` halves; None does not ask for that. Returns how to count a pattern in the program.

@@ -85,13 +85,8 @@ def _check(world: int, cases: list[tuple[Any, str, str, bool]], timeout: float =
             hold(said, got, expected, weights=Close(1e-7, 1e-19, 0.0), figures=Close(1e-7, 1e-9))
         else:
             hold(
-                said,
-                got,
-                expected,
-                weights=Close(1e-4, 2e-5),
-                figures=Close(1e-5, 1e-5),
-                norms=Close(1e-4, 1e-5),
-            )
+                said, got, expected, weights=Close(1e-4, 2e-5), figures=Close(1e-5, 1e-5), norms=Close(1e-4, 1e-5),
+            )  # fmt: skip
 
 
 CONFIGS: dict[str, Any] = {

@@ -115,13 +115,8 @@ def test_our_own_runs_are_within_their_aims() -> None:
     cases = own_runs(ROOT)["cases"]
     models = {one["model"] for one in cases}
     assert {
-        "vit-digits",
-        "vit-l16",
-        "vit-h14",
-        "gpt2, 12 blocks",
-        "bert, 12 blocks",
-        "t5, 2 x 6 blocks",
-    } <= models
+        "vit-digits", "vit-l16", "vit-h14", "gpt2, 12 blocks", "bert, 12 blocks", "t5, 2 x 6 blocks",
+    } <= models  # fmt: skip
     assert {"precision=O1", "precision=O2", "precision=O3", "matmul=medium"} <= {
         setting for one in cases for setting in one["plan"].split()
     }

@@ -91,12 +91,8 @@ def batch(seed: int = 1, size: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    steps: int = 10,
-    clip: float | None = None,
-    start: int = 0,
-) -> list[float]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10, clip: float | None = None, start: int = 0,
+) -> list[float]:  # fmt: skip
     losses = []
     for step in range(start, start + steps):
         optimizer.zero_grad()

@@ -270,13 +270,8 @@ def test_transformers_trainer_that_is_mixed_already_is_refused(
 def _process(*arguments: str, penstock: bool = True) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *(("-m", "penstock", "run") if penstock else ()), *arguments]
     return subprocess.run(
-        command,
-        cwd=SCRIPTS,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+        command, cwd=SCRIPTS, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -59,13 +59,8 @@ def test_a_run_has_a_page_with_all_that_it_measured(folder: Path) -> None:
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
     assert not page.refresh
     for words in (
-        "Finished after 6 steps",
-        "top-1",
-        "samples/s",
-        "mean of classes",
-        "of tensors",
-        "predicted",
-    ):
+        "Finished after 6 steps", "top-1", "samples/s", "mean of classes", "of tensors", "predicted",
+    ):  # fmt: skip
         assert words in page.words
     last = read_history(folder / "run").evaluations[-1]
     assert f"{last['top1']:.2%}" in page.words

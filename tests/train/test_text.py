@@ -221,13 +221,8 @@ def test_a_run_goes_on_from_the_export_of_another(name: str, folder: Path) -> No
         "4",
     ]  # fmt: skip
     words += [
-        "--machine",
-        "machine.json",
-        "--recipe.lr",
-        "1e-9",
-        "--data",
-        ENROLLED[name].words.split("--data ")[1],
-    ]
+        "--machine", "machine.json", "--recipe.lr", "1e-9", "--data", ENROLLED[name].words.split("--data ")[1],
+    ]  # fmt: skip
     assert main(["train", *name.split(), *words, "--output", "second"]) == 0
     before, after = (settled(load(RunConfig, file=f"{run}/run.toml").model) for run in ("first", "second"))  # type: ignore[arg-type]
     assert before == after

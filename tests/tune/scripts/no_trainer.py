@@ -12,15 +12,8 @@ parser.add_argument("--attn_implementation", default="eager")
 args = parser.parse_args()
 torch.manual_seed(42)
 config = GPT2Config(
-    vocab_size=96,
-    n_positions=32,
-    n_embd=32,
-    n_layer=2,
-    n_head=2,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-)
+    vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
 config._attn_implementation = args.attn_implementation
 model = GPT2LMHeadModel(config)
 blocks = torch.randint(96, (256, 32))

@@ -195,6 +195,9 @@ def test_a_finished_run_has_nothing_left_to_do(config: RunConfig) -> None:
     assert [event for event in events_of(config.output) if event[0] not in ("resume", "prediction")] == [
         event for event in told if event[0] != "prediction"
     ]
+    assert [path.name for path in Path(config.output).glob("export*")] == ["export"], (
+        "the same is not kept twice"
+    )
 
 
 def test_starting_anew_deletes_nothing(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import logging
 import os
 import shutil
@@ -267,9 +268,8 @@ class Saves:
 
 
 def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) -> Path:
-    """Write the model, with merged adapters, as a Hugging Face folder, and its `card`; an earlier run's folder is set
-    aside. All ranks must call this.
-    """
+    """Write the model, with merged adapters, as a Hugging Face folder, and its `card`; an earlier folder is set aside,
+    unless its files are the same. All ranks must call this."""
     folder, partial = output / "export", own_file(output, "export.tmp")
     weights = whole_state(model, dims)
 
@@ -277,8 +277,19 @@ def export(model: Any, output: Path, dims: ParallelDims, lora: Lora, card: str) 
         shutil.rmtree(partial, ignore_errors=True)
         save_pretrained(model, partial, weights=merged(weights, lora, model), beside=folder_beside(output))
         write_text(partial / "README.md", card)
-        set_aside(folder)
-        partial.rename(folder)
+        if _same_files(partial, folder):
+            shutil.rmtree(partial)
+        else:
+            set_aside(folder)
+            partial.rename(folder)
 
     main_first(write)
     return folder
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same files."""
+    first, second = (
+        {path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in (one, other)
+    )
+    return first == second and filecmp.cmpfiles(one, other, first, shallow=False)[1:] == ([], [])

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "data/text/sources.py": "a lock of its own",
     "disk.py": "files to be hashed, which must be regular",
     "ladder/arena.py": "/proc/stat",
+    "ladder/result.py": "JSON that it has written itself",
     "ladder/rank.py": "its own climb's pipe",
     "ladder/team.py": "its own ranks' pipe and log",
     "launch/local.py": "messages of a process that this one has started, or that has started this one",

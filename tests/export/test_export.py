@@ -360,7 +360,7 @@ _MIXED = [("mixtral-tiny", "ctranslate2"), ("mixtral-tiny", "onnx-cache"), ("mar
             "transformers, which has none like this; choose --to onnx-cache",
         ),
         *((name, form, "fp32", f"mixtures of experts, which --to {form} cannot") for name, form in _MIXED),
-        ("bert-tiny", "onnx-cache", "fp32", "model generates no text"),
+        ("bert-tiny", "onnx-cache", "fp32", "model does not generate text"),
         ("multimodal-tiny", "onnx-cache", "fp32", "does not generate text from text alone"),
         ("multimodal-tiny", "ctranslate2", "fp32", "none like this; choose --to onnx\\."),
         ("gpt-tiny", "onnx", "int8", "Only --to ctranslate2 and gguf have weights in int8"),

@@ -35,15 +35,15 @@ def test_tensors_that_do_not_go_together_are_refused() -> None:
     good = round_rows(torch.randn(4, 32)).stored("a")
     small = round_groups(torch.randn(4, 64)).stored("a")
     for broken, words in (
-        ({"a.weight_scale": good["a.weight_scale"]}, "is no torch.int8 matrix"),
-        (good | {"a.weight": good["a.weight"].float()}, "is no torch.int8 matrix"),
+        ({"a.weight_scale": good["a.weight_scale"]}, "is not a matrix of torch.int8"),
+        (good | {"a.weight": good["a.weight"].float()}, "is not a matrix of torch.int8"),
         (good | {"a.weight_scale": torch.ones(4, 3)}, "does not go with numbers"),
         (good | {"a.weight_scale": torch.ones(3, 1)}, "does not go with numbers"),
         (good | {"a.weight_scale": torch.ones(4, 0)}, "does not go with numbers"),
         (good | {"a.weight_scale": torch.ones(4, 1, dtype=torch.int64)}, "not floating-point"),
         (good | {"a.input_scale": torch.ones(2)}, "does not go with numbers"),
         (small | {"a.weight_offset": torch.ones(4, 1)}, "does not go with numbers"),
-        (small | {"a.weight": small["a.weight"].to(torch.int8)}, "is no torch.uint8 matrix"),
+        (small | {"a.weight": small["a.weight"].to(torch.int8)}, "is not a matrix of torch.uint8"),
     ):
         with pytest.raises(CheckpointError, match=words):
             plain_state(broken)

@@ -214,7 +214,7 @@ def _through_bf16(layer: RoundedLinear, x: Tensor, dtype: torch.dtype) -> Tensor
     weight, bias = (None if p is None else p.bfloat16() for p in (layer.weight, layer.bias))
     assert weight is not None
     if isinstance(layer, Fp8Linear):
-        return fp8_linear(x, weight, bias, scaling=layer.scaling, emulate=True)
+        return fp8_linear(x, weight, bias, scaling=PRODUCTS[layer.products].scales, emulate=True)
     return int8_linear(x, weight, bias, passes=PRODUCTS[layer.products].passes)
 
 

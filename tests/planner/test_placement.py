@@ -167,7 +167,7 @@ RECORD = LoadRecord(("a", "b"), (), (((4, 0, 0, 0, 0, 0, 0, 4),), ((1, 1, 1, 1, 
 
 def test_the_busiest_device_is_that_with_most_visits() -> None:
     assert unevenness(RECORD, 8) == {1: 1.0, 2: 1.0, 4: (2 + 1) / 2, 8: (4 + 1) / 2}
-    with pytest.raises(ConfigError, match="8 experts in a, but the model 4"):
+    with pytest.raises(ConfigError, match="8 experts in a, but the model has 4"):
         unevenness(RECORD, 4)
 
 

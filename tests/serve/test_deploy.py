@@ -248,7 +248,7 @@ def test_a_cpu_is_deployed_by_its_rates_of_layers_in_int8(
         assert main(["deploy", "gpt2", "--machine", file, *words]) == 0
         told.append(capsys.readouterr().out)
     assert (
-        "note: toy has no rate of inference with weights=int8, so that of products of plain weights"
+        "note: toy has no rate of inference with weights=int8, so the rate of products of plain weights"
         in told[0]
     )
     assert "weights=int8," not in told[1]

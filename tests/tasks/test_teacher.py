@@ -497,7 +497,7 @@ def _others() -> dict[str, tuple[ModelConfig, ModelConfig, str]]:
         "size": (VIT, replace(VIT, image_size=16), "image_size is 16, the student's 8"),
         "channels": (VIT, replace(VIT, channels=3), "channels is 3, the student's 1"),
         "kind": (GPT, VIT, "takes images, the student tokens"),
-        "direction": (GPT, BERT, "logits of 40 words, the student of 40 words, each after"),
+        "direction": (GPT, BERT, "logits of 40 words, the student of 40 words by a causal model"),
         "positions": (GPT, replace(GPT, sequence=4), "has 4 positions, but samples have 8 tokens"),
         "head": (replace(BERT, head="none"), BERT, "student returns features"),
     }

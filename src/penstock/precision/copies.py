@@ -7,6 +7,7 @@ it loads without Penstock installed, and under `torch.serialization.safe_globals
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -159,21 +160,25 @@ def adopt(half: Tensor, master: Tensor) -> None:
         mark(half)
 
 
+_OF_A_MODEL: Any = "penstock: a model is copied"
+"""Key in the memo of `copy.deepcopy`."""
+
+
 class HalfWeight(Parameter):
     """A half weight that may have a master. A write through `.data` raises no version, so reading `.data` counts as a
     write.
 
-    If the model computes under autocast, a copy of the weight is a copy of the master: the copied model computes the
-    same, and averaging its weights, or any other change through its state dict, takes effect.
+    In a copy of a model that computes under autocast, a copy of the weight is a copy of the master: the copied model
+    computes the same, and averaging its weights, or any other change through its state dict, takes effect.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Parameter:
         master = master_of(self)
         if master is None or id(self) in memo:
             return super().__deepcopy__(memo)  # type: ignore[no-any-return, no-untyped-call]
         adopt(self, master)
         copied: Parameter = copy.deepcopy(master, memo)
-        if not self.__dict__["_penstock_autocast"]:
+        if not (self.__dict__["_penstock_autocast"] and _OF_A_MODEL in memo):
             half: Parameter = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             attach_master(half, copied, autocast=False)
             return half
@@ -293,11 +298,15 @@ class ModuleStandIns(StandIns):
         this module, as PEFT's do, must not get it as its own.
         """
         if by_name:
-            return lambda memo: self._copied(module, lambda: copy.deepcopy(module, memo))
+            return functools.partial(self._deep, module)
         own: Any = getattr(cls, "__deepcopy__", None)
         if own is None:
             raise AttributeError("__deepcopy__")
         return own.__get__(module)
+
+    def _deep(self, module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+        memo[_OF_A_MODEL] = True
+        return self._copied(module, lambda: copy.deepcopy(module, memo))
 
     def _copied(self, module: nn.Module, make: Callable[[], nn.Module]) -> nn.Module:
         # The original's own copying methods, above all `__getstate__`, need its own class.

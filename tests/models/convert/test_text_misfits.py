@@ -74,5 +74,5 @@ def test_a_huge_width_beside_small_weights_is_a_contradiction(saved: Path, tmp_p
     text = (folder / "config.json").read_text().replace('"n_embd": 128', '"n_embd": 40000')
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=r"describes a model of .* but its weights are"):
+    with pytest.raises(ConfigError, match=r"describes a model of .* but its weights have"):
         from_pretrained(tmp_path)

@@ -57,9 +57,9 @@ def _hold(world: int, cases: Iterable[tuple[str, str]], *, steps: int, double: b
         if double:
             hold(said, got, expected, weights=Close(1e-7, 1e-13, 0.0), figures=Close(1e-7, 1e-5))
         elif "precision=O" in said:
-            # Ranks add up half products in another order. A bias that was 0 differed by up to 11.5 %, of one process
-            # with other micro-batches too: Adam divides gradients by their own size, and with them their rounding.
-            weights = Close(0.15, 0.0, RECIPE.lr * steps)
+            # Ranks add up half products in another order. A bias that was 0 differed by up to 6 %, for Adam divides
+            # gradients by their rounding; in two families by 11.5 %, in gpt-oss of one process with itself too.
+            weights = Close(0.15 if "gpt-oss" in said or "alibi" in said else 0.1, 0.0, RECIPE.lr * steps)
             hold(said, got, expected, weights=weights, figures=Close(3e-2, 1e-5))
         else:
             hold(said, got, expected)

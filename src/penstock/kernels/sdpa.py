@@ -40,7 +40,7 @@ def own_sdpa(
         return tensor[(None,) * max(0, 4 - tensor.ndim)].flatten(0, -4)
 
     q, k, v = (four(t, (*lead, *t.shape[-3:-2])) for t in (query, key, value))
-    some: Tensor | None = None
+    attends: Tensor | None = None
     if attn_mask is not None:
         attn_mask = four(attn_mask, (*lead, *query.shape[-3:-2]) if query.ndim > 4 else attn_mask.shape[:-2])
     if attn_mask is not None and backend == "plain":
@@ -49,10 +49,10 @@ def own_sdpa(
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             attn_mask, is_causal = attn_mask.masked_fill(later, lowest), False
         # A query that attends to no key gets zeros, as from torch's kernels.
-        some = (attn_mask > lowest).any(-1, keepdim=True)
-        attn_mask = attn_mask.masked_fill(~some, highest)
+        attends = (attn_mask > lowest).any(-1, keepdim=True)
+        attn_mask = attn_mask.masked_fill(~attends, highest)
     out = attention(q, k, v, backend, Scores(attn_mask, is_causal, dropout_p, scale))
-    out = out if some is None else out.where(some, 0.0)
+    out = out if attends is None else out.where(attends, 0.0)
     return out.reshape(*lead, *query.shape[-3:-1], out.shape[-1])
 
 

@@ -209,9 +209,8 @@ _CLASS: Any = object.__dict__["__class__"]
 
 
 class _Quiet:
-    """First base of a stand-in while it is created, so that the original's `__init_subclass__` is not called: class
-    registries keep the original, and the arguments that such a hook may require are not needed. So with metaclasses.
-    """
+    """First base of a stand-in while it is created, so that the original's `__init_subclass__` is not called, as its
+    metaclass is not: registries keep the original, and arguments that such a hook may require are not needed."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
